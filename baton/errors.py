@@ -13,15 +13,17 @@
      + Cancelled        499
      + ConfigError      start-up only: one line with cause and fix, exit code 2
 
-A message names the value, the bound and the knob. Foreign exceptions (zmq, grpc, torch, OSError) are translated at the
-one boundary where they enter: kv_transfer's transports, the two links, the engine, `segment.py`.
+A message names the value, the bound and the knob. Foreign exceptions (zmq, grpc, torch, OSError)
+are translated at the one boundary where they enter: kv_transfer's transports, the two links, the
+engine, `segment.py`.
 """
 
 from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Root. `http_status` and `grpc_code` (a name of grpc.StatusCode) are the outside view of the class."""
+    """Root. `http_status` and `grpc_code` (a name of grpc.StatusCode) are the outside view of the
+    class."""
 
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
@@ -29,7 +31,9 @@ class BatonError(Exception):
     code: ClassVar[str] = "internal_error"  # OpenAI's error.code; also the name on Baton's own wire
     is_retryable: ClassVar[bool] = False  # may the coordinator place the request again?
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -94,7 +98,8 @@ class NotSupported(RequestRejected):
 
 
 class Overloaded(RequestRejected):
-    """It would be served too late, too many wait (--max-queue), or its tenant has used up its limits."""
+    """It would be served too late, too many wait (--max-queue), or its tenant has used up its
+    limits."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -270,12 +275,18 @@ ERRORS_BY_CODE: dict[str, type[BatonError]] = _errors_by_code(BatonError)
 
 
 def error_from_code(code: str, message: str, param: str | None = None) -> BatonError:
-    """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain BatonError."""
+    """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain
+    BatonError."""
     return ERRORS_BY_CODE.get(code, BatonError)(message, param=param)
 
 
 def handoff_error_from_peer(code: str, message: str) -> BatonError:
-    """Rebuild the reason for which the other end of a hand-off gave it up. It ends the hand-off and never the request:
-    whether that can be served elsewhere is not the peer's to say. Cancelled stays what it is: somebody meant it."""
+    """Rebuild the reason for which the other end of a hand-off gave it up. It ends the hand-off and
+    never the request: whether that can be served elsewhere is not the peer's to say. Cancelled
+    stays what it is: somebody meant it."""
     error = error_from_code(code, message)
-    return error if error.is_retryable or isinstance(error, Cancelled) else HandoffFailed(f"the other end: {message}")
+    return (
+        error
+        if error.is_retryable or isinstance(error, Cancelled)
+        else HandoffFailed(f"the other end: {message}")
+    )

@@ -1,10 +1,11 @@
-"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator, again by nodes."""
+"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator,
+again by nodes."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest, ContextLengthExceeded
+from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.types import SamplingParams
 
 MAX_BODY_BYTES = 4 << 20
@@ -22,7 +23,9 @@ MAX_TOTAL_CHOICES = 256  # choices of all prompts of one request
 MAX_CHOICE_INDEX = 2**16 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256  # of one stop string
-MAX_PROMPT_LOGPROBS = 2**20  # log probabilities told of the prompts of one request: about 140 bytes each
+MAX_PROMPT_LOGPROBS = (
+    2**20
+)  # log probabilities told of the prompts of one request: about 140 bytes each
 MAX_CHAT_MESSAGES = 2048  # of one conversation
 MAX_TEMPLATE_ARGUMENTS = 32  # for the chat template of one conversation
 MAX_TEMPLATE_KEY_CHARACTERS = 64  # characters of the name of one
@@ -33,13 +36,19 @@ MAX_JSON_STRINGS = 2**16  # of one JSON body, names too
 MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
 MAX_JSON_VALUES = 2**20  # of one JSON body: a prompt of a million tokens fits
 MAX_GRPC_FIELDS = 2**13  # of one request over gRPC and of the messages in it
-MAX_TOKENIZE_TOKENS = 2**18  # that /tokenize counts and /detokenize takes, where the context is shorter
-MAX_PENDING_SHORT_TEXT_BYTES = 16 << 20  # of texts of at most 64 KiB that wait to be tokenized or are being tokenized
+MAX_TOKENIZE_TOKENS = (
+    2**18
+)  # that /tokenize counts and /detokenize takes, where the context is shorter
+MAX_PENDING_SHORT_TEXT_BYTES = (
+    16 << 20
+)  # of texts of at most 64 KiB that wait to be tokenized or are being tokenized
 MAX_PENDING_LONG_TEXT_BYTES = 48 << 20  # of longer ones
 MAX_SMALL_BODY_BYTES = 64 << 10  # bytes of a body that counts as small while it arrives
 MAX_CONCURRENT_SMALL_BODIES = 1024  # that arrive at once
 MAX_CONCURRENT_LARGE_BODY_BYTES = 128 << 20  # of larger bodies that arrive at once
-MAX_CONCURRENT_GRPC_BODIES = 64  # requests over gRPC that arrive at once: how long they are is not known before
+MAX_CONCURRENT_GRPC_BODIES = (
+    64  # requests over gRPC that arrive at once: how long they are is not known before
+)
 MAX_GRPC_BODIES_PER_CONNECTION = 8  # of them on one connection
 BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
@@ -54,40 +63,45 @@ LOCAL_PREFILL_BURST_STEPS = 8  # steps of a decode node whose share of prompts m
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What the served model and the cluster's cache allow, and which model that is. Both lengths are those of one node,
-    the one that can hold the longest request, or could before it left a moment ago."""
+    """What the served model and the cluster's cache allow, and which model that is. Both lengths
+    are those of one node, the one that can hold the longest request, or could before it left a
+    moment ago."""
 
     vocab_size: int
     max_model_len: int  # prompt plus output, tokens
     cache_tokens: int  # tokens that its cache can hold
     model_digest: str = ""  # of its weights and architecture, in hex
     dtype: str = ""
-    current_max_context: int = 0  # the longest request that the nodes which are here can hold, tokens; 0: not known
+    current_max_context: int = (
+        0  # the longest request that the nodes which are here can hold, tokens; 0: not known
+    )
 
     @property
     def max_context(self) -> int:
         return min(self.max_model_len, self.cache_tokens)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of output that fit behind such a prompt now; if that is none, those that usually do."""
+        """Tokens of output that fit behind such a prompt now; if that is none, those that usually
+        do."""
         now = self.current_max_context - prompt_tokens
         return now if now > 0 else self.max_context - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """At most `max_tokens` of one text, because of `reason`. Checked before a text is worked on, and while it is."""
+    """At most `max_tokens` of one text, because of `reason`. Checked before a text is worked on,
+    and while it is."""
 
     max_tokens: int
     reason: str
 
     def check_byte_count(self, size: int, longest_token: int | None) -> None:
-        """Raises TooLong if no tokenizing can make `size` bytes fit. `longest_token` is in bytes, None if a token may
-        stand for any length."""
+        """Raises TooLong if no tokenizing can make `size` bytes fit. `longest_token` is in bytes,
+        None if a token may stand for any length."""
         if longest_token is not None and size > self.max_tokens * longest_token:
             raise ContextLengthExceeded(
                 f"prompt has {size} bytes of text: no token has more than {longest_token}, and the limit is "
-                f"{self.tokens} tokens ({self.reason})",
+                f"{self.max_tokens} tokens ({self.reason})",
                 param="prompt",
             )
 
@@ -98,7 +112,10 @@ class TextLimit:
 
     def length_exceeded_error(self, tokens: int, more: str = "") -> ContextLengthExceeded:
         """`more` is "more than " if not all of them were counted."""
-        return ContextLengthExceeded(f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt")
+        return ContextLengthExceeded(
+            f"prompt has {more}{tokens} tokens: the limit is {self.max_tokens} ({self.reason})",
+            param="prompt",
+        )
 
 
 def get_prompt_limit(bounds: ModelBounds) -> TextLimit:
@@ -118,20 +135,23 @@ def check_prompt_length(tokens: int, bounds: ModelBounds) -> None:
     if tokens >= bounds.max_context:
         raise ContextLengthExceeded(
             f"prompt has {tokens} tokens: with at least one token of output the limit is "
-            f"{bounds.max_context - 1} ({_limit(bounds)})",
+            f"{bounds.max_context - 1} ({_limit_reason(bounds)})",
             param="prompt",
         )
 
 
 def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
-    """Raises InvalidRequest for an empty prompt or an id out of range, TooLong for one that leaves no room."""
+    """Raises InvalidRequest for an empty prompt or an id out of range, TooLong for one that leaves
+    no room."""
     if not prompt:
         raise InvalidRequest("prompt is empty: it needs at least one token", param="prompt")
     check_prompt_length(len(prompt), bounds)
     worst = max(prompt)
     if min(prompt) < 0 or worst >= bounds.vocab_size:
         bad = worst if worst >= bounds.vocab_size else min(prompt)
-        raise InvalidRequest(f"prompt has token id {bad}: ids are 0 to {bounds.vocab_size - 1}", param="prompt")
+        raise InvalidRequest(
+            f"prompt has token id {bad}: ids are 0 to {bounds.vocab_size - 1}", param="prompt"
+        )
 
 
 def check_choices(n: int, first: int, prompts: int) -> None:
@@ -140,17 +160,20 @@ def check_choices(n: int, first: int, prompts: int) -> None:
     _check_int_range("first_choice", first, 0, MAX_CHOICE_INDEX - MAX_CHOICES)
     check_prompt_count(prompts)
     if n * prompts > MAX_TOTAL_CHOICES:
-        raise InvalidRequest(f"n is {n} for {prompts} prompts: together at most {MAX_ANSWERS} choices", param="n")
+        raise InvalidRequest(
+            f"n is {n} for {prompts} prompts: together at most {MAX_TOTAL_CHOICES} choices",
+            param="n",
+        )
 
 
 def check_prompt_logprobs(tokens: int, logprobs: int) -> None:
-    """`tokens` of all prompts that are to be echoed with scores. Raises InvalidRequest naming the value and the
-    bound."""
+    """`tokens` of all prompts that are to be echoed with scores. Raises InvalidRequest naming the
+    value and the bound."""
     told = tokens * (1 + logprobs)
     if told > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: that is {told} log probabilities, the "
-            f"limit is {MAX_PROMPT_SCORES} a request",
+            f"limit is {MAX_PROMPT_LOGPROBS} a request",
             param="logprobs",
         )
 
@@ -164,7 +187,8 @@ _MAX_ENTRIES = {
 
 
 def check_entry_count(field: str, count: int) -> None:
-    """Of one of the fields that have many entries, before anything is done for each of them. Raises InvalidRequest."""
+    """Of one of the fields that have many entries, before anything is done for each of them. Raises
+    InvalidRequest."""
     unit, most = _MAX_ENTRIES[field]
     if count > most:
         raise InvalidRequest(f"{field} has {count} {unit}: at most {most}", param=field)
@@ -173,13 +197,18 @@ def check_entry_count(field: str, count: int) -> None:
 def check_message_count(count: int) -> None:
     """Raises InvalidRequest."""
     if not 1 <= count <= MAX_CHAT_MESSAGES:
-        raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
+        raise InvalidRequest(
+            f"messages has {count} messages: it must have 1 to {MAX_CHAT_MESSAGES}",
+            param="messages",
+        )
 
 
 def check_prompt_count(prompts: int) -> None:
     """Raises InvalidRequest."""
     if not 1 <= prompts <= MAX_PROMPTS:
-        raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
+        raise InvalidRequest(
+            f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt"
+        )
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
@@ -188,7 +217,7 @@ def check_stop_strings(strings: Sequence[str]) -> None:
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_STRING_CHARACTERS:
             raise InvalidRequest(
-                f"stop has a string of {len(string)} characters: each must have 1 to {MAX_STOP_CHARACTERS}",
+                f"stop has a string of {len(string)} characters: each must have 1 to {MAX_STOP_STRING_CHARACTERS}",
                 param="stop",
             )
 
@@ -197,7 +226,9 @@ def check_token_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None
     """Raises InvalidRequest for a token id out of range."""
     if ids and not (min(ids) >= 0 and max(ids) < bounds.vocab_size):
         bad = next(token for token in ids if not 0 <= token < bounds.vocab_size)
-        raise InvalidRequest(f"{field} has {bad}: ids are 0 to {bounds.vocab_size - 1}", param=field)
+        raise InvalidRequest(
+            f"{field} has {bad}: ids are 0 to {bounds.vocab_size - 1}", param=field
+        )
 
 
 def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
@@ -205,7 +236,7 @@ def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBound
     if prompt_tokens + max_tokens > bounds.max_context:
         raise ContextLengthExceeded(
             f"max_tokens is {max_tokens} after a prompt of {prompt_tokens}: together the limit is "
-            f"{bounds.max_context} ({_limit(bounds)})",
+            f"{bounds.max_context} ({_limit_reason(bounds)})",
             param="max_tokens",
         )
 
@@ -213,13 +244,19 @@ def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBound
 def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
     """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
     if params.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens")
+        raise InvalidRequest(
+            f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens"
+        )
     check_context_length(prompt_tokens, params.max_tokens, bounds)
     _check_float_range("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
-        raise InvalidRequest(f"top_p is {params.top_p}: it must be above 0 and at most 1", param="top_p")
+        raise InvalidRequest(
+            f"top_p is {params.top_p}: it must be above 0 and at most 1", param="top_p"
+        )
     if not 0 <= params.top_k <= bounds.vocab_size:
-        raise InvalidRequest(f"top_k is {params.top_k}: it must be 0 (off) to {bounds.vocab_size}", param="top_k")
+        raise InvalidRequest(
+            f"top_k is {params.top_k}: it must be 0 (off) to {bounds.vocab_size}", param="top_k"
+        )
     if not -MAX_SEED - 1 <= params.seed <= MAX_SEED:
         raise InvalidRequest(f"seed is {params.seed}: it must fit 64 bits", param="seed")
     if not 0 <= params.min_tokens <= params.max_tokens:

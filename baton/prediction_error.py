@@ -4,7 +4,8 @@ DECAY_OBSERVATIONS = 64.0  # predictions after which one counts 1/e
 
 
 class MeanRelativeError:
-    """The mean of |predicted - seen| / the greater of the two, between 0 and 1, exponentially weighted."""
+    """The mean of |predicted - seen| / the greater of the two, between 0 and 1, exponentially
+    weighted."""
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -18,7 +18,7 @@ class RoleSplit:
     decode_nodes: int
 
     def __str__(self) -> str:
-        return f"{self.prefill}:{self.decode}"
+        return f"{self.prefill_nodes}:{self.decode_nodes}"
 
     def node_count(self, role: Role) -> int:
         return self.prefill_nodes if role is Role.PREFILL else self.decode_nodes
@@ -37,11 +37,13 @@ def parse_split(text: str) -> RoleSplit:
 
 
 def list_possible_splits(nodes: int, mode: str) -> list[RoleSplit]:
-    """Of so many nodes in this mode (`--mode`): decode is needed in every one, prefill in `disaggregated`, and of no
-    use in `colocated`."""
+    """Of so many nodes in this mode (`--mode`): decode is needed in every one, prefill in
+    `disaggregated`, and of no use in `colocated`."""
     if mode == "colocated":
         return [RoleSplit(0, nodes)] if nodes else []
-    return [RoleSplit(prefill, nodes - prefill) for prefill in range(mode == "disaggregated", nodes)]
+    return [
+        RoleSplit(prefill, nodes - prefill) for prefill in range(mode == "disaggregated", nodes)
+    ]
 
 
 def format_splits(splits: list[RoleSplit]) -> str:

@@ -1,9 +1,9 @@
 """The nouns of the system. One meaning each; docs/architecture.md has the table of owners.
 
 *Request* is what the client asked: frozen, crosses the wire. *Attempt* is one try at serving it; everything that
-happens inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped. *Ticket* is the
-decode node's promise "write these blocks, here, for so long". A node's own work on an attempt is a `Sequence`
-(node_engine/core/sequences/sequence.py) and never leaves the process.
+happens inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped.
+*Ticket* is the decode node's promise "write these blocks, here, for so long". A node's own work on
+an attempt is a `Sequence` (node_engine/core/sequences/sequence.py) and never leaves the process.
 """
 
 import secrets
@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
-RequestId = NewType("RequestId", str)  # 128 random bits in hex, minted by the coordinator, never by a client
+RequestId = NewType(
+    "RequestId", str
+)  # 128 random bits in hex, minted by the coordinator, never by a client
 TicketId = NewType("TicketId", str)  # 128 random bits in hex, minted by the decode node
-Incarnation = NewType("Incarnation", str)  # 64 random bits in hex, minted by the coordinator at each join
+Incarnation = NewType(
+    "Incarnation", str
+)  # 64 random bits in hex, minted by the coordinator at each join
 NodeName = NewType("NodeName", str)
 BlockIndex = NewType("BlockIndex", int)  # index of a block in this process's arena
 
@@ -43,18 +47,20 @@ class AttemptKey(NamedTuple):
     choice_index: int
 
     def __str__(self) -> str:
-        return f"{self.request}/{self.attempt}.{self.choice}"
+        return f"{self.request_id}/{self.attempt_number}.{self.choice_index}"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen; validated at admission (baton/limits.py) and again by the node.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0 switch those filters off. `seed` is always set: the
-    coordinator mints one when the client gave none, so that a resumed attempt draws the same noise. Presence and
-    frequency penalties count the output, the repetition penalty the prompt as well. `logit_bias` is (token id, bias)
-    pairs, added to the logits. `logprobs`: score every token of the output, beside so many of the most likely ones;
-    None is off. `prompt_logprobs`: likewise of the prompt, which is then computed without a look at any prefix cache.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0 switch those filters off. `seed`
+    is always set: the coordinator mints one when the client gave none, so that a resumed attempt
+    draws the same noise. Presence and frequency penalties count the output, the repetition penalty
+    the prompt as well. `logit_bias` is (token id, bias) pairs, added to the logits. `logprobs`:
+    score every token of the output, beside so many of the most likely ones; None is off.
+    `prompt_logprobs`: likewise of the prompt, which is then computed without a look at any prefix
+    cache.
     """
 
     max_tokens: int
@@ -76,8 +82,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """On whose account a request runs. `tenant_class` labels metrics and device seconds; `priority_level` is the place of that
-    class in the strict order, 0 is served first. It follows from the credential, never from the body alone."""
+    """On whose account a request runs. `tenant_class` labels metrics and device seconds;
+    `priority_level` is the place of that class in the strict order, 0 is served first. It follows
+    from the credential, never from the body alone."""
 
     tenant: str = "default"
     tenant_class: str = "default"
@@ -89,8 +96,8 @@ DEFAULT_PRINCIPAL = Principal()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, one choice of it: several choices are requests of their own. `timeout_seconds` is seconds left at
-    the moment of sending: clocks are never compared."""
+    """What the client asked, one choice of it: several choices are requests of their own.
+    `timeout_seconds` is seconds left at the moment of sending: clocks are never compared."""
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -103,10 +110,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpec:
-    """One attempt as a node receives it. `emitted_token_ids` are tokens that the client already has: they are part of the
-    context, count towards max_tokens and are never sent again. `prefill_charged_class` is the class that the computing of the
-    context is charged to, "" for the request's own: whoever preempted the attempt before pays for computing it again.
-    `identity_digest` is the digest of the identity that the request is bound to (baton/models/model_identity.py).
+    """One attempt as a node receives it. `emitted_token_ids` are tokens that the client already
+    has: they are part of the context, count towards max_tokens and are never sent again.
+    `prefill_charged_class` is the class that the computing of the context is charged to, "" for the
+    request's own: whoever preempted the attempt before pays for computing it again.
+    `identity_digest` is the digest of the identity that the request is bound to
+    (baton/models/model_identity.py).
     """
 
     key: AttemptKey
@@ -133,7 +142,8 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """A shared-memory segment on the wire: its file name in the segment folder and the incarnation that holds it."""
+    """A shared-memory segment on the wire: its file name in the segment folder and the incarnation
+    that holds it."""
 
     name: str
     incarnation: Incarnation
@@ -143,10 +153,11 @@ class SegmentRef:
 class Ticket:
     """Decode's promise: this writer may write these blocks, for so long.
 
-    Logical blocks `first_block .. first_block + len(offsets)` of the context are to be written; those before
-    `first_block` are already on the decode node. `block_offsets` are byte offsets of those blocks in the decode arena
-    `segment`. `ttl_seconds` is seconds from receipt. `fence_byte` is the byte of the arena's fence file that a one-sided writer
-    locks for as long as it may write (docs/protocol.md). `transport` names the backend that decode chose.
+    Logical blocks `first_block .. first_block + len(offsets)` of the context are to be written;
+    those before `first_block` are already on the decode node. `block_offsets` are byte offsets of
+    those blocks in the decode arena `segment`. `ttl_seconds` is seconds from receipt. `fence_byte`
+    is the byte of the arena's fence file that a one-sided writer locks for as long as it may write
+    (docs/protocol.md). `transport` names the backend that decode chose.
     """
 
     id: TicketId
@@ -164,8 +175,9 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities under the model's own distribution: log softmax of its logits, before bias,
-    penalties, temperature and filters. `top_logprobs` holds the most likely (token id, log probability), the best first."""
+    """Natural logarithms of probabilities under the model's own distribution: log softmax of its
+    logits, before bias, penalties, temperature and filters. `top_logprobs` holds the most likely
+    (token id, log probability), the best first."""
 
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
@@ -173,8 +185,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `output_index` is its place in the request's output, so that a gap or a repeat is seen. `logprobs` is
-    there if `logprobs` asks for it."""
+    """One generated token. `output_index` is its place in the request's output, so that a gap or a
+    repeat is seen. `logprobs` is there if `logprobs` asks for it."""
 
     key: AttemptKey
     output_index: int

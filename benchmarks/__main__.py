@@ -13,7 +13,8 @@ from baton.cli.common.errors import innermost_error
 from baton.errors import BatonError
 from benchmarks.figures.report import ResultRow, reproducing_command, write_json
 
-# Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
+# Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints
+# its own results.
 BENCHMARK_MODULES = {
     "compare": "benchmarks.compare",
     "coordinator": "benchmarks.coordinator",
@@ -36,7 +37,9 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in UNAVAILABLE_BENCHMARKS:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
-    wanted = arguments[:1] if set(arguments[:1]) & BENCHMARK_MODULES.keys() else list(BENCHMARK_MODULES)  # one may import much
+    wanted = (
+        arguments[:1] if set(arguments[:1]) & BENCHMARK_MODULES.keys() else list(BENCHMARK_MODULES)
+    )  # one may import much
     parts = {name: importlib.import_module(BENCHMARK_MODULES[name]) for name in wanted}
     options = make_parser(parts).parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -57,9 +60,13 @@ def main(arguments: list[str]) -> int:
     return int(bool(failure))
 
 
-def _run_benchmark(part: ModuleType, name: str, options: argparse.Namespace, console: Console) -> list[ResultRow]:
+def _run_benchmark(
+    part: ModuleType, name: str, options: argparse.Namespace, console: Console
+) -> list[ResultRow]:
     if options.benchmark == "all":
-        options = argparse.Namespace(**{**vars(make_parser({name: part}).parse_args([name])), "benchmark": name})
+        options = argparse.Namespace(
+            **{**vars(make_parser({name: part}).parse_args([name])), "benchmark": name}
+        )
         command = reproducing_command([name])
     else:
         command = reproducing_command(sys.argv[1:])
@@ -68,8 +75,12 @@ def _run_benchmark(part: ModuleType, name: str, options: argparse.Namespace, con
 
 
 def make_parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*BENCHMARK_MODULES, "all"]))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="|".join([*BENCHMARK_MODULES, "all"])
+    )
     for name, part in parts.items():
         command = commands.add_parser(
             name,

@@ -1,10 +1,12 @@
-"""`coordinator`: what the coordinator itself costs, with nodes that answer at once and compute nothing.
+"""`coordinator`: what the coordinator itself costs, with nodes that answer at once and compute
+nothing.
 
-Coordinator, nodes and clients are processes of their own; the coordinator has a core to itself where there are two.
-Throughput is tokens per second of the coordinator's own CPU time, over 64 streams by default, so that what shares the
-machine spoils nothing. What the coordinator adds to the time to first token is the client's time, one stream at a time,
-less that of the same request to a front door with nobody behind it (`instant_front.py`), asked in turn with it: what a
-client itself costs on this machine. The nodes' own part is small, and is counted as the coordinator's.
+Coordinator, nodes and clients are processes of their own; the coordinator has a core to itself
+where there are two. Throughput is tokens per second of the coordinator's own CPU time, over 64
+streams by default, so that what shares the machine spoils nothing. What the coordinator adds to the
+time to first token is the client's time, one stream at a time, less that of the same request to a
+front door with nobody behind it (`instant_front.py`), asked in turn with it: what a client itself
+costs on this machine. The nodes' own part is small, and is counted as the coordinator's.
 """
 
 import argparse
@@ -23,16 +25,16 @@ import grpc
 import msgspec
 from rich.console import Console
 
-from baton.cli.client.grpc_channel import health_watch as health
-from baton.cli.supervisor.supervisor import child_specs as plan
-from baton.cli.supervisor.supervisor import ports
+from baton.cli.client import health_watch as health
+from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import ports
 from baton.config.settings import Config
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks.load.run_load import http_stream
 from benchmarks.clusters.random_models import NARROW_SHAPE, build_random_model
 from benchmarks.figures.percentiles import percentile
-from benchmarks.figures.report import ResultRow, print_rows, make_row
+from benchmarks.figures.report import ResultRow, make_row, print_rows
+from benchmarks.load import http_stream
 
 HELP = "tokens a second that the coordinator carries, and what it adds to the time to first token"
 THROUGHPUT_LIMIT = 3000.0  # tokens per second of one core, at least
@@ -54,7 +56,8 @@ class StreamSample:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFigures:
-    """`busy_seconds` and `wall_seconds` in seconds, of the coordinator and of the clock, while `tokens` were streamed."""
+    """`busy_seconds` and `wall_seconds` in seconds, of the coordinator and of the clock, while
+    `tokens` were streamed."""
 
     tokens: int
     busy_seconds: float
@@ -67,21 +70,32 @@ StreamRequest = Callable[[int], Awaitable[StreamSample]]  # one stream of so man
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--front", choices=(*FRONTS, "all"), default="all", help="which one (default all)")
+    parser.add_argument(
+        "--front", choices=(*FRONTS, "all"), default="all", help="which one (default all)"
+    )
     parser.add_argument("--streams", type=int, default=64, help="at a time (default 64)")
     parser.add_argument("--tokens", type=int, default=1000, help="of each stream (default 1000)")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="between the nodes' steps (default 0)")
-    parser.add_argument("--ttft-requests", type=int, default=200, help="whose first token is timed (default 200)")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, help="between the nodes' steps (default 0)"
+    )
+    parser.add_argument(
+        "--ttft-requests", type=int, default=200, help="whose first token is timed (default 200)"
+    )
 
 
-async def measure_fronts(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+async def measure_fronts(
+    options: argparse.Namespace, console: Console, command: str
+) -> list[ResultRow]:
     rows: list[ResultRow] = []
     folder, failed = Path(tempfile.mkdtemp(prefix="baton-bench-")), True
     try:
         model = await asyncio.to_thread(build_random_model, folder / "narrow", NARROW_SHAPE)
         async with _start_processes(folder, model, options.step_ms / 1e3) as (where, bare, pid):
             for front in FRONTS if options.front == "all" else (options.front,):
-                async with _front_client(front, where) as ask, _front_client(front, bare) as ask_bare:
+                async with (
+                    _front_client(front, where) as ask,
+                    _front_client(front, bare) as ask_bare,
+                ):
                     figures = await _measure_front(ask, ask_bare, pid, options)
                 rows += to_rows(front, figures, command)
         failed = False
@@ -93,31 +107,48 @@ async def measure_fronts(options: argparse.Namespace, console: Console, command:
     return rows
 
 
-async def _measure_front(ask: StreamRequest, ask_bare: StreamRequest, pid: int, options: argparse.Namespace) -> CoordinatorFigures:
+async def _measure_front(
+    ask: StreamRequest, ask_bare: StreamRequest, pid: int, options: argparse.Namespace
+) -> CoordinatorFigures:
     for _ in range(_WARM_UP):
         await ask(_SHORT_ANSWER_TOKENS)
         await ask_bare(_SHORT_ANSWER_TOKENS)
-    pairs = [(await ask(_SHORT_ANSWER_TOKENS), await ask_bare(_SHORT_ANSWER_TOKENS)) for _ in range(options.ttft_requests)]
+    pairs = [
+        (await ask(_SHORT_ANSWER_TOKENS), await ask_bare(_SHORT_ANSWER_TOKENS))
+        for _ in range(options.ttft_requests)
+    ]
     ttft, bare = ([one.ttft for one in column] for column in zip(*pairs, strict=True))
     began, busy = time.perf_counter(), cpu_seconds(pid)
     seen = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
     tokens = sum(one.tokens for one in seen)
     if tokens != options.streams * options.tokens:
         raise NodeFailed(f"{tokens} tokens came, {options.streams * options.tokens} were asked for")
-    return CoordinatorFigures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare)
+    return CoordinatorFigures(
+        tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare
+    )
 
 
 def to_rows(front: str, figures: CoordinatorFigures, command: str) -> list[ResultRow]:
     prefix, bare = f"coordinator/{front}", percentile(figures.bare_ttft_seconds, 50) * 1e3
     ttft = [seconds * 1e3 for seconds in figures.ttft_seconds]
     return [
-        make_row(f"{prefix}/throughput", figures.tokens / figures.busy_seconds, "tokens/core-s", command, THROUGHPUT_LIMIT),
-        make_row(f"{prefix}/cost", figures.busy_seconds / figures.tokens * 1e6, "us/token", command),
+        make_row(
+            f"{prefix}/throughput",
+            figures.tokens / figures.busy_seconds,
+            "tokens/core-s",
+            command,
+            THROUGHPUT_LIMIT,
+        ),
+        make_row(
+            f"{prefix}/cost", figures.busy_seconds / figures.tokens * 1e6, "us/token", command
+        ),
         make_row(f"{prefix}/wall", figures.tokens / figures.wall_seconds, "tokens/s", command),
         make_row(f"{prefix}/ttft_p50", percentile(ttft, 50), "ms", command),
         make_row(f"{prefix}/ttft_p99", percentile(ttft, 99), "ms", command),
         make_row(f"{prefix}/ttft_bare_p50", bare, "ms", command),
-        make_row(f"{prefix}/ttft_added_p50", percentile(ttft, 50) - bare, "ms", command, TTFT_LIMIT),
+        make_row(
+            f"{prefix}/ttft_added_p50", percentile(ttft, 50) - bare, "ms", command, TTFT_LIMIT
+        ),
     ]
 
 
@@ -139,21 +170,35 @@ class FrontEndpoints:
 
 
 @asynccontextmanager
-async def _start_processes(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[FrontEndpoints, FrontEndpoints, int]]:
-    """A coordinator that serves `model` with instant nodes, a front door alone, and the coordinator's pid."""
-    wanted = Config(model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning")
+async def _start_processes(
+    folder: Path, model: Path, step: float
+) -> AsyncIterator[tuple[FrontEndpoints, FrontEndpoints, int]]:
+    """A coordinator that serves `model` with instant nodes, a front door alone, and the
+    coordinator's pid."""
+    wanted = Config(
+        model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning"
+    )
     config, held = ports.reserve_ports(plan.complete_config(wanted)[0])
     where = ports.cluster_endpoints(config)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     spec = plan.make_child_specs(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
-    nodes = ["benchmarks.clusters.instant_nodes", where.cluster, "--vocabulary", str(NARROW_SHAPE.vocabulary), "--step", str(step)]
+    nodes = [
+        "benchmarks.clusters.instant_nodes",
+        where.cluster,
+        "--vocabulary",
+        str(NARROW_SHAPE.vocabulary),
+        "--step",
+        str(step),
+    ]
     cores = sorted(os.sched_getaffinity(0))
     processes: list[asyncio.subprocess.Process] = []
     with (folder / "log").open("wb") as log:
 
         async def start(*arguments: str, stdout: int) -> asyncio.subprocess.Process:
             command = (sys.executable, "-m", *arguments)
-            process = await asyncio.create_subprocess_exec(*command, env=spec.environ, stdout=stdout, stderr=log)
+            process = await asyncio.create_subprocess_exec(
+                *command, env=spec.environ, stdout=stdout, stderr=log
+            )
             processes.append(process)
             return process
 
@@ -197,7 +242,8 @@ async def _front_client(front: str, where: FrontEndpoints) -> AsyncIterator[Stre
 
 
 async def _stream_by_http(target: http_stream.HttpTarget, tokens: int) -> StreamSample:
-    """As cheap for this side as it can be: only the last event, which has the usage, is looked into."""
+    """As cheap for this side as it can be: only the last event, which has the usage, is looked
+    into."""
     body = msgspec.json.encode(
         {
             "prompt": _PROMPT,
@@ -209,16 +255,22 @@ async def _stream_by_http(target: http_stream.HttpTarget, tokens: int) -> Stream
     )
     headers = {"Content-Type": "application/json"}
     began, first, tail = time.perf_counter(), 0.0, b""
-    async with http_stream.open_request(target, "POST", "/v1/completions", headers, body) as response:
+    async with http_stream.open_request(
+        target, "POST", "/v1/completions", headers, body
+    ) as response:
         if response.status != 200:
-            raise NodeFailed(f"status {response.status}: {(await response.body()).decode(errors='replace')}")
+            raise NodeFailed(
+                f"status {response.status}: {(await response.read_body()).decode(errors='replace')}"
+            )
         async for piece in response.iter_body():
             first = first or time.perf_counter()
             tail = tail[-2048:] + piece
     events = tail.split(b"data: ")
     if events[-1].strip() != b"[DONE]":
         raise NodeFailed(f"a stream ended without [DONE]: {events[-1].decode(errors='replace')}")
-    return StreamSample(first - began, msgspec.json.decode(events[-2])["usage"]["completion_tokens"])
+    return StreamSample(
+        first - began, msgspec.json.decode(events[-2])["usage"]["completion_tokens"]
+    )
 
 
 async def _stream_by_grpc(stub: generation_pb2_grpc.GenerationStub, tokens: int) -> StreamSample:

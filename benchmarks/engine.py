@@ -1,9 +1,10 @@
-"""`engine`: how fast the model computes, held against this machine's rate of matrix products in the same run.
+"""`engine`: how fast the model computes, held against this machine's rate of matrix products in the
+same run.
 
-The model has the shape of a 0.5B Llama with made-up weights, in bf16, in this process. `limit` is the time of a
-step's matrix products alone, at the rate that one packed layer reaches over weights that no cache holds; attention,
-normalisation, sampling and Python are what a step needs beyond it. Step and products take turns, so that both meet
-the same machine.
+The model has the shape of a 0.5B Llama with made-up weights, in bf16, in this process. `limit` is
+the time of a step's matrix products alone, at the rate that one packed layer reaches over weights
+that no cache holds; attention, normalisation, sampling and Python are what a step needs beyond it.
+Step and products take turns, so that both meet the same machine.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 from rich.console import Console
 
 from baton.types import BlockIndex, SamplingParams
-from benchmarks.figures.report import ResultRow, print_rows, make_row
+from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.model_engine import ModelEngine
@@ -34,8 +35,12 @@ _PROJECTION_COPIES = 12  # of one projection: 105 MB, beyond any cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1, as when nodes share cores)")
-    parser.add_argument("--rounds", type=int, default=5, help="the best of these counts (default 5)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch (default 1, as when nodes share cores)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="the best of these counts (default 5)"
+    )
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -50,11 +55,21 @@ def measure_engine(command: str, threads: int = 1, rounds: int = 5) -> list[Resu
         engine = _load_engine(Path(folder), threads)
     chunk = StepBatch((_make_slice(0, CONTEXT, 0),))
     seconds, bound = _measure_step(engine, chunk, rounds)
-    rows = [make_row(f"engine/prefill_{CONTEXT}", CONTEXT / seconds, "tokens/s", command, CONTEXT / bound)]
+    rows = [
+        make_row(
+            f"engine/prefill_{CONTEXT}", CONTEXT / seconds, "tokens/s", command, CONTEXT / bound
+        )
+    ]
     for size in DECODE_BATCHES:
-        batch = StepBatch(tuple(_make_slice(sequence, 1, CONTEXT - 1 - sequence) for sequence in range(size)))
+        batch = StepBatch(
+            tuple(_make_slice(sequence, 1, CONTEXT - 1 - sequence) for sequence in range(size))
+        )
         seconds, bound = _measure_step(engine, batch, rounds)
-        rows.append(make_row(f"engine/decode_{CONTEXT}_batch_{size}", seconds * 1e3, "ms", command, bound * 1e3))
+        rows.append(
+            make_row(
+                f"engine/decode_{CONTEXT}_batch_{size}", seconds * 1e3, "ms", command, bound * 1e3
+            )
+        )
     return rows
 
 
@@ -81,7 +96,9 @@ def _make_slice(sequence: int, count: int, start: int) -> SequenceSlice:
     blocks = CONTEXT // 16
     table = [BlockIndex(n) for n in range(sequence * blocks, (sequence + 1) * blocks)]
     tokens = tuple(random.Random(sequence).choices(range(_VOCABULARY), k=count))
-    return SequenceSlice(SequenceId(sequence), tokens, start, table, SampleSpec(_GREEDY, 0, start + count))
+    return SequenceSlice(
+        SequenceId(sequence), tokens, start, table, SampleSpec(_GREEDY, 0, start + count)
+    )
 
 
 def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
@@ -93,16 +110,22 @@ def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[f
     for _ in range(rounds + 1):
         step.append(_timed(lambda: engine.run(batch)))
         per_weight.append((_timed(layers), _timed(last)))
-    seconds, at_tokens, at_sampled = (min(column[1:]) for column in (step, *zip(*per_weight, strict=True)))
+    seconds, at_tokens, at_sampled = (
+        min(column[1:]) for column in (step, *zip(*per_weight, strict=True))
+    )
     # But for its KV, the last layer is computed for the sampled rows alone, as is the output layer.
-    weights = _LAYER_WEIGHTS * (_LAYERS - 1 + sampled / tokens) * at_tokens + _HIDDEN * _VOCABULARY * at_sampled
+    weights = (
+        _LAYER_WEIGHTS * (_LAYERS - 1 + sampled / tokens) * at_tokens
+        + _HIDDEN * _VOCABULARY * at_sampled
+    )
     return seconds, weights / (_PROJECTION_COPIES * _INNER * _HIDDEN)
 
 
 def _matrix_products(rows: int) -> Callable[[], None]:
     linear = kernels_for(torch.device("cpu")).make_linear
     layers: Sequence[Callable[[torch.Tensor], torch.Tensor]] = [
-        linear(torch.randn(_INNER, _HIDDEN, dtype=torch.bfloat16), None) for _ in range(_PROJECTION_COPIES)
+        linear(torch.randn(_INNER, _HIDDEN, dtype=torch.bfloat16), None)
+        for _ in range(_PROJECTION_COPIES)
     ]
     x = torch.randn(rows, _HIDDEN, dtype=torch.bfloat16)
 

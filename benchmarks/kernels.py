@@ -1,8 +1,9 @@
-"""`kernels`: paged decode attention against the rate at which this device copies memory, in the same run.
+"""`kernels`: paged decode attention against the rate at which this device copies memory, in the
+same run.
 
-Decode reads every key and value of its contexts once, and little else. So bytes of KV over time, as a share of what a
-plain copy moves (read and written), says how close the kernel is to the memory's limit. On a GPU this is the Triton
-kernel, on a CPU its torch twin on one thread.
+Decode reads every key and value of its contexts once, and little else. So bytes of KV over time, as
+a share of what a plain copy moves (read and written), says how close the kernel is to the memory's
+limit. On a GPU this is the Triton kernel, on a CPU its torch twin on one thread.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from benchmarks.figures.report import ResultRow, print_rows, make_row
-from kv_kernels.reference.attention import AttentionContext
+from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
+from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.reference.paged_cache import PagedCache
 
 HELP = "paged decode attention against this device's rate of copying"
@@ -25,8 +26,12 @@ _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes: beyond the caches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
-    parser.add_argument("--rounds", type=int, default=20, help="the median of these counts (default 20)")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="tokens of each sequence (default 2048)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="the median of these counts (default 20)"
+    )
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -38,27 +43,41 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
     return rows
 
 
-def measure_kernels(device: torch.device, context: int, rounds: int, command: str) -> list[ResultRow]:
+def measure_kernels(
+    device: torch.device, context: int, rounds: int, command: str
+) -> list[ResultRow]:
     source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, rounds)
     rows = [make_row("attention/copy", copied / 1e9, "GB/s", command)]
     for batch in BATCHES[device.type]:
         rate = _decode_rate(device, batch, context, rounds)
-        rows.append(make_row(f"attention/decode_{context}_batch_{batch}", rate / 1e9, "GB/s", command, copied / 1e9))
+        rows.append(
+            make_row(
+                f"attention/decode_{context}_batch_{batch}",
+                rate / 1e9,
+                "GB/s",
+                command,
+                copied / 1e9,
+            )
+        )
     return rows
 
 
 def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) -> float:
     """Bytes of KV per second, bf16, every sequence's blocks scattered over the arena."""
     blocks = context // BLOCK_SIZE
-    arena = torch.randn(batch * blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM, device=device).to(torch.bfloat16)
+    arena = torch.randn(batch * blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM, device=device).to(
+        torch.bfloat16
+    )
     order = torch.randperm(batch * blocks).reshape(batch, blocks).numpy()
     contexts = [AttentionContext(order[number], context) for number in range(batch)]
     parts = kernels_for(device).plan_decode(PagedCache.from_arena(arena), contexts, torch.bfloat16)
     query = torch.randn(batch, KV_HEADS * GROUP, DIM, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
-    return arena.nbytes / _median_seconds(lambda: [part(query, 0, out) for part in parts], device, rounds)
+    return arena.nbytes / _median_seconds(
+        lambda: [part(query, 0, out) for part in parts], device, rounds
+    )
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
@@ -67,7 +86,10 @@ def _median_seconds(call: Callable[[], object], device: torch.device, rounds: in
         call()
     if device.type == "cpu":
         return statistics.median(_timed(call) for _ in range(rounds))
-    spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    spans = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(rounds)
+    ]
     for before, after in spans:
         before.record()
         call()

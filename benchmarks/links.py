@@ -1,7 +1,9 @@
-"""`links`: what the transfer plane itself moves between two processes, with no model and no coordinator around it.
+"""`links`: what the transfer plane itself moves between two processes, with no model and no
+coordinator around it.
 
-For each transport, hand-offs one at a time: of a long prompt (GB/s of KV) and of a short one (from the first layer
-announced to Committed). And what encryption costs: the same bytes over bare sockets, with CURVE and without.
+For each transport, hand-offs one at a time: of a long prompt (GB/s of KV) and of a short one (from
+the first layer announced to Committed). And what encryption costs: the same bytes over bare
+sockets, with CURVE and without.
 """
 
 import argparse
@@ -19,19 +21,34 @@ import zmq
 from rich.console import Console
 
 from baton import types
-from baton.shared_memory.fence import ArenaFences
 from baton.kv.kv_layout import KVLayout
-from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER, create_segment, round_up_segment_bytes
-from baton.types import AttemptKey, BlockIndex, Incarnation, NodeName, RequestId, Ticket, TicketId, mint_id
-from benchmarks.figures.report import ResultRow, print_rows, make_row
-from kv_transfer.factory import build_kv_receiver, build_kv_sender
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundSealed, SealInfo
+from baton.shared_memory.fence import ArenaFences
+from baton.shared_memory.segment import (
+    DEFAULT_SEGMENT_FOLDER,
+    create_segment,
+    round_up_segment_bytes,
+)
+from baton.types import (
+    AttemptKey,
+    BlockIndex,
+    Incarnation,
+    NodeName,
+    RequestId,
+    Ticket,
+    TicketId,
+    mint_id,
+)
+from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_transfer.common.settings import TransferSettings
+from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 TRANSPORTS = ("shm", "zmq", "grpc")
 MESSAGE_BYTES = (1 << 18, 1 << 20)  # bytes
-LAYOUT = KVLayout(num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 1.5 MiB a block
+LAYOUT = KVLayout(
+    num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32"
+)  # 1.5 MiB a block
 LONG_BLOCKS, SHORT_BLOCKS = 64, 2  # blocks
 _TOKEN = "of this measurement only"
 _KEY = AttemptKey(RequestId("0" * 32), 0, 0)
@@ -49,7 +66,9 @@ class SocketJob(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=20, help="hand-offs of each kind (default 20)")
+    parser.add_argument(
+        "--repeat", type=int, default=20, help="hand-offs of each kind (default 20)"
+    )
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -68,8 +87,13 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
 
 
 def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
-    """Median seconds of a LONG and of a SHORT hand-off. Decode runs here, the writer in a process of its own."""
-    arena = create_segment(DEFAULT_SEGMENT_FOLDER, "bench", round_up_segment_bytes(LONG_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
+    """Median seconds of a LONG and of a SHORT hand-off. Decode runs here, the writer in a process
+    of its own."""
+    arena = create_segment(
+        DEFAULT_SEGMENT_FOLDER,
+        "bench",
+        round_up_segment_bytes(LONG_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes),
+    )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     inbound = build_kv_receiver(
         arena=arena.view,
@@ -82,7 +106,7 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
     )
     here = types.PeerAddress(NodeName("decode"), _DECODE, "", inbound.endpoint)
 
-    def hand_off(writer: "_Other", blocks: int) -> float:
+    def hand_off(writer: "_PeerProcess", blocks: int) -> float:
         ticket = Ticket(
             id=TicketId(mint_id()),
             key=_KEY,
@@ -119,7 +143,9 @@ def _run_writer() -> None:
     """One hand-off for each ticket on standard input; says how long it took."""
     source = np.ones(LONG_BLOCKS * LAYOUT.block_bytes, dtype=np.uint8)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    plane = build_kv_sender(arena=source.data, layout=LAYOUT, incarnation=_WRITER, token=_TOKEN, emit=events.put)
+    plane = build_kv_sender(
+        arena=source.data, layout=LAYOUT, incarnation=_WRITER, token=_TOKEN, emit=events.put
+    )
     for line in sys.stdin:
         ticket = msgspec.json.decode(line, type=Ticket)
         blocks = [BlockIndex(block) for block in range(len(ticket.block_offsets))]
@@ -137,7 +163,8 @@ def _run_writer() -> None:
 
 
 def measure_socket(encrypted: bool, size: int) -> float:
-    """Bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER over loopback TCP."""
+    """Bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER over loopback
+    TCP."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as reader:
         job = SocketJob(0, size, [])
         if encrypted:
@@ -162,7 +189,9 @@ def _run_sender() -> None:
     job = msgspec.json.decode(sys.stdin.readline(), type=SocketJob)
     with zmq.Context() as context, context.socket(zmq.DEALER) as writer:
         if job.keys:
-            writer.curve_serverkey, writer.curve_publickey, writer.curve_secretkey = (key.encode() for key in job.keys)
+            writer.curve_serverkey, writer.curve_publickey, writer.curve_secretkey = (
+                key.encode() for key in job.keys
+            )
         writer.sndhwm = 64
         writer.connect(f"tcp://127.0.0.1:{job.port}")
         writer.send(b"")
@@ -192,7 +221,9 @@ class _PeerProcess:
 @contextmanager
 def _start_peer(work: str) -> Iterator[_PeerProcess]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.links", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "benchmarks.links", work],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     with process:
         try:

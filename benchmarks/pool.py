@@ -1,5 +1,5 @@
-"""`pool`: what the shared pool's index costs, what finding a prompt there saves on running nodes, and how much its
-eviction policies keep of what a trace will ask for.
+"""`pool`: what the shared pool's index costs, what finding a prompt there saves on running nodes,
+and how much its eviction policies keep of what a trace will ask for.
 
 Without `--trace` nothing is known of eviction: nothing stands in for a real one.
 """
@@ -17,38 +17,69 @@ from rich.table import Table
 
 from baton.kv.block_hash import BlockHash
 from benchmarks.figures.percentiles import percentile
-from benchmarks.scenarios.pool_replay import POLICIES, HitRatios, TracePrompts, replay_belady, compute_partial_gain, replay_policy
+from benchmarks.figures.report import ResultRow, make_row, print_rows
+from benchmarks.load.traces import read_trace
+from benchmarks.scenarios.concurrency_sweep import check_plot_path
+from benchmarks.scenarios.pool_replay import (
+    POLICIES,
+    HitRatios,
+    TracePrompts,
+    compute_partial_gain,
+    replay_belady,
+    replay_policy,
+)
 from benchmarks.scenarios.pool_reuse import PROMPT_TOKENS as REUSE_PROMPT
 from benchmarks.scenarios.pool_reuse import measure_reuse
-from benchmarks.figures.report import ResultRow, print_rows, make_row
-from benchmarks.scenarios.concurrency_sweep import check_plot_path
-from benchmarks.load.traces import read_trace
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.eviction.cost_evictor import CostEvictor
 from kv_pool.core.blocks.attachments import PoolClientId
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.eviction.cost_evictor import CostEvictor
+from kv_pool.core.index.prompt_chain import PromptChain
 
 HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
 BLOCK_TOKENS = 16  # tokens
 PROMPT_TOKENS = 128 * 1024  # tokens
 MATCH_LIMIT = 1.0  # milliseconds
 HASH_LIMIT = 20e6  # tokens a second
-CAPACITIES = (1_000, 2_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000, 0)  # blocks; 0: no limit
+CAPACITIES = (
+    1_000,
+    2_000,
+    3_000,
+    5_000,
+    10_000,
+    20_000,
+    30_000,
+    50_000,
+    100_000,
+    0,
+)  # blocks; 0: no limit
 _ROOT = BlockHash(bytes(32))
 _HOLDER = PoolClientId("bench")
 _ROUNDS = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="in the index (default 1000000)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of a cold and a warm prompt on running nodes (default 3; 0: none)"
+        "--blocks", type=int, default=1_000_000, help="in the index (default 1000000)"
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests with hash_ids, as Mooncake's")
-    parser.add_argument("--limit", type=int, default=0, help="only the first so many requests of it")
-    parser.add_argument("--capacities", type=_capacities, default=CAPACITIES, help="in blocks, 0: no limit")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="hit ratio over capacity, .svg or .png")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="of a cold and a warm prompt on running nodes (default 3; 0: none)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests with hash_ids, as Mooncake's"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=0, help="only the first so many requests of it"
+    )
+    parser.add_argument(
+        "--capacities", type=_capacities, default=CAPACITIES, help="in blocks, 0: no limit"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="hit ratio over capacity, .svg or .png"
+    )
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -56,10 +87,12 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
         check_plot_path(options.plot)
     work = _load_trace_prompts(options)
     rows = measure_index(options.blocks, command)
-    print_rows(console, f"index of {options.blocks:,} blocks of {BLOCK} tokens", rows)
+    print_rows(console, f"index of {options.blocks:,} blocks of {BLOCK_TOKENS} tokens", rows)
     if options.rounds:
         reused = asyncio.run(measure_reuse(console, options.rounds, command))
-        print_rows(console, f"prompts of {REUSE_PROMPT:,} tokens on two nodes, 24 layers, bfloat16", reused)
+        print_rows(
+            console, f"prompts of {REUSE_PROMPT:,} tokens on two nodes, 24 layers, bfloat16", reused
+        )
         rows += reused
     if work is None:
         console.print(
@@ -82,7 +115,9 @@ def _load_trace_prompts(options: argparse.Namespace) -> TracePrompts | None:
         return None
     trace = read_trace(options.trace, options.limit)
     if not all(one.block_ids for one in trace):
-        raise ValueError(f"trace {options.trace} has requests without hash_ids: nothing is known of what they share")
+        raise ValueError(
+            f"trace {options.trace} has requests without hash_ids: nothing is known of what they share"
+        )
     return TracePrompts(trace)
 
 
@@ -102,19 +137,24 @@ def measure_index(blocks: int, command: str) -> list[ResultRow]:
     matching = [_timed(lambda: _look_up(pool, wanted)) for _ in range(_ROUNDS)]
     return [
         make_row("pool/hash", len(tokens) / hashing, "tokens/s", command, HASH_LIMIT),
-        make_row("pool/match_and_pin_p50", percentile(matching, 50) * 1e3, "ms", command, MATCH_LIMIT),
+        make_row(
+            "pool/match_and_pin_p50", percentile(matching, 50) * 1e3, "ms", command, MATCH_LIMIT
+        ),
         make_row("pool/match_and_pin_best", min(matching) * 1e3, "ms", command, MATCH_LIMIT),
         make_row("pool/index_bytes", size, "bytes/block", command),
     ]
 
 
 def _fill(pool: SharedBlockPool, blocks: int, depth: int, tokens: Sequence[int]) -> None:
-    """Prompts of `depth` blocks; `tokens` is the first, the others differ from it in their first token."""
+    """Prompts of `depth` blocks; `tokens` is the first, the others differ from it in their first
+    token."""
     for number in range(blocks // depth):
         prompt = PromptChain.from_tokens(_ROOT, [tokens[0] + number, *tokens[1:]], BLOCK_TOKENS)
         granted = pool.reserve_blocks(_HOLDER, prompt, 0, float(number))
         assert granted.publication_id is not None
-        sealed = pool.seal_publication(_HOLDER, granted.publication_id, len(granted.blocks), float(number))
+        sealed = pool.seal_publication(
+            _HOLDER, granted.publication_id, len(granted.blocks), float(number)
+        )
         assert sealed.pin_id is not None
         pool.release_pin(_HOLDER, sealed.pin_id)
 
@@ -145,17 +185,23 @@ def _best_seconds(do: Callable[[], object]) -> float:
 
 def _replay_all(work: TracePrompts, capacity: int) -> dict[str, HitRatios]:
     blocks = capacity or work.distinct_block_count
-    return {policy: replay_policy(work, blocks, policy) for policy in POLICIES} | {"belady": replay_belady(work, blocks)}
+    return {policy: replay_policy(work, blocks, policy) for policy in POLICIES} | {
+        "belady": replay_belady(work, blocks)
+    }
 
 
 def hit_table(work: TracePrompts, found: dict[int, dict[str, HitRatios]]) -> Table:
-    title = f"{len(work.prompts):,} requests, {work.blocks:,} blocks, {work.different:,} different ones"
+    title = f"{len(work.prompts):,} requests, {work.block_count:,} blocks, {work.distinct_block_count:,} different ones"
     shown = Table("capacity", title=title, title_justify="left", box=None, header_style="bold")
     for heading in (*POLICIES, "belady"):
         shown.add_column(f"{heading}: hits", justify="right")
         shown.add_column("computing saved", justify="right")
     for capacity, by_policy in found.items():
-        figures = (f"{value:.4f}" for hits in by_policy.values() for value in (hits.block_hit_ratio, hits.saved_cost_share))
+        figures = (
+            f"{value:.4f}"
+            for hits in by_policy.values()
+            for value in (hits.block_hit_ratio, hits.saved_cost_share)
+        )
         shown.add_row(f"{capacity:,}" if capacity else "no limit", *figures)
     return shown
 
@@ -166,14 +212,21 @@ def _trace_rows(found: dict[int, dict[str, HitRatios]], command: str) -> list[Re
         best = by_policy["belady"].block_hit_ratio
         for policy in POLICIES:
             name = f"pool/{policy}/{capacity or 'unlimited'}/hit_ratio"
-            rows.append(make_row(name, by_policy[policy].block_hit_ratio, "of blocks", command, best))
+            rows.append(
+                make_row(name, by_policy[policy].block_hit_ratio, "of blocks", command, best)
+            )
     return rows
 
 
 def _partial_rows(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     whole, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
     rows = [
-        make_row(f"pool/trace/finer_blocks_of_{BLOCK}", whole, "of prompt tokens, at most", command),
+        make_row(
+            f"pool/trace/finer_blocks_of_{BLOCK_TOKENS}",
+            whole,
+            "of prompt tokens, at most",
+            command,
+        ),
         make_row("pool/trace/copy_on_write", beyond, "of prompt tokens, at most", command),
     ]
     print_rows(console, "what partly matching blocks can add", rows)
@@ -181,7 +234,8 @@ def _partial_rows(options: argparse.Namespace, console: Console, command: str) -
 
 
 def plot_hits(work: TracePrompts, found: dict[int, dict[str, HitRatios]], path: Path) -> None:
-    """Hit ratio over capacity, logarithmic; what has no limit stands where all different blocks fit."""
+    """Hit ratio over capacity, logarithmic; what has no limit stands where all different blocks
+    fit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -191,7 +245,12 @@ def plot_hits(work: TracePrompts, found: dict[int, dict[str, HitRatios]], path: 
     blocks = [capacity or work.distinct_block_count for capacity in found]
     for policy, style in (("belady", "--"), ("cost", "o-"), ("lru", "s-")):
         label = "Belady's optimum" if policy == "belady" else policy
-        axes.plot(blocks, [by_policy[policy].block_hit_ratio for by_policy in found.values()], style, label=label)
+        axes.plot(
+            blocks,
+            [by_policy[policy].block_hit_ratio for by_policy in found.values()],
+            style,
+            label=label,
+        )
     axes.set_xscale("log")
     axes.set(xlabel="capacity, blocks of 512 tokens", ylabel="hit ratio", ylim=(0, None))
     axes.legend(loc="lower right")

@@ -1,6 +1,8 @@
-"""`ratio`: is the advice good, and does `auto` keep an objective? On eight paced nodes, with real processes.
+"""`ratio`: is the advice good, and does `auto` keep an objective? On eight paced nodes, with real
+processes.
 
-sweep   four workloads, every split: what `baton ratio advise` recommends, asked in 4:4, against the best split. A split
+sweep   four workloads, every split: what `baton ratio advise` recommends, asked in 4:4, against the
+best split. A split
         that serves less than half as much as the best in its first run is not measured again.
 turn    a load that turns from prompt-heavy to output-heavy, with `baton ratio auto`, and without
 swing   a load that swings between both every 20 s, with it and without
@@ -16,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.role_split import RoleSplit
-from benchmarks.scenarios import ratio_workloads as workloads
-from benchmarks.scenarios.paced_cluster import PacedCluster, meets_slo, paced_cluster
-from benchmarks.figures.ratio_plots import GoodputCurve, plot_timelines, plot_ratio_sweep
-from benchmarks.scenarios.changing_load import run_swinging_load, run_turning_load
+from benchmarks.figures.ratio_plots import GoodputCurve, plot_ratio_sweep, plot_timelines
 from benchmarks.figures.report import ResultRow, make_row
+from benchmarks.scenarios import ratio_workloads as workloads
+from benchmarks.scenarios.changing_load import run_swinging_load, run_turning_load
 from benchmarks.scenarios.concurrency_sweep import check_plot_path
+from benchmarks.scenarios.paced_cluster import PacedCluster, meets_slo, paced_cluster
 
 HELP = "the advised ratio against every other, and the ratio kept by itself"
 PARTS = ("sweep", "turn", "swing")
@@ -31,21 +33,48 @@ _INITIAL_SPLIT = RoleSplit(workloads.NODE_COUNT // 2, workloads.NODE_COUNT // 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="which (default all)")
     parser.add_argument(
-        "--workload", choices=(*workloads.RATIO_WORKLOADS, "all"), default="all", help="of the sweep (default all)"
+        "--part", choices=(*PARTS, "all"), default="all", help="which (default all)"
     )
-    parser.add_argument("--splits", default="", metavar="P:D,...", help="of the sweep (default: all of eight nodes)")
-    parser.add_argument("--seconds", type=float, default=36.0, help="of a run of the sweep (default 36)")
-    parser.add_argument("--ask-seconds", type=float, default=60.0, help="of load before advice is asked (default 60)")
-    parser.add_argument("--runs", type=int, default=3, help="of each split, whose median counts (default 3)")
-    parser.add_argument("--phase", type=float, default=90.0, help="seconds of each load of `turn` (default 90)")
-    parser.add_argument("--swings", type=int, default=9, help="of 20 s and 20 s, of `swing` (default 9)")
-    parser.add_argument("--plot", type=Path, default=Path("ratio.svg"), help="of the sweep (default ratio.svg)")
     parser.add_argument(
-        "--auto-plot", type=Path, default=Path("ratio-auto.svg"), help="of turn and swing (default ratio-auto.svg)"
+        "--workload",
+        choices=(*workloads.RATIO_WORKLOADS, "all"),
+        default="all",
+        help="of the sweep (default all)",
     )
-    parser.add_argument("--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)")
+    parser.add_argument(
+        "--splits", default="", metavar="P:D,...", help="of the sweep (default: all of eight nodes)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=36.0, help="of a run of the sweep (default 36)"
+    )
+    parser.add_argument(
+        "--ask-seconds",
+        type=float,
+        default=60.0,
+        help="of load before advice is asked (default 60)",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="of each split, whose median counts (default 3)"
+    )
+    parser.add_argument(
+        "--phase", type=float, default=90.0, help="seconds of each load of `turn` (default 90)"
+    )
+    parser.add_argument(
+        "--swings", type=int, default=9, help="of 20 s and 20 s, of `swing` (default 9)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("ratio.svg"), help="of the sweep (default ratio.svg)"
+    )
+    parser.add_argument(
+        "--auto-plot",
+        type=Path,
+        default=Path("ratio-auto.svg"),
+        help="of turn and swing (default ratio-auto.svg)",
+    )
+    parser.add_argument(
+        "--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)"
+    )
 
 
 async def run_parts(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -64,11 +93,17 @@ async def run_parts(options: argparse.Namespace, console: Console, command: str)
     if courses:
         plot_timelines([course for course, _ in courses], options.auto_plot)
         console.print(f"picture: {options.auto_plot}")
-        rows += [make_row(f"ratio/{name}", value, unit, command) for _, told in courses for name, value, unit in told]
+        rows += [
+            make_row(f"ratio/{name}", value, unit, command)
+            for _, told in courses
+            for name, value, unit in told
+        ]
     return rows
 
 
-async def _sweeps(cluster: PacedCluster, options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+async def _sweeps(
+    cluster: PacedCluster, options: argparse.Namespace, console: Console, command: str
+) -> list[ResultRow]:
     names = list(workloads.RATIO_WORKLOADS) if options.workload == "all" else [options.workload]
     curves: dict[str, GoodputCurve] = {}
     rows: list[ResultRow] = []
@@ -76,19 +111,29 @@ async def _sweeps(cluster: PacedCluster, options: argparse.Namespace, console: C
         curves[name] = await _sweep(cluster, name, options, console)
         rows += to_rows(name, curves[name], command)
     console.print(ratio_table(curves))
-    plot_ratio_sweep(curves, {name: median_goodput(curve) for name, curve in curves.items()}, options.plot)
+    plot_ratio_sweep(
+        curves, {name: median_goodput(curve) for name, curve in curves.items()}, options.plot
+    )
     console.print(f"picture: {options.plot}")
     return rows
 
 
-async def _sweep(cluster: PacedCluster, name: str, options: argparse.Namespace, console: Console) -> GoodputCurve:
+async def _sweep(
+    cluster: PacedCluster, name: str, options: argparse.Namespace, console: Console
+) -> GoodputCurve:
     load, slo, seconds = workloads.RATIO_WORKLOADS[name], workloads.SLO, options.seconds
     await cluster.set_ratio(_INITIAL_SPLIT)
-    await cluster.send_plan(load.plan_requests(f"{options.seed}/ask", options.ask_seconds), options.ask_seconds - 10.0, "ask")
+    await cluster.send_plan(
+        load.plan_requests(f"{options.seed}/ask", options.ask_seconds),
+        options.ask_seconds - 10.0,
+        "ask",
+    )
     advice = await cluster.get_advice(slo)
     advised = RoleSplit(advice.prefill, advice.decode)
     console.print(f"{name}: {advised} is advised: {advice.reason}")
-    runs: dict[RoleSplit, list[float]] = {split: [] for split in {*_parse_splits(options.splits), advised}}
+    runs: dict[RoleSplit, list[float]] = {
+        split: [] for split in {*_parse_splits(options.splits), advised}
+    }
     for number in range(options.runs):
         best = max((statistics.median(each) for each in runs.values() if each), default=0.0)
         for split in sorted(runs, key=lambda split: split.prefill_nodes):
@@ -98,17 +143,29 @@ async def _sweep(cluster: PacedCluster, name: str, options: argparse.Namespace, 
             plan = load.plan_requests(f"{options.seed}/{number}", seconds)
             seen = await cluster.send_plan(plan, seconds, f"{name}/{split}/{number}")
             runs[split].append(sum(meets_slo(one, slo) for one in seen) / seconds)
-            console.print(f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s of {load.rate:g}/s")
+            console.print(
+                f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s of {load.requests_per_second:g}/s"
+            )
     return GoodputCurve(runs, advised)
 
 
 def _parse_splits(text: str) -> list[RoleSplit]:
     """Raises ValueError."""
     if not text:
-        return [RoleSplit(prefill, workloads.NODE_COUNT - prefill) for prefill in range(1, workloads.NODE_COUNT)]
+        return [
+            RoleSplit(prefill, workloads.NODE_COUNT - prefill)
+            for prefill in range(1, workloads.NODE_COUNT)
+        ]
     found = [RoleSplit(*map(int, word.split(":"))) for word in text.split(",")]
-    if any(split.total_nodes != workloads.NODE_COUNT or not split.prefill_nodes or not split.decode_nodes for split in found):
-        raise ValueError(f"--splits {text}: each has {workloads.NODES} nodes, and one of each role at least")
+    if any(
+        split.total_nodes != workloads.NODE_COUNT
+        or not split.prefill_nodes
+        or not split.decode_nodes
+        for split in found
+    ):
+        raise ValueError(
+            f"--splits {text}: each has {workloads.NODE_COUNT} nodes, and one of each role at least"
+        )
     return found
 
 
@@ -124,18 +181,42 @@ def relative_range(runs: Sequence[float]) -> float:
 
 def to_rows(name: str, curve: GoodputCurve, command: str) -> list[ResultRow]:
     found, best = median_goodput(curve), max(median_goodput(curve).values())
-    rows = [make_row(f"ratio/{name}/{split}/goodput", value, "requests/s", command) for split, value in found.items()]
-    rows.append(make_row(f"ratio/{name}/advised", found[curve.advised_split], "requests/s", command, best))
-    rows.append(make_row(f"ratio/{name}/of_best", found[curve.advised_split] / best if best else 0.0, "of the best", command, MIN_SHARE_OF_BEST))
+    rows = [
+        make_row(f"ratio/{name}/{split}/goodput", value, "requests/s", command)
+        for split, value in found.items()
+    ]
+    rows.append(
+        make_row(f"ratio/{name}/advised", found[curve.advised_split], "requests/s", command, best)
+    )
+    rows.append(
+        make_row(
+            f"ratio/{name}/of_best",
+            found[curve.advised_split] / best if best else 0.0,
+            "of the best",
+            command,
+            MIN_SHARE_OF_BEST,
+        )
+    )
     leader = max(found, key=lambda split: found[split])
-    rows.append(make_row(f"ratio/{name}/run_to_run", relative_range(curve.runs[leader]), "of the median", command))
+    rows.append(
+        make_row(
+            f"ratio/{name}/run_to_run", relative_range(curve.runs[leader]), "of the median", command
+        )
+    )
     return rows
 
 
 def ratio_table(curves: dict[str, GoodputCurve]) -> Table:
     shown = Table(title="goodput, requests/s", title_justify="left", box=None, header_style="bold")
     shown.add_column("workload", no_wrap=True)
-    for heading in ("advised", "its goodput", "best", "its goodput", "advised / best", "run to run"):
+    for heading in (
+        "advised",
+        "its goodput",
+        "best",
+        "its goodput",
+        "advised / best",
+        "run to run",
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     for name, curve in curves.items():
         found = median_goodput(curve)
@@ -144,7 +225,7 @@ def ratio_table(curves: dict[str, GoodputCurve]) -> Table:
         told = (found[curve.advised_split], found[best])
         shown.add_row(
             name, str(curve.advised_split), f"{told[0]:.2f}", str(best), f"{told[1]:.2f}", f"{share:.0%}",
-            f"{difference(curve.runs[best]):.0%}",
+            f"{relative_range(curve.runs[best]):.0%}",
         )  # fmt: skip
     return shown
 

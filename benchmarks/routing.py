@@ -1,14 +1,17 @@
-"""`routing`: what one placement costs the coordinator, by the size of the cluster and of its prefix directory.
+"""`routing`: what one placement costs the coordinator, by the size of the cluster and of its prefix
+directory.
 
-The real brain with the default policy, in this process, and nodes that exist on paper. Half of the prompts begin with
-blocks that some node has, as deep as `--depth`. CPU time of this thread, the median over `--decisions`:
+The real brain with the default policy, in this process, and nodes that exist on paper. Half of the
+prompts begin with blocks that some node has, as deep as `--depth`. CPU time of this thread, the
+median over `--decisions`:
 
     decision   hashing the prompt as far as it is held, looking it up, scoring every node, choosing
     auto       the same in mode auto, which predicts what both ways would take
     request    all that the brain does to take a request in, place it and end it
     event      a block that a node's cache gains or loses
 
-and how `decision` grows from a sixteenth of the directory to all of it, and from a sixteenth of the nodes.
+and how `decision` grows from a sixteenth of the directory to all of it, and from a sixteenth of the
+nodes.
 """
 
 import argparse
@@ -19,21 +22,21 @@ from statistics import median
 
 from rich.console import Console
 
-from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.config.settings import Config
 from baton.errors import Cancelled
+from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
-from benchmarks.figures.report import ResultRow, print_rows, make_row
-from coordinator.core.common import messages as m
+from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain
-from coordinator.core.placement.request_placer import ServingMode
-from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.request_placer import ServingMode
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
 DECISION_LIMIT = 1000.0  # microseconds of CPU for a decision
@@ -46,16 +49,24 @@ _NOW = 100.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=256, help="half of each role (default 256)")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="in the directory (default 1000000)")
-    parser.add_argument("--depth", type=int, default=64, help="blocks of a prompt that are held (default 64)")
+    parser.add_argument(
+        "--blocks", type=int, default=1_000_000, help="in the directory (default 1000000)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=64, help="blocks of a prompt that are held (default 64)"
+    )
     parser.add_argument("--decisions", type=int, default=400, help="that are timed (default 400)")
 
 
 class StubbedCluster:
     """A brain with nodes on paper, `blocks` in its directory in all."""
 
-    def __init__(self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated") -> None:
-        settings = BrainSettings(mode, 1024, 8, 1e9, local_prefill_share=Config().local_prefill_share)
+    def __init__(
+        self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated"
+    ) -> None:
+        settings = BrainSettings(
+            mode, 1024, 8, 1e9, local_prefill_share=Config().local_prefill_share
+        )
         self.brain = Brain(NodeRegistry(1e9, 1e9), PrefixAwarePolicy(), settings)
         self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]
         self._random = random.Random(0)
@@ -63,15 +74,22 @@ class StubbedCluster:
         share = blocks // nodes
         for number, node in enumerate(self.nodes):
             self.brain.join_node(_join_info(number, share + 1), node, 0.0)
-            self.brain.receive_report(node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW)
-        self.prompts = [tuple(self._random.randrange(32000) for _ in range(_PROMPT)) for _ in range(64)]
+            self.brain.receive_report(
+                node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW
+            )
+        self.prompts = [
+            tuple(self._random.randrange(32000) for _ in range(_PROMPT)) for _ in range(64)
+        ]
         self._fill_directory(share, depth)
 
     def _fill_directory(self, share: int, depth: int) -> None:
         root = root_hash(bytes.fromhex(_DIGEST), _LAYOUT, b"")
         held: list[list[int]] = [[] for _ in self.nodes]
         for prompt in self.prompts[::2]:
-            names = [short_hash(name) for name in _take_first(iter_block_hashes(root, prompt, _LAYOUT.block_size), depth)]
+            names = [
+                short_hash(name)
+                for name in _take_first(iter_block_hashes(root, prompt, _LAYOUT.block_size), depth)
+            ]
             for place in self._random.sample(range(len(self.nodes)), min(8, len(self.nodes))):
                 held[place] += names
         for node, names in zip(self.nodes, held, strict=True):
@@ -79,7 +97,8 @@ class StubbedCluster:
             self.brain.receive_report(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
 
     def make_request(self) -> Request:
-        """A prompt that shares a beginning with one of the known ones, and goes on in a way of its own."""
+        """A prompt that shares a beginning with one of the known ones, and goes on in a way of its
+        own."""
         self._serial += 1
         known = self.prompts[self._serial % len(self.prompts)]
         own = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
@@ -127,7 +146,9 @@ class StubbedCluster:
         return took
 
 
-def measure_routing(nodes: int, blocks: int, depth: int, decisions: int, command: str) -> list[ResultRow]:
+def measure_routing(
+    nodes: int, blocks: int, depth: int, decisions: int, command: str
+) -> list[ResultRow]:
     whole = StubbedCluster(nodes, blocks, depth)
     decision = median(whole.time_decisions(decisions))
     rows = [
@@ -138,16 +159,29 @@ def measure_routing(nodes: int, blocks: int, depth: int, decisions: int, command
     del whole
     auto = median(StubbedCluster(nodes, blocks, depth, "auto").time_decisions(decisions))
     rows.insert(1, make_row("routing/auto", auto, "us", command, DECISION_LIMIT))
-    fewer_blocks = StubbedCluster(nodes, blocks // _SHRINK_FACTOR, min(depth, blocks // _SHRINK_FACTOR // nodes))
+    fewer_blocks = StubbedCluster(
+        nodes, blocks // _SHRINK_FACTOR, min(depth, blocks // _SHRINK_FACTOR // nodes)
+    )
     rows.append(_growth_row("blocks", decision, fewer_blocks, decisions, command, limit=1.5))
     fewer_nodes = StubbedCluster(max(2, nodes // _SHRINK_FACTOR), blocks // _SHRINK_FACTOR, depth)
-    rows.append(_growth_row("nodes", decision, fewer_nodes, decisions, command, limit=float(_SHRINK_FACTOR)))
+    rows.append(
+        _growth_row("nodes", decision, fewer_nodes, decisions, command, limit=float(_SHRINK_FACTOR))
+    )
     return rows
 
 
-def _growth_row(of: str, decision: float, smaller: StubbedCluster, decisions: int, command: str, limit: float) -> ResultRow:
-    """How many times longer for 16 times as much. For blocks the limit is above what a logarithm would allow."""
-    return make_row(f"routing/growth_16x_{of}", decision / median(smaller.time_decisions(decisions)), "times", command, limit)
+def _growth_row(
+    of: str, decision: float, smaller: StubbedCluster, decisions: int, command: str, limit: float
+) -> ResultRow:
+    """How many times longer for 16 times as much. For blocks the limit is above what a logarithm
+    would allow."""
+    return make_row(
+        f"routing/growth_16x_{of}",
+        decision / median(smaller.time_decisions(decisions)),
+        "times",
+        command,
+        limit,
+    )
 
 
 def _take_first(names: Iterator[BlockHash], count: int) -> Iterator[BlockHash]:

@@ -1,9 +1,10 @@
 """`serve`: latency and throughput of any OpenAI-compatible endpoint, cell by cell.
 
-A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths, or a recorded trace. Every cell
-sends prompts that were never sent before, so that no cache answers for the model; the prompts of a trace share among
-themselves exactly the prefixes that the trace says. TTFT, TPOT and ITL are client-side; unless the loop is closed they
-count from the moment when a request was due. A sweep is closed loops of growing concurrency, and a picture.
+A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths, or a
+recorded trace. Every cell sends prompts that were never sent before, so that no cache answers for
+the model; the prompts of a trace share among themselves exactly the prefixes that the trace says.
+TTFT, TPOT and ITL are client-side; unless the loop is closed they count from the moment when a
+request was due. A sweep is closed loops of growing concurrency, and a picture.
 """
 
 import argparse
@@ -20,17 +21,17 @@ from rich.table import Table
 
 from baton.config.settings import read_secret
 from baton.slo import Slo, parse_slo
-from benchmarks.load.run_load import request_plan as schedule
-from benchmarks.scenarios import concurrency_sweep as sweep
-from benchmarks.load.run_load import traces
-from benchmarks.load.completions_client import CompletionsClient
-from benchmarks.load.http_stream import HttpError, parse_url
-from benchmarks.load.run_load import LoadPattern, run_load
 from benchmarks.clusters.local_cluster import start_local_cluster
-from benchmarks.load.measurement import CellResult, evaluate_cell
 from benchmarks.clusters.random_models import DEMO_SHAPE
 from benchmarks.figures.percentiles import PercentileSummary
 from benchmarks.figures.report import ResultRow, make_row
+from benchmarks.load import request_plan as schedule
+from benchmarks.load import traces
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import HttpError, parse_url
+from benchmarks.load.measurement import CellResult, evaluate_cell
+from benchmarks.load.run_load import LoadPattern, run_load
+from benchmarks.scenarios import concurrency_sweep as sweep
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
@@ -44,32 +45,75 @@ class ServeCell:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="", help="base URL; without it a cluster is started for the run")
+    parser.add_argument(
+        "--url", default="", help="base URL; without it a cluster is started for the run"
+    )
     parser.add_argument("--model", default="", help="may be left out when the endpoint serves one")
-    parser.add_argument("--api-key", default=os.environ.get("BATON_API_KEY", ""), help="KEY or @FILE (BATON_API_KEY)")
-    parser.add_argument("--concurrency", default="1,4,16", help="closed loops (default 1,4,16); none if empty")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("BATON_API_KEY", ""),
+        help="KEY or @FILE (BATON_API_KEY)",
+    )
+    parser.add_argument(
+        "--concurrency", default="1,4,16", help="closed loops (default 1,4,16); none if empty"
+    )
     parser.add_argument("--rate", default="", help="Poisson arrivals a second, separated by commas")
     parser.add_argument(
-        "--prompt", default="256", help="tokens: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST] (default 256)"
+        "--prompt",
+        default="256",
+        help="tokens: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST] (default 256)",
     )
     parser.add_argument("--output", default="64", help="tokens, likewise (default 64)")
-    parser.add_argument("--requests", type=int, default=64, help="requests of a cell at most (default 64)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of a cell at most (default 60)")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a request at most (default 60)")
     parser.add_argument(
-        "--slo", default="ttft=500ms,tpot=50ms", help="what counts as good (default ttft=500ms,tpot=50ms)"
+        "--requests", type=int, default=64, help="requests of a cell at most (default 64)"
     )
-    parser.add_argument("--vocabulary", type=int, default=1000, help="random prompts use ids below this (default 1000)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay it: Mooncake's JSON lines, or Azure's CSV")
-    parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace (default 1)")
-    parser.add_argument("--limit", type=int, default=0, help="first requests of the trace (default 0: all)")
-    parser.add_argument("--scale-lengths", type=float, default=1.0, help="times as long as in the trace (default 1)")
-    parser.add_argument("--sweep", default="", metavar="1,2,4,...", help="closed loops, plotted on one picture")
     parser.add_argument(
-        "--plot", type=Path, default=Path("sweep.svg"), help="picture of the sweep, .svg or .png (default sweep.svg)"
+        "--seconds", type=float, default=60.0, help="seconds of a cell at most (default 60)"
     )
-    parser.add_argument("--ttft-slo", default="", metavar="500ms", help="print the ceiling with p90 TTFT within it")
-    parser.add_argument("--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds of a request at most (default 60)"
+    )
+    parser.add_argument(
+        "--slo",
+        default="ttft=500ms,tpot=50ms",
+        help="what counts as good (default ttft=500ms,tpot=50ms)",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=1000,
+        help="random prompts use ids below this (default 1000)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay it: Mooncake's JSON lines, or Azure's CSV",
+    )
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="times as fast as the trace (default 1)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=0, help="first requests of the trace (default 0: all)"
+    )
+    parser.add_argument(
+        "--scale-lengths", type=float, default=1.0, help="times as long as in the trace (default 1)"
+    )
+    parser.add_argument(
+        "--sweep", default="", metavar="1,2,4,...", help="closed loops, plotted on one picture"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("sweep.svg"),
+        help="picture of the sweep, .svg or .png (default sweep.svg)",
+    )
+    parser.add_argument(
+        "--ttft-slo", default="", metavar="500ms", help="print the ceiling with p90 TTFT within it"
+    )
+    parser.add_argument(
+        "--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default"
+    )
 
 
 async def run_cells(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
@@ -87,7 +131,7 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
     results: list[CellResult] = []
     async with _endpoint(options.url, console) as url:
         client = await _connect_client(options, url)
-        console.print(f"{url}: {client.dialect}")
+        console.print(f"{url}: {client.features}")
         for cell in cells:
             seen = await run_load(client, cell.load, cell.plan, options.seconds)
             results.append(evaluate_cell(str(cell.load), seen, slo))
@@ -102,16 +146,26 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
     """What is sent in each cell. Raises ValueError."""
     if options.trace:
         if options.sweep:
-            raise ValueError("--trace and --sweep exclude each other: a trace has a load of its own")
+            raise ValueError(
+                "--trace and --sweep exclude each other: a trace has a load of its own"
+            )
         recorded = traces.read_trace(options.trace, options.limit)
         plan = traces.plan_from_trace(recorded, seed, options.speed, options.scale_lengths)
         return [ServeCell(traces.TraceReplay(options.trace.stem, options.speed), plan)]
     prompt, output = schedule.parse_lengths(options.prompt), schedule.parse_lengths(options.output)
     cells = []
-    for load in parse_loads(options.sweep or options.concurrency, "" if options.sweep else options.rate):
-        least = _WAVES_PER_CLIENT * load.concurrency if options.sweep and isinstance(load, schedule.ClosedLoop) else 0
+    for load in parse_loads(
+        options.sweep or options.concurrency, "" if options.sweep else options.rate
+    ):
+        least = (
+            _WAVES_PER_CLIENT * load.concurrency
+            if options.sweep and isinstance(load, schedule.ClosedLoop)
+            else 0
+        )
         count = max(options.requests, least)
-        cells.append(ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}")))
+        cells.append(
+            ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}"))
+        )
     return cells
 
 
@@ -119,8 +173,8 @@ def print_trace(console: Console, cell: ServeCell) -> None:
     prompt = sum(one.prompt_tokens for one in cell.plan)
     output = sum(one.output_tokens for one in cell.plan)
     console.print(
-        f"trace: {len(cell.plan)} requests in {cell.plan[-1].at:.1f} s, {prompt} prompt tokens "
-        f"({traces.repeated_share(cell.plan):.0%} in blocks sent before), {output} output tokens"
+        f"trace: {len(cell.plan)} requests in {cell.plan[-1].start_seconds:.1f} s, {prompt} prompt tokens "
+        f"({traces.repeated_prefix_share(cell.plan):.0%} in blocks sent before), {output} output tokens"
     )
 
 
@@ -135,7 +189,9 @@ def _sweep_rows(
     """Draw the sweep; with a bound, print the ceiling and return it as a figure."""
     loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.ClosedLoop)]
     points = [sweep.SweepPoint(load, result) for load, result in zip(loads, results, strict=True)]
-    sweep.plot_sweep(points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens")
+    sweep.plot_sweep(
+        points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens"
+    )
     console.print(f"picture: {options.plot}")
     if bound is None:
         return []
@@ -145,7 +201,9 @@ def _sweep_rows(
     return [make_row("serve/sweep/ceiling", value, "tokens/s", command)]
 
 
-def parse_loads(concurrency: str, rate: str) -> list[schedule.ClosedLoop | schedule.PoissonArrivals]:
+def parse_loads(
+    concurrency: str, rate: str
+) -> list[schedule.ClosedLoop | schedule.PoissonArrivals]:
     """Raises ValueError."""
     loads: list[schedule.ClosedLoop | schedule.PoissonArrivals] = [
         schedule.ClosedLoop(int(word)) for word in concurrency.split(",") if word
@@ -153,7 +211,10 @@ def parse_loads(concurrency: str, rate: str) -> list[schedule.ClosedLoop | sched
     loads += [schedule.PoissonArrivals(float(word)) for word in rate.split(",") if word]
     if not loads:
         raise ValueError("there is nothing to do: give --concurrency or --rate")
-    if any((one.concurrency if isinstance(one, schedule.ClosedLoop) else one.requests_per_second) <= 0 for one in loads):
+    if any(
+        (one.concurrency if isinstance(one, schedule.ClosedLoop) else one.requests_per_second) <= 0
+        for one in loads
+    ):
         raise ValueError("concurrency and rate must be above 0")
     return loads
 
@@ -169,7 +230,9 @@ async def _endpoint(url: str, console: Console) -> AsyncIterator[str]:
 
 async def _connect_client(options: argparse.Namespace, url: str) -> CompletionsClient:
     key = read_secret(options.api_key, "api_key")
-    client = CompletionsClient(parse_url(url), options.model, key, options.vocabulary, options.timeout)
+    client = CompletionsClient(
+        parse_url(url), options.model, key, options.vocabulary, options.timeout
+    )
     try:
         client = await client.probe_features()
     except (OSError, HttpError) as error:
@@ -180,7 +243,8 @@ async def _connect_client(options: argparse.Namespace, url: str) -> CompletionsC
 
 
 def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
-    """Latencies in milliseconds; the p99 of TTFT and TPOT are held against the SLO, goodput against the rate."""
+    """Latencies in milliseconds; the p99 of TTFT and TPOT are held against the SLO, goodput against
+    the rate."""
     rows = []
     limits = {("ttft", "p99"): slo.ttft_seconds, ("tpot", "p99"): slo.tpot_seconds}
     for metric, summary in (("ttft", result.ttft), ("tpot", result.tpot), ("itl", result.itl)):
@@ -189,19 +253,30 @@ def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
         for quantile in ("p50", "p90", "p99", "max"):
             limit = limits.get((metric, quantile))
             name = f"serve/{result.name}/{metric}_{quantile}"
-            rows.append(make_row(name, getattr(summary, quantile) * 1e3, "ms", command, limit and limit * 1e3))
+            rows.append(
+                make_row(
+                    name, getattr(summary, quantile) * 1e3, "ms", command, limit and limit * 1e3
+                )
+            )
     rate, name = result.requests_per_second, f"serve/{result.name}"
     rows.append(make_row(f"{name}/tokens", result.tokens_per_second, "tokens/s", command))
     rows.append(make_row(f"{name}/goodput", result.goodput, "requests/s", command, rate))
     if result.cached_share is not None:
         rows.append(make_row(f"{name}/cached", result.cached_share, "of prompt tokens", command))
-    rows.append(make_row(f"{name}/errors", float(sum(result.error_counts.values())), "requests", command))
+    rows.append(
+        make_row(f"{name}/errors", float(sum(result.error_counts.values())), "requests", command)
+    )
     rows.append(make_row(f"{name}/miscounted", float(result.miscounted_count), "requests", command))
     return rows
 
 
 def latency_table(results: Sequence[CellResult]) -> Table:
-    shown = Table(title="milliseconds: p50 / p90 / p99 / max", title_justify="left", box=None, header_style="bold")
+    shown = Table(
+        title="milliseconds: p50 / p90 / p99 / max",
+        title_justify="left",
+        box=None,
+        header_style="bold",
+    )
     for heading in (
         "load",
         "sent",
@@ -215,11 +290,15 @@ def latency_table(results: Sequence[CellResult]) -> Table:
         "goodput",
         "cached",
     ):
-        shown.add_column(heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True)
+        shown.add_column(
+            heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True
+        )
     for one in results:
-        errors = ", ".join(f"{count} {kind}" for kind, count in sorted(one.error_counts.items())) or "-"
+        errors = (
+            ", ".join(f"{count} {kind}" for kind, count in sorted(one.error_counts.items())) or "-"
+        )
         if one.miscounted_count:
-            errors += f"; {one.miscounted} miscounted"
+            errors += f"; {one.miscounted_count} miscounted"
         shown.add_row(
             one.name,
             str(one.sent_count),
@@ -237,7 +316,9 @@ def latency_table(results: Sequence[CellResult]) -> Table:
 def _format_quantiles(summary: PercentileSummary | None) -> str:
     if summary is None:
         return "-"
-    return " / ".join(f"{value * 1e3:.1f}" for value in (summary.p50, summary.p90, summary.p99, summary.max))
+    return " / ".join(
+        f"{value * 1e3:.1f}" for value in (summary.p50, summary.p90, summary.p99, summary.max)
+    )
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:

@@ -1,8 +1,9 @@
 """`transfer`: what a hand-off costs a client, over each transport, with real processes.
 
-One request at a time, each with a cold prompt of one chunk, against a narrow model of 24 layers: little arithmetic to
-hide behind. The overhead is the time to the first token, as the client sees it, less the forward passes and less the
-exposed part of the transfer: everything that disaggregation adds besides moving bytes.
+One request at a time, each with a cold prompt of one chunk, against a narrow model of 24 layers:
+little arithmetic to hide behind. The overhead is the time to the first token, as the client sees
+it, less the forward passes and less the exposed part of the transfer: everything that
+disaggregation adds besides moving bytes.
 """
 
 import argparse
@@ -19,16 +20,18 @@ from baton.cli.views.timeline import STAGES, early_arrival_share
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from benchmarks.clusters.local_cluster import start_local_cluster
-from benchmarks.figures.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
 from benchmarks.clusters.random_models import NARROW_SHAPE
+from benchmarks.figures.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
 from benchmarks.figures.percentiles import percentile
-from benchmarks.figures.report import ResultRow, print_rows, make_row
+from benchmarks.figures.report import ResultRow, make_row, print_rows
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
 OVERHEAD_LIMIT = 15.0  # milliseconds, median
 EARLY_ARRIVAL_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
-_OUTPUT_TOKENS = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
+_OUTPUT_TOKENS = (
+    16  # tokens: by then the prefill node has told the coordinator how the hand-off went
+)
 _WARM_UP = 5  # requests
 _MIN_REPORTED_SHARE = 0.9  # least share of answers whose timeline tells of the hand-off
 _DEADLINE = 60.0  # seconds of one request
@@ -36,7 +39,8 @@ _DEADLINE = 60.0  # seconds of one request
 
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One request. `ttft_seconds` is the client's, in seconds; the rest is the coordinator's account of it."""
+    """One request. `ttft_seconds` is the client's, in seconds; the rest is the coordinator's
+    account of it."""
 
     ttft_seconds: float
     timeline: common_pb2.Timeline
@@ -48,13 +52,21 @@ class TransferSample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)")
-    parser.add_argument("--requests", type=int, default=50, help="measured requests of each transport (default 50)")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt, in one chunk (default 512)")
+    parser.add_argument(
+        "--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=50, help="measured requests of each transport (default 50)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=512, help="tokens of each prompt, in one chunk (default 512)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
 
 
-async def measure_transports(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+async def measure_transports(
+    options: argparse.Namespace, console: Console, command: str
+) -> list[ResultRow]:
     tcp = measure_loopback_tcp_rate()
     rates = {"shm": measure_memcpy_rate(), "zmq": tcp, "grpc": tcp}
     rows = [
@@ -67,14 +79,19 @@ async def measure_transports(options: argparse.Namespace, console: Console, comm
     return rows
 
 
-async def _measure_transport(transport: str, options: argparse.Namespace, console: Console) -> list[TransferSample]:
+async def _measure_transport(
+    transport: str, options: argparse.Namespace, console: Console
+) -> list[TransferSample]:
     """Raises NodeFailed when answers did not come by hand-offs over `transport`."""
     settings = {"transport": transport, "max_batched_tokens": options.prompt, "kv_memory": "256MiB"}
     source = random.Random(options.seed)
     async with start_local_cluster(console, NARROW_SHAPE, "narrow", **settings) as cluster:
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            samples = [await _measure_request(stub, source, options.prompt) for _ in range(_WARM_UP + options.requests)]
+            samples = [
+                await _measure_request(stub, source, options.prompt)
+                for _ in range(_WARM_UP + options.requests)
+            ]
         told = [sample for sample in samples[_WARM_UP:] if sample.timeline.handoff.transport]
         others = {sample.timeline.handoff.transport for sample in told} - {transport}
         if others or len(told) < _MIN_REPORTED_SHARE * options.requests:
@@ -85,10 +102,15 @@ async def _measure_transport(transport: str, options: argparse.Namespace, consol
     return told
 
 
-async def _measure_request(stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int) -> TransferSample:
+async def _measure_request(
+    stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int
+) -> TransferSample:
     prompt = [source.randrange(16, NARROW_SHAPE.vocabulary) for _ in range(prompt_tokens)]
     request = generation_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        max_tokens=_OUTPUT_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
     )
     first = None
     started = time.perf_counter()
@@ -100,12 +122,17 @@ async def _measure_request(stub: generation_pb2_grpc.GenerationStub, source: ran
     return TransferSample(first - started, answer.timeline)
 
 
-def to_rows(transport: str, samples: Sequence[TransferSample], rate: float, command: str) -> list[ResultRow]:
-    """Medians. The exposed transfer is held against a bare copy of the same bytes at `rate` bytes per second."""
+def to_rows(
+    transport: str, samples: Sequence[TransferSample], rate: float, command: str
+) -> list[ResultRow]:
+    """Medians. The exposed transfer is held against a bare copy of the same bytes at `rate` bytes
+    per second."""
     reports = [sample.timeline.handoff for sample in samples]
     prefix = f"transfer/{transport}"
 
-    def median(name: str, values: Sequence[float], unit: str = "ms", limit: float | None = None) -> ResultRow:
+    def median(
+        name: str, values: Sequence[float], unit: str = "ms", limit: float | None = None
+    ) -> ResultRow:
         scale = 1e3 if unit == "ms" else 1.0
         return make_row(f"{prefix}/{name}", percentile(values, 50) * scale, unit, command, limit)
 
@@ -120,9 +147,17 @@ def to_rows(transport: str, samples: Sequence[TransferSample], rate: float, comm
         median("compute", [report.compute_seconds for report in reports]),
         median("exposed", [report.exposed_seconds for report in reports], limit=bare_copy),
         median("commit", [report.commit_seconds for report in reports]),
-        *(median(f"stage_{stage}", [getattr(sample.timeline, stage) for sample in samples]) for stage in STAGES),
+        *(
+            median(f"stage_{stage}", [getattr(sample.timeline, stage) for sample in samples])
+            for stage in STAGES
+        ),
         median("client", [sample.ttft_seconds - sample.timeline.ttft for sample in samples]),
-        median("landed_early", [early_arrival_share(report) for report in reports], "share", EARLY_ARRIVAL_TARGET),
+        median(
+            "landed_early",
+            [early_arrival_share(report) for report in reports],
+            "share",
+            EARLY_ARRIVAL_TARGET,
+        ),
         median("moved", [value / 1e6 for value in moved], "MB"),
         median("slabs", [float(report.slabs) for report in reports], "slabs"),
     ]

@@ -1,5 +1,6 @@
-"""The coordinator's parts, joined on one event loop, started in the order in which they are needed and stopped in the
-opposite one: cluster port, front doors, warm-up; then refuse, let requests end, close the doors, let the nodes go."""
+"""The coordinator's parts, joined on one event loop, started in the order in which they are needed
+and stopped in the opposite one: cluster port, front doors, warm-up; then refuse, let requests end,
+close the doors, let the nodes go."""
 
 import asyncio
 import json
@@ -8,41 +9,42 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton.process import log
 from baton.config.settings import Config, get_served_model_name
-from baton.process.descriptors import get_descriptor_limit
 from baton.errors import ConfigError
-from baton.network.bind_policy import check_coordinator_binds
-from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.models.file_digests import compute_file_digests
-from coordinator.operators import admin_app as admin
-from coordinator.frontend import tenants_file
-from coordinator.text import tokenizer_loader as tokenizer_files
-from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
-from coordinator.operators.cluster_service import ClusterService
+from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults
+from baton.network.bind_policy import check_coordinator_binds
+from baton.process import log
+from baton.process.descriptors import get_descriptor_limit
 from coordinator.core.membership.join_checks import ServedModel
-from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.frontend import tenants_file
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
+from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
-from coordinator.frontend.request_intake import RequestIntake
-from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.operators.metrics import CoordinatorMetrics
-from coordinator.node_links.node_link_server import NodeLinkServer
-from coordinator.operators.port_connections import PortConnections
 from coordinator.frontend.rejections import RejectionCounter
-from coordinator.text.text_workers import TextWorkers
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import UnknownFieldPolicy
 from coordinator.node_links.cluster_readiness import ClusterReadiness
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.node_links.ledger_collector import LedgerCollector
+from coordinator.node_links.node_link_server import NodeLinkServer
+from coordinator.operators import admin_app as admin
+from coordinator.operators.cluster_service import ClusterService
+from coordinator.operators.metrics import CoordinatorMetrics
+from coordinator.operators.port_connections import PortConnections
+from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.text.text_workers import TextWorkers
+from coordinator.text.tokenizer import Tokenizer
 
 _CLOSE_GRACE_SECONDS = 2.0  # seconds that open calls get once every request has ended
 _log = log.get_logger("coordinator")
 
 
 class Coordinator:
-    """Everything of one coordinator process. `run` returns when `stop` was set and the last request has ended.
+    """Everything of one coordinator process. `run` returns when `stop` was set and the last request
+    has ended.
 
     Every port is bound by the constructor, which raises ConfigError; none answers before `run`.
     """
@@ -62,7 +64,9 @@ class Coordinator:
         self._metrics = CoordinatorMetrics(self._dispatcher, unknown_fields)
         self._metrics.add_port_connections(self._port_connections)
         self._readiness = ClusterReadiness(config, self._dispatcher)
-        self._cluster_service = ClusterService(config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics)
+        self._cluster_service = ClusterService(
+            config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics
+        )
         self._tokenizer: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
         self._text_workers = TextWorkers()
         refusals = RejectionCounter(self._dispatcher.count_rejection)
@@ -78,7 +82,9 @@ class Coordinator:
             workers=self._text_workers,
             bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
         )
-        metrics = app.MetricsEndpoint(self._cluster_service.render_metrics, AdminAuthenticator(config.admin_token))
+        metrics = app.MetricsEndpoint(
+            self._cluster_service.render_metrics, AdminAuthenticator(config.admin_token)
+        )
         clients = app.build_app(
             intake,
             self._readiness,
@@ -86,17 +92,25 @@ class Coordinator:
             metrics if config.metrics_on_http else None,
             parse_allowed_origins(config.allowed_origins),
         )
-        operators = admin.build_admin_app(self._cluster_service, self._readiness, config.admin_token, refusals)
+        operators = admin.build_admin_app(
+            self._cluster_service, self._readiness, config.admin_token, refusals
+        )
         with ExitStack() as bound:
             ports = self._port_connections
             http = bound.enter_context(bind_http_socket(config.host, config.port, "--port"))
             self._http_server = HttpServer(clients, http, ports.get_table("http"))
-            admin_port = bound.enter_context(bind_http_socket(config.admin_host, config.admin_port, "--admin-port"))
+            admin_port = bound.enter_context(
+                bind_http_socket(config.admin_host, config.admin_port, "--admin-port")
+            )
             self._admin_server = HttpServer(operators, admin_port, ports.get_table("admin"))
-            self._grpc_server = GrpcServer(intake, self._readiness, self._client_auth, ports.limits["grpc"])
+            self._grpc_server = GrpcServer(
+                intake, self._readiness, self._client_auth, ports.limits["grpc"]
+            )
             self._grpc_server.add_cluster_service(self._cluster_service)
             self._grpc_server.bind(config.host, config.grpc_port)
-            self._node_link_server = NodeLinkServer(config, self._dispatcher, self._ledger_collector, ports.limits["cluster"])
+            self._node_link_server = NodeLinkServer(
+                config, self._dispatcher, self._ledger_collector, ports.limits["cluster"]
+            )
             bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -139,8 +153,13 @@ class Coordinator:
         _log.info("tenants reloaded", tenants=len(tenants.by_name), keys=len(tenants.key_digests))
 
     async def _warm_up(self) -> None:
-        """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._tokenizer.set_result(await tokenizer_files.load_tokenizer(self._config.model, self._config.engine, self._text_workers))
+        """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes
+        do."""
+        self._tokenizer.set_result(
+            await tokenizer_files.load_tokenizer(
+                self._config.model, self._config.engine, self._text_workers
+            )
+        )
         await self._readiness.run()
 
     async def _drain_requests(self) -> None:
@@ -165,7 +184,8 @@ class Coordinator:
 
 
 async def run_coordinator(config: Config, stop: asyncio.Event) -> None:
-    """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not mend."""
+    """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not
+    mend."""
     log.configure_logging(config.log_level, config.log_format, node="coordinator")
     await Coordinator(config).run(stop)
 
@@ -178,21 +198,26 @@ def _load_generation_defaults(config: Config) -> GenerationDefaults:
 
 
 def read_served_model(config: Config) -> ServedModel:
-    """What nodes are compared with: the files of a model's folder, which `with_local_model` finds for a hub's name too;
-    for a name without a folder the engine alone. Without --model it is unknown what nodes have, unless paced."""
+    """What nodes are compared with: the files of a model's folder, which `with_local_model` finds
+    for a hub's name too; for a name without a folder the engine alone. Without --model it is
+    unknown what nodes have, unless paced."""
     if config.engine != "paced" and not config.model:
         return ServedModel()
     folder = Path(config.model)
     if config.engine == "paced" or not folder.is_dir():
         return ServedModel(engine=config.engine)
-    return ServedModel(config.engine, compute_file_digests(folder, dummy=config.load_format == "dummy"))
+    return ServedModel(
+        config.engine, compute_file_digests(folder, dummy=config.load_format == "dummy")
+    )
 
 
 def _make_state_file_path(folder: str) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--state-dir {folder} cannot be made ({error.strerror}): choose another") from None
+        raise ConfigError(
+            f"--state-dir {folder} cannot be made ({error.strerror}): choose another"
+        ) from None
     return Path(folder) / "coordinator.json"
 
 

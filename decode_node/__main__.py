@@ -1,5 +1,5 @@
-"""`python -m decode_node`: a memory-bound node, until it is told to take the other role. Their lives are told in
-decode_node/decode_role.py and prefill_node/prefill_role.py."""
+"""`python -m decode_node`: a memory-bound node, until it is told to take the other role. Their
+lives are told in decode_node/decode_role.py and prefill_node/prefill_role.py."""
 
 import sys
 
@@ -10,4 +10,10 @@ from node_engine.host.launch import launch_node
 from prefill_node.factory import make_prefill_role
 
 if __name__ == "__main__":
-    sys.exit(launch_node(Role.DECODE, {Role.PREFILL: make_prefill_role, Role.DECODE: make_decode_role}, make_pool_client))
+    sys.exit(
+        launch_node(
+            Role.DECODE,
+            {Role.PREFILL: make_prefill_role, Role.DECODE: make_decode_role},
+            make_pool_client,
+        )
+    )

@@ -7,22 +7,32 @@
     Submit without one, or a prefix that lacks only its last token -> this node computes what is missing itself
     running              -> one Tokens message a step for all sequences, until it is finished, preempted or cancelled
 
-Nothing of a ticket is looked at before its Commit. Every block of a ticket leaves RESERVED, WRITING or QUARANTINED by
-one of the plane's events, and by nothing else.
+Nothing of a ticket is looked at before its Commit. Every block of a ticket leaves RESERVED, WRITING
+or QUARANTINED by one of the plane's events, and by nothing else.
 
-What the shared pool has counts as held here: it is not sent. Full blocks are published as they fill.
+What the shared pool has counts as held here: it is not sent. Full blocks are published as they
+fill.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    IncompleteTransfer,
+    NodeFailed,
+    NodeLost,
+    StaleMessage,
+)
 from baton.kv.block_hash import BlockHash, root_hash
-from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeFailed, NodeLost, StaleMessage, ContextLengthExceeded
-from baton.process.failpoints import FAILPOINTS
 from baton.kv.pool_types import PoolHit
+from baton.process.failpoints import FAILPOINTS
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     Incarnation,
     PeerAddress,
     SegmentRef,
@@ -30,14 +40,34 @@ from baton.types import (
     TicketId,
     TokenEvent,
     TokenLogprobs,
-    AttemptSpec,
     mint_id,
 )
-from kv_transfer.plane import InboundFenced, InboundPlane, InboundLost, InboundSealed, SealInfo, InboundStarted
-from node_engine.core.node_commands import CancelCommand, NodeCommand, CoordinatorLost, NodeJoined, PeerLostCommand, DecodeCommand
-from node_engine.core.sequences.outcomes import PrefillRequeued, TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from kv_transfer.plane import (
+    InboundFenced,
+    InboundLost,
+    InboundPlane,
+    InboundSealed,
+    InboundStarted,
+    SealInfo,
+)
 from node_engine.core.blocks.pool_prefix import PoolPrefix
+from node_engine.core.node_commands import (
+    CancelCommand,
+    CoordinatorLost,
+    DecodeCommand,
+    NodeCommand,
+    NodeJoined,
+    PeerLostCommand,
+)
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    PrefillRequeued,
+    PromptLogprobsComputed,
+    SequenceFailed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext, check_work, report_too_long
@@ -65,9 +95,12 @@ class DecodeRole:
         self._layout = parts.engine.layout
         self._pending_handoffs: dict[TicketId, _PendingHandoff] = {}
         self._tickets: dict[AttemptKey, TicketId] = {}
-        # Computed here and not yet reported as Admitted: their share, in seconds, of the steps that they took part in.
+        # Computed here and not yet reported as Admitted: their share, in seconds, of the steps that
+        # they took part in.
         self._local_prefill_seconds: dict[AttemptKey, float] = {}
-        self._local_step_tokens: list[tuple[AttemptKey, int]] = []  # how many tokens the step in progress computes for whom of them
+        self._local_step_tokens: list[
+            tuple[AttemptKey, int]
+        ] = []  # how many tokens the step in progress computes for whom of them
 
     @property
     def transfer_endpoint(self) -> str:
@@ -78,7 +111,9 @@ class DecodeRole:
         return len(self._pending_handoffs) + len(self._scheduler.list_sequences())
 
     def counters(self) -> dict[str, float]:
-        return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
+        return {
+            f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()
+        }
 
     def close(self) -> None:
         self._plane.close()
@@ -112,16 +147,29 @@ class DecodeRole:
                 raise TypeError(f"a decode node got {item!r}")
 
     def before_step(self, batch: StepBatch) -> None:
-        """Note how much of the step belongs to prompts that are computed here. Nobody waits for layers."""
+        """Note how much of the step belongs to prompts that are computed here. Nobody waits for
+        layers."""
         self._local_step_tokens.clear()
         if self._local_prefill_seconds:
-            pieces = ((self._scheduler.get_sequence_in_flight(piece.sequence_id).key, len(piece.token_ids)) for piece in batch.slices)
-            self._local_step_tokens += [(key, tokens) for key, tokens in pieces if key in self._local_prefill_seconds]
+            pieces = (
+                (
+                    self._scheduler.get_sequence_in_flight(piece.sequence_id).key,
+                    len(piece.token_ids),
+                )
+                for piece in batch.slices
+            )
+            self._local_step_tokens += [
+                (key, tokens) for key, tokens in pieces if key in self._local_prefill_seconds
+            ]
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+    def after_step(
+        self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
+    ) -> None:
         for key, tokens in self._local_step_tokens:
             if key in self._local_prefill_seconds:
-                self._local_prefill_seconds[key] += seconds * self._scheduler.prefill_budget.compute_time_share(batch, tokens)
+                self._local_prefill_seconds[key] += (
+                    seconds * self._scheduler.prefill_budget.compute_time_share(batch, tokens)
+                )
         self.deliver_outcomes(outcomes)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
@@ -145,8 +193,14 @@ class DecodeRole:
             self._reporter.report_tokens(tokens)
 
     def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
-        failed = [self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices]
+        reason = (
+            error
+            if isinstance(error, BatonError)
+            else NodeFailed(f"{type(error).__name__} in the forward pass")
+        )
+        failed = [
+            self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices
+        ]
         self._scheduler.abandon_step(batch)
         for key in failed:
             self._cancel_attempt(key, reason)
@@ -154,14 +208,18 @@ class DecodeRole:
 
     # the life of one attempt
 
-    def _on_decode_command(self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None) -> None:
+    def _on_decode_command(
+        self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None
+    ) -> None:
         pooled = self._pool_connector.build_pool_prefix(hit)
         if self._scheduler.get_sequence(work.key) is None:  # else the message came twice
             self._begin_attempt(work, writer, pooled)
         if pooled is not None:
             pooled.release()
 
-    def _begin_attempt(self, work: AttemptSpec, writer: PeerAddress | None, pooled: PoolPrefix | None) -> None:
+    def _begin_attempt(
+        self, work: AttemptSpec, writer: PeerAddress | None, pooled: PoolPrefix | None
+    ) -> None:
         engine = self._context.engine
         try:
             FAILPOINTS.hit("decode.allocate.before")
@@ -169,7 +227,9 @@ class DecodeRole:
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
             survey = self._scheduler.estimate_admission(work, root, pooled)
             if writer is None or survey.num_missing_tokens == 1:
-                self._prefill_locally(work, root, pooled, survey.refusal, announce=writer is not None)
+                self._prefill_locally(
+                    work, root, pooled, survey.refusal, announce=writer is not None
+                )
             else:
                 self._reserve_for_handoff(work, root, pooled, writer)
             FAILPOINTS.hit("decode.allocate.after")
@@ -181,9 +241,16 @@ class DecodeRole:
             self._reporter.report_failed(work.key, error)
 
     def _prefill_locally(
-        self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, refusal: CapacityRefusal | None, *, announce: bool
+        self,
+        work: AttemptSpec,
+        root: BlockHash,
+        pooled: PoolPrefix | None,
+        refusal: CapacityRefusal | None,
+        *,
+        announce: bool,
     ) -> None:
-        """Colocated, or all but the last token is here already: then the prefill leg is not needed."""
+        """Colocated, or all but the last token is here already: then the prefill leg is not
+        needed."""
         if refusal is not None:
             self._reporter.report_refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
@@ -192,7 +259,9 @@ class DecodeRole:
         if announce:
             self._reporter.report_reserved(work.key, None, len(work.context_token_ids) - 1)
 
-    def _reserve_for_handoff(self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, writer: PeerAddress) -> None:
+    def _reserve_for_handoff(
+        self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, writer: PeerAddress
+    ) -> None:
         ticket_id = TicketId(mint_id())
         found = self._scheduler.reserve_for_handoff(work, root, ticket_id, pooled)
         if isinstance(found, CapacityRefusal):
@@ -200,21 +269,27 @@ class DecodeRole:
             return
         ticket = self._build_ticket(ticket_id, found, writer)
         held = found.num_computed_tokens
-        self._pending_handoffs[ticket_id] = _PendingHandoff(work, held, found.num_pool_tokens, found.num_remote_pool_tokens)
+        self._pending_handoffs[ticket_id] = _PendingHandoff(
+            work, held, found.num_pool_tokens, found.num_remote_pool_tokens
+        )
         self._tickets[work.key] = ticket_id
         self._plane.grant_ticket(ticket)
         self._reporter.report_reserved(work.key, ticket, held)
 
     def _build_ticket(self, ticket_id: TicketId, sequence: Sequence, writer: PeerAddress) -> Ticket:
         incarnation = self._reporter.incarnation
-        me = PeerAddress(self._context.name, incarnation, self._context.host_id, self._plane.endpoint)
+        me = PeerAddress(
+            self._context.name, incarnation, self._context.host_id, self._plane.endpoint
+        )
         return Ticket(
             id=ticket_id,
             key=sequence.key,
             decode_peer=me,
             writer_incarnation=writer.incarnation,
             first_block=len(sequence.block_table),
-            block_offsets=tuple(block * self._layout.block_bytes for block in sequence.reserved_blocks),
+            block_offsets=tuple(
+                block * self._layout.block_bytes for block in sequence.reserved_blocks
+            ),
             num_tokens=sequence.context_len,
             ttl_seconds=self._context.config.ticket_ttl,
             transport=self._plane.choose_transport(writer.host_id),
@@ -224,7 +299,9 @@ class DecodeRole:
 
     def _on_sealed(self, ticket: TicketId, seal: SealInfo) -> None:
         arrival = self._pending_handoffs.get(ticket)
-        if arrival is None or arrival.is_over:  # revoked while the event was under way: Lost follows
+        if (
+            arrival is None or arrival.is_over
+        ):  # revoked while the event was under way: Lost follows
             return
         work, key = arrival.work, arrival.work.key
         try:
@@ -251,13 +328,22 @@ class DecodeRole:
         FAILPOINTS.hit("decode.first_token.after")
 
     def _check_first_token(self, work: AttemptSpec, seal: SealInfo) -> int:
-        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by exactly one, scored
-        as the request asks."""
+        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by
+        exactly one, scored as the request asks."""
         *before, token = seal.emitted_token_ids or (-1,)
-        if tuple(before) != work.emitted_token_ids or not 0 <= token < self._context.engine.vocab_size:
-            raise IncompleteTransfer(f"the seal of {work.key} carries {len(seal.emitted)} tokens after {len(work.emitted)}")
-        if not _are_valid_logprobs(seal.last_token_score, work.request.sampling.logprobs, self._context.engine.vocab_size):
-            raise IncompleteTransfer(f"the score in the seal of {work.key} is not what logprobs asks for")
+        if (
+            tuple(before) != work.emitted_token_ids
+            or not 0 <= token < self._context.engine.vocab_size
+        ):
+            raise IncompleteTransfer(
+                f"the seal of {work.key} carries {len(seal.emitted_token_ids)} tokens after {len(work.emitted_token_ids)}"
+            )
+        if not _are_valid_logprobs(
+            seal.last_token_score, work.request.sampling.logprobs, self._context.engine.vocab_size
+        ):
+            raise IncompleteTransfer(
+                f"the score in the seal of {work.key} is not what logprobs asks for"
+            )
         return token
 
     def _on_lost(self, ticket: TicketId, error: BatonError, fenced: bool) -> None:
@@ -271,7 +357,9 @@ class DecodeRole:
         else:
             self._block_pool.quarantine_ticket(ticket)
         FAILPOINTS.hit("decode.free.after")
-        if not arrival.is_over and not isinstance(error, Cancelled):  # whoever cancelled it has its own word to say
+        if not arrival.is_over and not isinstance(
+            error, Cancelled
+        ):  # whoever cancelled it has its own word to say
             self._reporter.report_failed(key, error)
 
     def _cancel_attempt(self, key: AttemptKey, reason: BatonError) -> None:
@@ -296,8 +384,13 @@ class DecodeRole:
         )
 
     def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
-        reason = StaleMessage("this node has joined anew") if incarnation else NodeLost("this node has no coordinator")
+        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop
+        the rest."""
+        reason = (
+            StaleMessage("this node has joined anew")
+            if incarnation
+            else NodeLost("this node has no coordinator")
+        )
         for sequence in self._scheduler.list_sequences():
             self._cancel_attempt(sequence.key, reason)
         for key in tuple(self._tickets):

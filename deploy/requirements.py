@@ -1,4 +1,5 @@
-"""Print what pyproject.toml requires at run time, one requirement a line; with names, those packages only."""
+"""Print what pyproject.toml requires at run time, one requirement a line; with names, those
+packages only."""
 
 import re
 import sys

@@ -1,20 +1,21 @@
-"""The pool as a member of the cluster: nothing is placed on it, but it answers for itself as a node does."""
+"""The pool as a member of the cluster: nothing is placed on it, but it answers for itself as a node
+does."""
 
 import asyncio
 import os
 from collections.abc import Iterable
 
-from baton.process import log
 from baton.cluster_link import pb_conversion as wire
-from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
-from baton.process.clock import Clock
-from baton.config.settings import Config
 from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.config.settings import Config
+from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
 from baton.pb import cluster_pb2
+from baton.process import log
+from baton.process.clock import Clock
 from baton.types import Incarnation
 from kv_pool.core.ledger import PoolLedger
-from kv_pool.service.pool_manager import PoolManager
 from kv_pool.peers.peer_pools import PeerPools
+from kv_pool.service.pool_manager import PoolManager
 
 POOL_ROLE = "pool"
 
@@ -22,7 +23,15 @@ POOL_ROLE = "pool"
 class PoolClusterMember:
     """Of an open pool. `endpoint` is where nodes and other pools dial it."""
 
-    def __init__(self, config: Config, name: str, host: PoolManager, peers: PeerPools, endpoint: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        host: PoolManager,
+        peers: PeerPools,
+        endpoint: str,
+        clock: Clock,
+    ) -> None:
         self._name = name
         self._manager = host
         self._peers = peers
@@ -50,7 +59,9 @@ class PoolClusterMember:
     def on_index_changed(self) -> None:
         """The index is not what was told."""
         if self._flush_timer is None and self._link.is_joined:
-            self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_INTERVAL_SECONDS, self._send_changes)
+            self._flush_timer = asyncio.get_running_loop().call_later(
+                FLUSH_INTERVAL_SECONDS, self._send_changes
+            )
 
     # as a member
 
@@ -71,7 +82,9 @@ class PoolClusterMember:
     def build_stats(self) -> cluster_pb2.NodeStats:
         ledger = self._manager.block_pool.ledger(self._clock())
         counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
-        counters = self._manager.collect_counters() | self._peers.counters() | log.get_log_counters()
+        counters = (
+            self._manager.collect_counters() | self._peers.counters() | log.get_log_counters()
+        )
         return cluster_pb2.NodeStats(blocks_total=ledger.num_blocks, counters=counters, **counts)
 
     def on_joined(self, incarnation: Incarnation) -> None:
@@ -95,15 +108,21 @@ class PoolClusterMember:
     # telling
 
     def _ledger_answer(self, query: int) -> cluster_pb2.NodeMessage:
-        told = self._ledger_message(query, self._name, self._manager.block_pool.ledger(self._clock()))
+        told = self._ledger_message(
+            query, self._name, self._manager.block_pool.ledger(self._clock())
+        )
         slots = self._manager.disk_ledger()
         if slots is not None:
-            told.ledger.disk.CopyFrom(self._ledger_message(query, f"{self._name} disk", slots).ledger.ledger)
+            told.ledger.disk.CopyFrom(
+                self._ledger_message(query, f"{self._name} disk", slots).ledger.ledger
+            )
         return told
 
     def _ledger_message(self, query: int, name: str, ledger: PoolLedger) -> cluster_pb2.NodeMessage:
         counts = {state.value: count for state, count in ledger.counts.items()}
-        owners = ((one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in ledger.entries)
+        owners = (
+            (one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in ledger.entries
+        )
         return wire.ledger_to_pb(query, name, self._incarnation, ledger.num_blocks, counts, owners)
 
     def _send_changes(self) -> None:
@@ -116,13 +135,15 @@ class PoolClusterMember:
         self._snapshot_task = asyncio.get_running_loop().create_task(self._send_snapshot())
 
     async def _send_snapshot(self) -> None:
-        """A million names are half a second of work: others have the loop after each part, and no part is made before
-        the last one is on its way."""
+        """A million names are half a second of work: others have the loop after each part, and no
+        part is made before the last one is on its way."""
         journal, total = self._manager.cache_journal, self._manager.block_pool.memory.num_blocks
         journal.begin_snapshot()
         for first in range(0, max(1, total), MAX_HASHES_PER_BATCH):
             names = self._manager.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
-            self._send_cache_changes([journal.build_snapshot_part(names, self._clock(), first=first == 0)])
+            self._send_cache_changes(
+                [journal.build_snapshot_part(names, self._clock(), first=first == 0)]
+            )
             await self._link.wait_until_flushed()
         self._send_cache_changes(journal.end_snapshot(self._clock()))
 

@@ -1,33 +1,33 @@
 """Builds both planes, so that no role knows a backend.
 
-`inbound_plane` and `outbound_plane` take what a node's host has; `build_inbound` and `build_outbound` take the parts
-one by one.
+`inbound_plane` and `outbound_plane` take what a node's host has; `build_inbound` and
+`build_outbound` take the parts one by one.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.config.settings import Config
+from baton.kv.kv_layout import KVLayout
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
+from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.shared_memory.fence import ArenaFences
-from baton.kv.kv_layout import KVLayout
 from baton.shared_memory.segment import Segment
 from baton.shared_memory.segment import compute_host_id as host_of
 from baton.types import Incarnation
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
+from kv_transfer.inbound import KVReceiver
+from kv_transfer.outbound import KVSender
+from kv_transfer.plane import InboundPlane, OutboundPlane
 from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_protocol import SCHEME
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
-from kv_transfer.inbound import KVReceiver
-from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
-from kv_transfer.outbound import KVSender
-from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.common.settings import TransferSettings
 from kv_transfer.transports.links import DecodeLink, TransferDialer
+from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
+from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
 
 _RENEWALS_PER_TTL = 10  # of a ticket in its time to live
@@ -75,7 +75,8 @@ def settings_from_config(config: Config) -> TransferSettings:
 
 
 def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
-    """Decode's plane over the node's arena, with a fence file beside it. It has no incarnation until `rejoin`."""
+    """Decode's plane over the node's arena, with a fence file beside it. It has no incarnation
+    until `rejoin`."""
     return build_kv_receiver(
         arena=parts.arena.view,
         layout=parts.engine.layout,
@@ -90,7 +91,8 @@ def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
 
 
 def make_outbound_plane(parts: PlaneContext) -> OutboundPlane:
-    """Prefill's plane over every block that the node can read. It has no incarnation until `rejoin`."""
+    """Prefill's plane over every block that the node can read. It has no incarnation until
+    `rejoin`."""
     return build_kv_sender(
         arena=parts.block_memory,
         layout=parts.engine.layout,
@@ -116,16 +118,27 @@ def build_kv_receiver(
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
 ) -> KVReceiver:
-    """Decode's plane over the blocks in `arena`. `fences` are those of the arena's segment, None if it is none; the
-    plane closes them. `token` is the cluster token; `host_id` is that of the segment folder by default."""
+    """Decode's plane over the blocks in `arena`. `fences` are those of the arena's segment, None if
+    it is none; the plane closes them. `token` is the cluster token; `host_id` is that of the
+    segment folder by default."""
     settings = settings or TransferSettings()
     link: DecodeLink
     if settings.transport == "memory":
         link = MemoryDecodeLink()
     else:
-        require_key_unless_loopback("--listen", get_endpoint_host(settings.listen), "cluster_token", token, insecure=settings.insecure)
+        require_key_unless_loopback(
+            "--listen",
+            get_endpoint_host(settings.listen),
+            "cluster_token",
+            token,
+            insecure=settings.insecure,
+        )
         grpc = settings.transport == "grpc"
-        link = GrpcDecodeLink(token, settings) if grpc else ZmqDecodeLink(derive_curve_keys(token), settings)
+        link = (
+            GrpcDecodeLink(token, settings)
+            if grpc
+            else ZmqDecodeLink(derive_curve_keys(token), settings)
+        )
     return KVReceiver(
         arena=arena,
         layout=layout,

@@ -1,19 +1,20 @@
-"""Decode's side of the transfer plane, as the node calls it. The work is done on a thread of its own, by `ReceiverLoop`."""
+"""Decode's side of the transfer plane, as the node calls it. The work is done on a thread of its
+own, by `ReceiverLoop`."""
 
 from collections.abc import Callable
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import BatonError, HandoffFailed
+from baton.kv.kv_layout import KVLayout
+from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.shared_memory.fence import ArenaFences
-from baton.kv.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket, TicketId
+from kv_transfer.arena.slab_copier import SlabCopier
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, InboundLost
 from kv_transfer.core.inbound_handoff import ArenaShape
-from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.plane_thread import PlaneThread, exit_process
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.arena.slab_copier import SlabCopier
+from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.transports.links import DecodeLink
 
 
@@ -35,8 +36,8 @@ class KVReceiver:
         failpoints: Failpoints = FAILPOINTS,
         on_defect: Callable[[], None] = exit_process,
     ) -> None:
-        """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link and fences are the
-        plane's own from now on."""
+        """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link
+        and fences are the plane's own from now on."""
         self._copier = SlabCopier(arena, layout)
         self._link = link
         self._fences = fences
@@ -54,7 +55,9 @@ class KVReceiver:
             clock=clock,
             failpoints=failpoints,
         )
-        self._thread = PlaneThread("transfer-inbound", self._loop, clock, settings.close_timeout, on_defect)
+        self._thread = PlaneThread(
+            "transfer-inbound", self._loop, clock, settings.close_timeout, on_defect
+        )
         self._loop.run_posted_commands = self._thread.run_posted_commands
         self._thread.start()
 
@@ -68,7 +71,9 @@ class KVReceiver:
     def choose_transport(self, writer_host_id: str) -> str:
         if self._settings.transport != "auto":
             return self._settings.transport
-        same_host = writer_host_id == self._host_id and writer_host_id not in self._loop.unmappable_hosts
+        same_host = (
+            writer_host_id == self._host_id and writer_host_id not in self._loop.unmappable_hosts
+        )
         return "shm" if same_host and self._fences is not None else "zmq"
 
     def allocate_fence_byte(self) -> int:
@@ -78,9 +83,15 @@ class KVReceiver:
         """Raises ValueError for offsets that are no blocks of the arena."""
         two_sided = ticket.transport != "shm"
         if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
-            raise ValueError(f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena")
+            raise ValueError(
+                f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena"
+            )
         if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket)):
-            self._emit(InboundLost(ticket.id, HandoffFailed("the transfer plane is closed"), is_fenced=two_sided))
+            self._emit(
+                InboundLost(
+                    ticket.id, HandoffFailed("the transfer plane is closed"), is_fenced=two_sided
+                )
+            )
 
     def commit_ticket(self, ticket: TicketId) -> None:
         self._thread.post_command(lambda: self._loop.commit_ticket(ticket))

@@ -1,23 +1,23 @@
-"""Prefill's side of the transfer plane, as the node calls it. The work is done on a thread of its own, by
-`SenderLoop`."""
+"""Prefill's side of the transfer plane, as the node calls it. The work is done on a thread of its
+own, by `SenderLoop`."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import BatonError, HandoffFailed
-from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.kv.kv_layout import KVLayout
+from baton.process.clock import Clock, monotonic_clock
+from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
+from kv_transfer.arena.slab_copier import SlabCopier
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import OutboundAborted, OutboundEvent, SealInfo
 from kv_transfer.core.inbound_handoff import ArenaShape
 from kv_transfer.core.send_queue import ReadySlabs
-from kv_transfer.sender_loop import SenderLoop, LayerWaiter
-from kv_transfer.transports.shm_arena import PeerArenas
-from kv_transfer.transports.peer_links import PeerLinks
 from kv_transfer.plane_thread import PlaneThread, exit_process
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.arena.slab_copier import SlabCopier
+from kv_transfer.sender_loop import LayerWaiter, SenderLoop
 from kv_transfer.transports.links import TransferDialer
+from kv_transfer.transports.peer_links import PeerLinks
+from kv_transfer.transports.shm_arena import PeerArenas
 
 
 class KVSender:
@@ -37,7 +37,8 @@ class KVSender:
         failpoints: Failpoints = FAILPOINTS,
         on_defect: Callable[[], None] = exit_process,
     ) -> None:
-        """`dialers` by the scheme of the endpoints that they dial; they are the plane's own from now on."""
+        """`dialers` by the scheme of the endpoints that they dial; they are the plane's own from
+        now on."""
         mover = SlabCopier(arena, layout)
         self._num_blocks = mover.arena_slabs.num_blocks
         self._layout = layout
@@ -55,7 +56,9 @@ class KVSender:
             clock=clock,
             failpoints=failpoints,
         )
-        self._thread = PlaneThread("transfer-outbound", self._loop, clock, settings.close_timeout, on_defect)
+        self._thread = PlaneThread(
+            "transfer-outbound", self._loop, clock, settings.close_timeout, on_defect
+        )
         self._thread.start()
 
     @property
@@ -74,18 +77,31 @@ class KVSender:
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self._thread.post_command(lambda: self._loop.set_ticket(key, ticket))
 
-    def announce_layer(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+    def announce_layer(
+        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
+    ) -> None:
         """Raises ValueError for blocks that the arena does not have."""
         ready, now = ReadySlabs(layer, first, tuple(source)), self._clock()
-        if ready.source_blocks and not 0 <= min(ready.source_blocks) <= max(ready.source_blocks) < self._num_blocks:
-            raise ValueError(f"{key} announces blocks that an arena of {self._num_blocks} does not have")
-        self._thread.post_command(lambda: self._loop.apply_input(key, lambda machine: machine.announce_slabs(ready, now)))
+        if (
+            ready.source_blocks
+            and not 0 <= min(ready.source_blocks) <= max(ready.source_blocks) < self._num_blocks
+        ):
+            raise ValueError(
+                f"{key} announces blocks that an arena of {self._num_blocks} does not have"
+            )
+        self._thread.post_command(
+            lambda: self._loop.apply_input(key, lambda machine: machine.announce_slabs(ready, now))
+        )
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
-        self._thread.post_command(lambda: self._loop.apply_input(key, lambda machine: machine.seal(info, self._clock())))
+        self._thread.post_command(
+            lambda: self._loop.apply_input(key, lambda machine: machine.seal(info, self._clock()))
+        )
 
     def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
-        self._thread.post_command(lambda: self._loop.apply_input(key, lambda machine: machine.abort(error)))
+        self._thread.post_command(
+            lambda: self._loop.apply_input(key, lambda machine: machine.abort(error))
+        )
 
     def on_peer_gone(self, decode: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.on_peer_gone(decode))

@@ -1,9 +1,11 @@
-"""The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and `outbound_plane.py`.
+"""The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and
+`outbound_plane.py`.
 
-Each side runs its own thread. Methods may be called from any thread and never block; calls of one thread take effect in
-their order. What happened comes back as an event through the `emit` callback that the plane was built with, which has
-to be thread-safe and quick (it puts the event on the compute thread's inbox). The plane never touches a block pool:
-it is told which blocks it may write or read, and says when it is done with them.
+Each side runs its own thread. Methods may be called from any thread and never block; calls of one
+thread take effect in their order. What happened comes back as an event through the `emit` callback
+that the plane was built with, which has to be thread-safe and quick (it puts the event on the
+compute thread's inbox). The plane never touches a block pool: it is told which blocks it may write
+or read, and says when it is done with them.
 
     prefill (outbound)                                    decode (inbound)
       open(key, ...)                                        grant(ticket)
@@ -21,33 +23,33 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.core.events import (
+    HandoffStats,
+    InboundEvent,
+    InboundFenced,
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    LayerLanded,
     OutboundAborted,
     OutboundCommitted,
-    InboundFenced,
-    InboundEvent,
-    LayerLanded,
-    InboundLost,
     OutboundEvent,
-    HandoffStats,
-    InboundSealed,
     SealInfo,
-    InboundStarted,
 )
 
 __all__ = [
-    "OutboundAborted",
-    "OutboundCommitted",
-    "InboundFenced",
-    "InboundEvent",
-    "InboundPlane",
-    "LayerLanded",
-    "InboundLost",
-    "OutboundEvent",
-    "OutboundPlane",
     "HandoffStats",
-    "SealInfo",
+    "InboundEvent",
+    "InboundFenced",
+    "InboundLost",
+    "InboundPlane",
     "InboundSealed",
     "InboundStarted",
+    "LayerLanded",
+    "OutboundAborted",
+    "OutboundCommitted",
+    "OutboundEvent",
+    "OutboundPlane",
+    "SealInfo",
 ]
 
 
@@ -60,7 +62,8 @@ class InboundPlane(Protocol):
         ...
 
     def rejoin(self, incarnation: Incarnation) -> None:
-        """A new incarnation of this node: every open ticket is lost (Stale), later frames for them are refused."""
+        """A new incarnation of this node: every open ticket is lost (Stale), later frames for them
+        are refused."""
         ...
 
     def choose_transport(self, writer_host_id: str) -> str:
@@ -84,8 +87,8 @@ class InboundPlane(Protocol):
         ...
 
     def on_peer_gone(self, writer: Incarnation) -> None:
-        """The coordinator says that this incarnation is no more: its tickets are lost, but for those that are Sealed,
-        which wait for `commit_ticket` or `revoke_ticket`."""
+        """The coordinator says that this incarnation is no more: its tickets are lost, but for
+        those that are Sealed, which wait for `commit_ticket` or `revoke_ticket`."""
         ...
 
     def counters(self) -> dict[str, float]: ...
@@ -96,7 +99,8 @@ class InboundPlane(Protocol):
 
 
 class OutboundPlane(Protocol):
-    """Prefill's side: reads computed slabs from the arena and writes them to the peer, layer by layer."""
+    """Prefill's side: reads computed slabs from the arena and writes them to the peer, layer by
+    layer."""
 
     @property
     def endpoint(self) -> str: ...
@@ -106,22 +110,25 @@ class OutboundPlane(Protocol):
         ...
 
     def open_handoff(self, key: AttemptKey, num_tokens: int) -> None:
-        """Begin a hand-off of `num_tokens` tokens of KV, perhaps before its ticket is known. The caller holds a
-        reference on every source block until Committed or Aborted."""
+        """Begin a hand-off of `num_tokens` tokens of KV, perhaps before its ticket is known. The
+        caller holds a reference on every source block until Committed or Aborted."""
         ...
 
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
-        """The destination is known; slabs that are ready begin to flow. Unknown keys are a counted no-op."""
+        """The destination is known; slabs that are ready begin to flow. Unknown keys are a counted
+        no-op."""
         ...
 
-    def announce_layer(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
-        """Layer `layer` of logical blocks first .. first + len(source) is final in the arena's blocks `source`. Called
-        from the forward pass, between layers: it only enqueues."""
+    def announce_layer(
+        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
+    ) -> None:
+        """Layer `layer` of logical blocks first .. first + len(source) is final in the arena's
+        blocks `source`. Called from the forward pass, between layers: it only enqueues."""
         ...
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
-        """Everything was announced by layer_ready. Sealing more or less than num_tokens of blocks is a programming
-        error and aborts the hand-off with Incomplete."""
+        """Everything was announced by layer_ready. Sealing more or less than num_tokens of blocks
+        is a programming error and aborts the hand-off with Incomplete."""
         ...
 
     def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
@@ -133,8 +140,8 @@ class OutboundPlane(Protocol):
         ...
 
     def wait_for_layer(self, key: AttemptKey, layer: int, timeout: float) -> bool:
-        """Block until every announced slab of `layer` has landed (a failpoint uses it to prove layer streaming).
-        False when `timeout` seconds passed or the hand-off ended first."""
+        """Block until every announced slab of `layer` has landed (a failpoint uses it to prove
+        layer streaming). False when `timeout` seconds passed or the hand-off ended first."""
         ...
 
     def counters(self) -> dict[str, float]: ...

@@ -1,4 +1,5 @@
-"""The thread that a plane runs on: waits for commands, messages and deadlines, and sleeps otherwise."""
+"""The thread that a plane runs on: waits for commands, messages and deadlines, and sleeps
+otherwise."""
 
 import os
 import threading
@@ -10,8 +11,8 @@ import zmq
 
 from baton.process import log
 from baton.process.clock import Clock
-from kv_transfer.transports.links import Pollable
 from kv_transfer.common.eventfd import EventFd
+from kv_transfer.transports.links import Pollable
 
 _MAX_WAIT_SECONDS = 3600.0  # seconds; a deadline of infinity is no argument for poll
 
@@ -24,7 +25,8 @@ class PlaneLoop(Protocol):
         ...
 
     def next_deadline(self) -> float:
-        """When `poll_once` is due even if nothing arrives: on the plane's clock, in the past if there is more to do now."""
+        """When `poll_once` is due even if nothing arrives: on the plane's clock, in the past if
+        there is more to do now."""
         ...
 
     def pollables(self) -> Sequence[tuple[Pollable, bool]]:
@@ -45,7 +47,8 @@ class PlaneLoop(Protocol):
 
 
 def exit_process() -> None:
-    """A node whose transfer thread is gone would fail all that it is given: better gone itself, and started again."""
+    """A node whose transfer thread is gone would fail all that it is given: better gone itself, and
+    started again."""
     log.flush_log()
     os._exit(1)
 
@@ -54,9 +57,15 @@ class PlaneThread:
     """Commands are closures that run on the thread in the order in which they were posted."""
 
     def __init__(
-        self, name: str, turner: PlaneLoop, clock: Clock, close_timeout: float, on_defect: Callable[[], None]
+        self,
+        name: str,
+        turner: PlaneLoop,
+        clock: Clock,
+        close_timeout: float,
+        on_defect: Callable[[], None],
     ) -> None:
-        """`on_defect` is called when the turner raises: a defect of ours after which the thread is no more."""
+        """`on_defect` is called when the turner raises: a defect of ours after which the thread is
+        no more."""
         self._loop = turner
         self._clock = clock
         self._close_timeout = close_timeout
@@ -101,7 +110,9 @@ class PlaneThread:
             self._loop.begin_close()
             self._loop.close()
         except Exception as error:
-            log.get_logger("transfer").error("transfer thread failed", **log.get_error_fields(error))
+            log.get_logger("transfer").error(
+                "transfer thread failed", **log.get_error_fields(error)
+            )
             self._on_internal_error()
 
     def _drain(self) -> None:
@@ -117,7 +128,9 @@ class PlaneThread:
 
     def _wait(self, timeout: float) -> None:
         watched = self._loop.pollables()
-        if watched != self._registered:  # making a poller costs more than a poll, and links seldom change
+        if (
+            watched != self._registered
+        ):  # making a poller costs more than a poll, and links seldom change
             self._registered, self._poller = watched, zmq.Poller()
             self._poller.register(self._wakeup.fd, zmq.POLLIN)
             for pollable, also_writable in watched:

@@ -1,23 +1,23 @@
-"""Decode's tickets: one machine (core/landing.py) for each, the link that their frames come on, and their timers.
-Everything here runs on the plane's thread."""
+"""Decode's tickets: one machine (core/landing.py) for each, the link that their frames come on, and
+their timers. Everything here runs on the plane's thread."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from baton.process.clock import Clock
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage, UnmappableSegment
+from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.shared_memory.fence import ArenaFences
 from baton.types import Incarnation, Ticket, TicketId
+from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core import inbound_handoff as landing
-from kv_transfer.core.events import InboundFenced, InboundEvent, InboundLost
+from kv_transfer.core.events import InboundEvent, InboundFenced, InboundLost
 from kv_transfer.core.inbound_handoff import ArenaShape, IgnoredInput, InboundHandoff
 from kv_transfer.core.lease_table import LeaseTable
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.transports.links import DecodeLink, LinkMessage, Pollable
 
 _MESSAGES_PER_TURN = 64  # messages handled before commands and timers get their turn again
@@ -47,7 +47,9 @@ class ReceiverLoop:
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self.unmappable_hosts: set[str] = set()  # read by any thread
-        self.run_posted_commands: Callable[[], None] = lambda: None  # run what was posted to this thread meanwhile
+        self.run_posted_commands: Callable[[], None] = lambda: (
+            None
+        )  # run what was posted to this thread meanwhile
         self._copier = mover
         self._shape = shape
         self._link = link
@@ -118,7 +120,9 @@ class ReceiverLoop:
             self.revoke_ticket(machine.ticket.id, error)
 
     def _machines(self, states: frozenset[landing.InboundState]) -> list[InboundHandoff]:
-        return [granted.machine for granted in self._granted.values() if granted.machine.state in states]
+        return [
+            granted.machine for granted in self._granted.values() if granted.machine.state in states
+        ]
 
     # the thread's turn
 
@@ -169,7 +173,8 @@ class ReceiverLoop:
             return
         ticket = TicketId(frame.ticket_id)
         if ticket not in self._granted:
-            self.run_posted_commands()  # its grant was posted before the ticket left, perhaps during this very turn
+            # its grant was posted before the ticket left, perhaps during this very turn
+            self.run_posted_commands()
         granted = self._granted.get(ticket)
         machine = granted.machine if granted else self._ended_handoffs.get(ticket)
         if machine is None:
@@ -178,21 +183,31 @@ class ReceiverLoop:
         if granted and machine.is_current_frame(frame):
             granted.reply_route = message.reply_route
             self._remember_host(granted, frame)
-        self._apply_outputs(machine, self._dispatch_frame(machine, frame, message.payload), message.reply_route)
+        self._apply_outputs(
+            machine, self._dispatch_frame(machine, frame, message.payload), message.reply_route
+        )
 
     def _refuse_unknown(self, frame: frames.FrameToDecode, route: bytes) -> None:
         self.counters["ignored_unknown"] += 1
         ids = (frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation)
-        self._link.send(route, frames.encode_frame(frames.RefusedFrame(*ids, StaleMessage.code, "there is no such ticket")))
+        self._link.send(
+            route,
+            frames.encode_frame(
+                frames.RefusedFrame(*ids, StaleMessage.code, "there is no such ticket")
+            ),
+        )
 
     def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
-        """Remember hosts that look like ours and are not, so that the next ticket for them goes over the network."""
+        """Remember hosts that look like ours and are not, so that the next ticket for them goes
+        over the network."""
         if isinstance(frame, frames.OpenFrame):
             granted.host_id = frame.host_id
         elif isinstance(frame, frames.AbortFrame) and frame.code == UnmappableSegment.code:
             self.unmappable_hosts.add(granted.host_id)
 
-    def _dispatch_frame(self, machine: InboundHandoff, frame: frames.FrameToDecode, payload: memoryview | None) -> list[landing.InboundOutput]:
+    def _dispatch_frame(
+        self, machine: InboundHandoff, frame: frames.FrameToDecode, payload: memoryview | None
+    ) -> list[landing.InboundOutput]:
         now = self._clock()
         match frame:
             case frames.WriteFrame():
@@ -208,7 +223,9 @@ class ReceiverLoop:
             case _:
                 assert_never(frame)
 
-    def _on_write(self, machine: InboundHandoff, frame: frames.WriteFrame, payload: memoryview | None) -> list[landing.InboundOutput]:
+    def _on_write(
+        self, machine: InboundHandoff, frame: frames.WriteFrame, payload: memoryview | None
+    ) -> list[landing.InboundOutput]:
         admitted, outputs = machine.check_write(frame, self._clock())
         if not admitted:
             return outputs
@@ -254,7 +271,9 @@ class ReceiverLoop:
                     self._emit(output)
         self._update_timer(machine)
 
-    def _send(self, frame: frames.FrameToWriter, route: bytes | None, action: FailpointAction | None) -> None:
+    def _send(
+        self, frame: frames.FrameToWriter, route: bytes | None, action: FailpointAction | None
+    ) -> None:
         if route is None or action is FailpointAction.DROP:
             return
         header = frames.encode_frame(frame)

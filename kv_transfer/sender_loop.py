@@ -1,5 +1,5 @@
-"""Prefill's hand-offs: one machine (core/departure.py) for each, the links to decode nodes and the peers' arenas that
-are mapped here. Everything runs on the plane's thread."""
+"""Prefill's hand-offs: one machine (core/departure.py) for each, the links to decode nodes and the
+peers' arenas that are mapped here. Everything runs on the plane's thread."""
 
 import threading
 from collections import Counter
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from baton.process.clock import Clock
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
+from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
+from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core import outbound_handoff as departure
-from kv_transfer.core.outbound_handoff import OutboundHandoff, NoLock, SendSettings
-from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent
+from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
 from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
-from kv_transfer.transports.peer_links import PeerKey, PeerLink, PeerLinks
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.core.outbound_handoff import NoLock, OutboundHandoff, SendSettings
 from kv_transfer.transports.links import LinkLoss, Pollable
+from kv_transfer.transports.peer_links import PeerKey, PeerLink, PeerLinks
+from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
 _WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
 _FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
@@ -86,7 +86,9 @@ class SenderLoop:
         if key in self._handoffs:
             self.counters["ignored_open"] += 1
             return
-        machine = OutboundHandoff(key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id)
+        machine = OutboundHandoff(
+            key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id
+        )
         self._handoffs[key] = _ActiveHandoff(machine)
         self.counters["opened"] += 1
 
@@ -97,7 +99,9 @@ class SenderLoop:
             return
         machine, endpoint = handoff.machine, ticket.decode_peer.transfer_endpoint
         if not self._links.can_dial(endpoint):
-            self._apply_outputs(handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}")))
+            self._apply_outputs(
+                handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}"))
+            )
             return
         handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
         self._close_stale_links(handoff.peer_key)
@@ -107,7 +111,9 @@ class SenderLoop:
             self._set_machine_ticket(handoff, ticket, NoLock())
             self._apply_outputs(handoff, machine.abort(error))
 
-    def _set_machine_ticket(self, handoff: _ActiveHandoff, ticket: Ticket, lock: departure.WriterLock) -> None:
+    def _set_machine_ticket(
+        self, handoff: _ActiveHandoff, ticket: Ticket, lock: departure.WriterLock
+    ) -> None:
         outputs = handoff.machine.set_ticket(ticket, lock, self._clock())
         if handoff.machine.ticket is not None:  # the machine has taken it
             self._keys_by_ticket[ticket.id] = handoff.machine.key
@@ -120,7 +126,9 @@ class SenderLoop:
         handoff.peer_arena = self._arenas.get(ticket)
         return TicketLock(handoff.peer_arena, ticket)
 
-    def apply_input(self, key: AttemptKey, what: Callable[[OutboundHandoff], list[departure.OutboundOutput]]) -> None:
+    def apply_input(
+        self, key: AttemptKey, what: Callable[[OutboundHandoff], list[departure.OutboundOutput]]
+    ) -> None:
         """Pass an input on to the machine of `key`, if there is one."""
         handoff = self._handoffs.get(key)
         if handoff is None:
@@ -191,8 +199,9 @@ class SenderLoop:
     # links
 
     def _close_stale_links(self, peer: PeerKey) -> None:
-        """An endpoint has one incarnation at a time: close links to earlier ones, of whose end nobody may have told us
-        (a coordinator that is started again does not know them), once nothing of theirs is under way."""
+        """An endpoint has one incarnation at a time: close links to earlier ones, of whose end
+        nobody may have told us (a coordinator that is started again does not know them), once
+        nothing of theirs is under way."""
         in_use = {handoff.peer_key for handoff in self._handoffs.values()}
         for other, link in self._links.items():
             if other[0] == peer[0] and other not in in_use and not link.unacked_aborts:
@@ -236,9 +245,19 @@ class SenderLoop:
         peer, unanswered = handoff.peer_key, handoff.machine.is_answer_overdue(now)
         self._apply_outputs(handoff, handoff.machine.tick(now))
         link = self._links.get(peer) if unanswered and peer is not None else None
-        if link is not None and peer is not None and now - link.last_heard_at >= self._settings.progress_timeout:
+        if (
+            link is not None
+            and peer is not None
+            and now - link.last_heard_at >= self._settings.progress_timeout
+        ):
             # The peer may live, but this link leads nowhere: the next hand-off dials anew.
-            self._drop_link(peer, LinkLoss(PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"), was_up=True))
+            self._drop_link(
+                peer,
+                LinkLoss(
+                    PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"),
+                    was_up=True,
+                ),
+            )
 
     def _drop_link(self, peer: PeerKey, loss: LinkLoss) -> None:
         self.counters["links_lost"] += 1
@@ -246,13 +265,16 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        if not any(handoff.peer_arena and handoff.peer_key == peer for handoff in self._handoffs.values()):
+        if not any(
+            handoff.peer_arena and handoff.peer_key == peer for handoff in self._handoffs.values()
+        ):
             self._arenas.unmap_peer(peer[1])
 
     # writing
 
     def _write_next(self, handoff: _ActiveHandoff) -> bool:
-        """Write one message's worth of what is ready, if anything; the next hand-off then has its turn."""
+        """Write one message's worth of what is ready, if anything; the next hand-off then has its
+        turn."""
         link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
         if link is not None and link.is_full:
             return False
@@ -264,7 +286,9 @@ class SenderLoop:
             action = self._failpoints.hit("transfer.write.before")
             payload, checksum = self._copier.read_slabs(outgoing, action)
             if handoff.peer_arena is not None and handoff.machine.ticket is not None:
-                handoff.peer_arena.copier.write_slabs(handoff.machine.ticket, outgoing.slab_range, payload)
+                handoff.peer_arena.copier.write_slabs(
+                    handoff.machine.ticket, outgoing.slab_range, payload
+                )
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
@@ -325,17 +349,23 @@ class SenderLoop:
         if isinstance(frame, frames.AbortFrame):
             link.unacked_aborts.add(TicketId(frame.ticket_id))
         header = frames.encode_frame(frame)
-        if action is FailpointAction.CORRUPT and not isinstance(frame, frames.WriteFrame):  # a Write's payload was corrupted
+        if action is FailpointAction.CORRUPT and not isinstance(
+            frame, frames.WriteFrame
+        ):  # a Write's payload was corrupted
             header = bytes(flip_first_bit(memoryview(header)))
         for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             link.send(header, payload)
 
-    def _finish_handoff(self, handoff: _ActiveHandoff, event: OutboundCommitted | OutboundAborted) -> None:
+    def _finish_handoff(
+        self, handoff: _ActiveHandoff, event: OutboundCommitted | OutboundAborted
+    ) -> None:
         machine = handoff.machine
         del self._handoffs[machine.key]
         if machine.ticket is not None:
             self._keys_by_ticket.pop(machine.ticket.id, None)
-        self.counters["committed" if isinstance(event, OutboundCommitted) else f"aborted_{event.error.code}"] += 1
+        self.counters[
+            "committed" if isinstance(event, OutboundCommitted) else f"aborted_{event.error.code}"
+        ] += 1
         self._emit(event)
 
     def _wake_waiters(self, handoff: _ActiveHandoff) -> None:

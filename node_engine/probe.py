@@ -1,4 +1,5 @@
-"""`python -m node_engine.probe [MODEL_FOLDER]`: what a node would find here, as one JSON object on standard output.
+"""`python -m node_engine.probe [MODEL_FOLDER]`: what a node would find here, as one JSON object on
+standard output.
 
 For `baton doctor`, which is a thin client and loads no torch itself.
 """
@@ -31,14 +32,18 @@ def probe_libraries() -> dict[str, Any]:
 
 def check_model_folder(folder: str, *, weights: bool) -> str:
     """What is wrong with a model folder, "" if nothing is. `weights`: open them as well."""
-    from node_engine.model.loading.checkpoint import Checkpoint
     from node_engine.model.config.model_config import load_model_config
+    from node_engine.model.loading.checkpoint import Checkpoint
 
     try:
         load_model_config(Path(folder))
         if weights:
             with Checkpoint(Path(folder)) as checkpoint:
-                return "" if checkpoint.tensor_names else f"{folder}: the weights hold no tensor: download them again"
+                return (
+                    ""
+                    if checkpoint.tensor_names
+                    else f"{folder}: the weights hold no tensor: download them again"
+                )
     except ConfigError as error:
         return error.message
     return ""

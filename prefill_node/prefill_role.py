@@ -7,28 +7,59 @@
     Committed                -> source blocks let go, HandedOff reported              the one good end
     Aborted, Cancel, a failed step, a drop -> source blocks let go, AttemptFailed     every other end
 
-A hand-off holds a reference of its own (a *pin*) on each source block from the moment the block is announced to the
-plane until the plane has said Committed or Aborted, and a use of the shared pool's pins if blocks are the pool's. So a
-sequence may end at any time: what the plane may still be reading stays whole.
+A hand-off holds a reference of its own (a *pin*) on each source block from the moment the block is
+announced to the plane until the plane has said Committed or Aborted, and a use of the shared pool's
+pins if blocks are the pool's. So a sequence may end at any time: what the plane may still be
+reading stays whole.
 
-What the shared pool has of a prompt is not computed. What is computed is published there as soon as the last Write is
-announced, which delays nothing, but not before the decode node has answered: its look-up for the same attempt would
-take the attempt's own computation for a hit.
+What the shared pool has of a prompt is not computed. What is computed is published there as soon as
+the last Write is announced, which delays nothing, but not before the decode node has answered: its
+look-up for the same attempt would take the attempt's own computation for a hit.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    HandoffFailed,
+    NodeFailed,
+    Preempted,
+    StaleMessage,
+)
 from baton.kv.block_hash import root_hash
-from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, StaleMessage, ContextLengthExceeded
-from baton.process.failpoints import FAILPOINTS
-from baton.pb.common_pb2 import HandoffReport
 from baton.kv.pool_types import PoolHit
-from baton.types import AttemptKey, BlockIndex, Incarnation, AttemptSpec
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, LayerLanded, OutboundPlane, HandoffStats, SealInfo
-from node_engine.core.node_commands import CancelCommand, NodeCommand, CoordinatorLost, TicketCommand, NodeJoined, PeerLostCommand, PrefillCommand
-from node_engine.core.sequences.outcomes import PrefillRequeued, TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from baton.pb.common_pb2 import HandoffReport
+from baton.process.failpoints import FAILPOINTS
+from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
+from kv_transfer.plane import (
+    HandoffStats,
+    LayerLanded,
+    OutboundAborted,
+    OutboundCommitted,
+    OutboundPlane,
+    SealInfo,
+)
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
+from node_engine.core.node_commands import (
+    CancelCommand,
+    CoordinatorLost,
+    NodeCommand,
+    NodeJoined,
+    PeerLostCommand,
+    PrefillCommand,
+    TicketCommand,
+)
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    PrefillRequeued,
+    PromptLogprobsComputed,
+    SequenceFailed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.sequences.sequence import Sequence, handoff_owner_label
 from node_engine.core.step.step_batch import LayerCallback, StepBatch
 from node_engine.roles.role_policy import RoleContext, check_work, report_too_long
@@ -40,15 +71,25 @@ class _PrefillAttempt:
 
     work: AttemptSpec
     needs_no_decode: bool
-    pinned_blocks: list[BlockIndex] = field(default_factory=list)  # logical blocks 0 .. of the context
-    pool_pins: list[RefCountedPin] = field(default_factory=list)  # under which those of the shared pool are read
+    pinned_blocks: list[BlockIndex] = field(
+        default_factory=list
+    )  # logical blocks 0 .. of the context
+    pool_pins: list[RefCountedPin] = field(
+        default_factory=list
+    )  # under which those of the shared pool are read
     compute_seconds: float = 0.0
     share_seconds: float = 0.0
     computed_tokens: int = 0
     cached_tokens: int = 0
-    is_over: bool = False  # the coordinator knows how this attempt ended, or asked for its end itself
-    has_ticket: bool = False  # the decode node has looked up what is cached, and promised room for the rest
-    unpublished_sequence: Sequence | None = None  # computed, and not given to the shared pool before the ticket is here
+    is_over: bool = (
+        False  # the coordinator knows how this attempt ended, or asked for its end itself
+    )
+    has_ticket: bool = (
+        False  # the decode node has looked up what is cached, and promised room for the rest
+    )
+    unpublished_sequence: Sequence | None = (
+        None  # computed, and not given to the shared pool before the ticket is here
+    )
 
     @property
     def owner_label(self) -> str:
@@ -75,8 +116,12 @@ class PrefillRole:
         self._layout = parts.engine.layout
         self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
         self._aborted_early: dict[AttemptKey, BatonError] = {}
-        self._step_announcements: list[_LayerAnnouncement] = []  # what the step in progress makes final
-        self._step_attempts: list[tuple[_PrefillAttempt, int]] = []  # and how many tokens it computes for whom
+        self._step_announcements: list[
+            _LayerAnnouncement
+        ] = []  # what the step in progress makes final
+        self._step_attempts: list[
+            tuple[_PrefillAttempt, int]
+        ] = []  # and how many tokens it computes for whom
 
     @property
     def transfer_endpoint(self) -> str:
@@ -87,7 +132,9 @@ class PrefillRole:
         return len(self._attempts)
 
     def counters(self) -> dict[str, float]:
-        return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
+        return {
+            f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()
+        }
 
     def close(self) -> None:
         self._plane.close()
@@ -95,7 +142,8 @@ class PrefillRole:
     # on the event loop, in the order of the stream, before the compute thread sees the command
 
     def preview_command(self, command: NodeCommand) -> None:
-        """The plane need not wait for the step in progress: it learns of destinations and of ends at once."""
+        """The plane need not wait for the step in progress: it learns of destinations and of ends
+        at once."""
         match command:
             case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
@@ -144,10 +192,14 @@ class PrefillRole:
                 continue
             first = piece.start // self._layout.block_size
             last = self._layout.count_blocks(piece.start + len(piece.token_ids))
-            if first > len(handoff.pinned_blocks):  # a prefix that was in the cache: every layer of it is final already
+            if first > len(
+                handoff.pinned_blocks
+            ):  # a prefix that was in the cache: every layer of it is final already
                 cached = self._pin_blocks(handoff, sequence, first)
                 for layer in range(self._layout.num_layers):
-                    self._plane.announce_layer(sequence.key, layer, cached.first_block, cached.blocks)
+                    self._plane.announce_layer(
+                        sequence.key, layer, cached.first_block, cached.blocks
+                    )
             self._step_announcements.append(self._pin_blocks(handoff, sequence, last))
         return self._announce_layer if self._step_announcements else None
 
@@ -160,9 +212,13 @@ class PrefillRole:
         if patience is not None:
             for made in self._step_announcements:
                 if not self._plane.wait_for_layer(made.key, layer, patience):
-                    raise HandoffFailed(f"layer {layer} of {made.key} did not land within {patience} s")
+                    raise HandoffFailed(
+                        f"layer {layer} of {made.key} did not land within {patience} s"
+                    )
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+    def after_step(
+        self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
+    ) -> None:
         for handoff, tokens in self._step_attempts:
             handoff.compute_seconds += seconds
             handoff.share_seconds += seconds * tokens / batch.num_tokens
@@ -177,15 +233,25 @@ class PrefillRole:
                 case PrefillCompleted(sequence, _):
                     self._on_prefill_completed(sequence, outcome)
                 case PrefillRequeued(sequence):
-                    self._end_attempt(sequence.key, Preempted("speculative prefill gave way to one with a ticket"), tell=True)
+                    self._end_attempt(
+                        sequence.key,
+                        Preempted("speculative prefill gave way to one with a ticket"),
+                        tell=True,
+                    )
                 case SequenceFailed(sequence, error):
                     self._end_attempt(sequence.key, error, tell=True)
                 case TokenEmitted(sequence, _):
                     raise TypeError(f"{sequence.key} is decoding on a prefill node")
 
     def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
-        failed = [self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices]
+        reason = (
+            error
+            if isinstance(error, BatonError)
+            else NodeFailed(f"{type(error).__name__} in the forward pass")
+        )
+        failed = [
+            self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices
+        ]
         self._scheduler.abandon_step(batch)
         for key in failed:
             self._end_attempt(key, reason, tell=True)
@@ -253,11 +319,15 @@ class PrefillRole:
         if handoff.needs_no_decode or outcome.event.finish_reason is not None:
             self._reporter.report_tokens([outcome.event])
             self._pool_connector.publish_sequence(sequence)
-            self._end_attempt(sequence.key, Cancelled("the first token ends the request"), tell=False)
+            self._end_attempt(
+                sequence.key, Cancelled("the first token ends the request"), tell=False
+            )
             return
         try:
             FAILPOINTS.hit("prefill.seal.before")
-            self._plane.seal_handoff(sequence.key, SealInfo(sequence.output_token_ids, outcome.event.logprobs))
+            self._plane.seal_handoff(
+                sequence.key, SealInfo(sequence.output_token_ids, outcome.event.logprobs)
+            )
             FAILPOINTS.hit("prefill.seal.after")
         except BatonError as error:
             self._end_attempt(sequence.key, error, tell=True)
@@ -288,9 +358,11 @@ class PrefillRole:
         if handoff is not None:
             self._end_known_attempt(handoff, error, tell=tell)
 
-    def _end_known_attempt(self, handoff: _PrefillAttempt, error: BatonError, *, tell: bool) -> None:
-        """Stop computing, have the plane let go, and tell the coordinator once. Idempotent. The pins stay until the
-        plane has answered."""
+    def _end_known_attempt(
+        self, handoff: _PrefillAttempt, error: BatonError, *, tell: bool
+    ) -> None:
+        """Stop computing, have the plane let go, and tell the coordinator once. Idempotent. The
+        pins stay until the plane has answered."""
         key = handoff.work.key
         self._scheduler.cancel_sequence(key)
         if key in self._attempts:
@@ -302,13 +374,17 @@ class PrefillRole:
             self._reporter.report_failed(key, error)
         handoff.is_over = True
 
-    def _pin_blocks(self, handoff: _PrefillAttempt, sequence: Sequence, last: int) -> _LayerAnnouncement:
+    def _pin_blocks(
+        self, handoff: _PrefillAttempt, sequence: Sequence, last: int
+    ) -> _LayerAnnouncement:
         """Take the hand-off's own reference on the logical blocks up to `last`."""
         first = len(handoff.pinned_blocks)
         blocks = tuple(sequence.block_table[first:last])
         self._block_pool.share_blocks(blocks, handoff.owner_label)
         handoff.pinned_blocks.extend(blocks)
-        handoff.pool_pins.extend(hold.acquire() for hold in sequence.pool_pins if hold not in handoff.pool_pins)
+        handoff.pool_pins.extend(
+            hold.acquire() for hold in sequence.pool_pins if hold not in handoff.pool_pins
+        )
         return _LayerAnnouncement(sequence.key, first, blocks)
 
     def _forget_attempt(self, handoff: _PrefillAttempt) -> None:
@@ -323,7 +399,8 @@ class PrefillRole:
         FAILPOINTS.hit("prefill.free.after")
 
     def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
+        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop
+        the rest."""
         for key in tuple(self._attempts):
             self._end_attempt(key, StaleMessage("this node has joined anew"), tell=False)
         if incarnation is not None:

@@ -26,7 +26,8 @@ class ChildLogs:
         return self._descriptors[name]
 
     def redirect_output(self, name: str, descriptor: int) -> None:
-        """From now on a process of this name is started with this descriptor instead of a file. It is ours to close."""
+        """From now on a process of this name is started with this descriptor instead of a file. It
+        is ours to close."""
         self._descriptors[name] = descriptor
 
     def last_lines(self, name: str) -> list[str]:

@@ -7,9 +7,10 @@
         await cluster.wait_quiet()
     cluster.assert_clean()
 
-Entering waits until a warm-up token has come through. Processes are started directly and stay dead when they die
-(`start(name)` brings one back); with `supervised=True` they run under `baton up`. Nothing here is bound to an event
-loop, so a cluster may outlive the loop of one test. When the block ends with an error, the end of every log is printed.
+Entering waits until a warm-up token has come through. Processes are started directly and stay dead
+when they die (`start(name)` brings one back); with `supervised=True` they run under `baton up`.
+Nothing here is bound to an event loop, so a cluster may outlive the loop of one test. When the
+block ends with an error, the end of every log is printed.
 """
 
 import asyncio
@@ -27,16 +28,22 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
 
-from baton.cli.client.grpc_channel import health_watch as health
-from baton.cli.supervisor.supervisor import child_specs as plan
 from baton.cli.checks.ledger import OWNED_STATES, find_ledger_faults
+from baton.cli.client import health_watch as health
+from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.ports import Endpoints, cluster_endpoints, reserve_ports
 from baton.config.settings import Config
 from baton.pb import cluster_pb2
-from tests.grpc_calls import GenerateAnswer, GenerateCall, call_cluster_service, collect_answer, stream_generate
 from tests.child_logs import ChildLogs
 from tests.fork_server import ForkedProcess, start_process
-from tests.processes import await_unless_exit, read_environ, read_module, find_pids, wait_for_exit
+from tests.grpc_calls import (
+    GenerateAnswer,
+    GenerateCall,
+    call_cluster_service,
+    collect_answer,
+    stream_generate,
+)
+from tests.processes import await_unless_exit, find_pids, read_environ, read_module, wait_for_exit
 
 SUPERVISOR = "up"  # the supervisor's name in pids() and logs
 DEFAULT_SETTINGS: dict[str, Any] = {
@@ -47,17 +54,19 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "pool_memory": "0",
     "drain_timeout": 5.0,
     "failpoints_rpc": True,
-    "core_dumps": os.getuid() != 0,  # the environment of a process that cannot be dumped is root's to read
+    "core_dumps": os.getuid()
+    != 0,  # the environment of a process that cannot be dumped is root's to read
 }
 _SHM = Path("/dev/shm")
 _EXIT_TIMEOUT_SECONDS = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 class Cluster:
-    """See the module. `settings` are fields of Config. `per_node` gives one process (by name) settings of its own, by
-    field, or raw variables, by upper-case name. Names in `held_back` are not started on entry. `environ` is added to
-    the environment of every process, `open_files` is its limit of them. `also` are processes beside those that `up`
-    would start: each by its name and the name of the one that it is like."""
+    """See the module. `settings` are fields of Config. `per_node` gives one process (by name)
+    settings of its own, by field, or raw variables, by upper-case name. Names in `held_back` are
+    not started on entry. `environ` is added to the environment of every process, `open_files` is
+    its limit of them. `also` are processes beside those that `up` would start: each by its name and
+    the name of the one that it is like."""
 
     def __init__(
         self,
@@ -74,7 +83,9 @@ class Cluster:
         **settings: Any,
     ) -> None:
         self.folder = folder
-        self.segment_dir = Path(tempfile.mkdtemp(prefix="baton-test-", dir=_SHM if _SHM.is_dir() else None))
+        self.segment_dir = Path(
+            tempfile.mkdtemp(prefix="baton-test-", dir=_SHM if _SHM.is_dir() else None)
+        )
         self.config = _config(settings, folder, self.segment_dir)
         self.logs = ChildLogs(folder / "logs")
         self._held_ports: list[Any] = []
@@ -108,21 +119,29 @@ class Cluster:
         self._specs = {spec.name: spec for spec in specs}
         for name, like in self._extra_processes.items():
             spec = self._specs[like]
-            self._specs[name] = dataclasses.replace(spec, name=name, environ={**spec.environ, "BATON_NAME": name})
+            self._specs[name] = dataclasses.replace(
+                spec, name=name, environ={**spec.environ, "BATON_NAME": name}
+            )
         try:
             started = [name for name in self._specs if name not in self._held_back]
             for name in [SUPERVISOR] if self._supervised else started:
                 self.start(name)
             if self._wait_ready:
                 await self.wait_ready(self._start_timeout)
-                nodes = sum(name != plan.COORDINATOR for name in started)  # it is ready before the last has joined
-                await self.wait_status(lambda status: len(status.nodes) >= nodes, self._start_timeout)
+                nodes = sum(
+                    name != plan.COORDINATOR for name in started
+                )  # it is ready before the last has joined
+                await self.wait_status(
+                    lambda status: len(status.nodes) >= nodes, self._start_timeout
+                )
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         await asyncio.to_thread(self._stop_all)
         self.logs.close()
         for held in self._held_ports:
@@ -139,7 +158,8 @@ class Cluster:
         shutil.rmtree(self.segment_dir, ignore_errors=True)
 
     def assert_clean(self) -> None:
-        """After the block: no process of ours runs, no segment is left, and whoever was asked to end did so well."""
+        """After the block: no process of ours runs, no segment is left, and whoever was asked to
+        end did so well."""
         assert self.leaked_segments == []
         assert self.leaked_processes == {}
         assert self.ignored_sigterm == []
@@ -150,7 +170,8 @@ class Cluster:
     # processes
 
     def start(self, name: str) -> None:
-        """Start a process that does not run: again after a kill, or for the first time if it was held back."""
+        """Start a process that does not run: again after a kill, or for the first time if it was
+        held back."""
         process = self._processes.get(name)
         assert process is None or process.poll() is not None, f"{name} runs already"
         if name != SUPERVISOR:
@@ -172,7 +193,9 @@ class Cluster:
         """Pid by name of the processes that run at this moment."""
         if self._supervised:
             return {name: pid for pid in self._all_pids() if (name := _process_name(pid))}
-        return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
+        return {
+            name: process.pid for name, process in self._processes.items() if process.poll() is None
+        }
 
     def send_signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.get_pids()[name], number)
@@ -215,28 +238,39 @@ class Cluster:
         return self.endpoints.grpc
 
     async def wait_ready(self, within: float = 100.0) -> None:
-        """Wait until the coordinator serves. Fails at once when a process started here ended instead."""
-        pids = {process.pid: name for name, process in self._processes.items() if process.poll() is None}
+        """Wait until the coordinator serves. Fails at once when a process started here ended
+        instead."""
+        pids = {
+            process.pid: name for name, process in self._processes.items() if process.poll() is None
+        }
         async with asyncio.timeout(within):
             ended = await await_unless_exit(health.wait_until_serving(self.grpc_address), pids)
         assert ended is None, f"{pids[ended]} ended before the cluster was ready"
 
     async def generate(self, prompt: Sequence[int] | str, **fields: Any) -> GenerateAnswer:
-        """One request by gRPC, streamed. `fields` are those of GenerateRequest, `deadline` in seconds, and
-        `api_key` if it is not the cluster's."""
+        """One request by gRPC, streamed. `fields` are those of GenerateRequest, `deadline` in
+        seconds, and `api_key` if it is not the cluster's."""
         async with self.stream_generate(prompt, **fields) as call:
             return await collect_answer(call)
 
-    def stream_generate(self, prompt: Sequence[int] | str, **fields: Any) -> AbstractAsyncContextManager[GenerateCall]:
+    def stream_generate(
+        self, prompt: Sequence[int] | str, **fields: Any
+    ) -> AbstractAsyncContextManager[GenerateCall]:
         """The call of one request: iterate over its responses, or `cancel()` it."""
-        return stream_generate(self.grpc_address, prompt, **{"api_key": self.config.api_key, **fields})
+        return stream_generate(
+            self.grpc_address, prompt, **{"api_key": self.config.api_key, **fields}
+        )
 
     async def get_status(self) -> cluster_pb2.StatusResponse:
-        answer: cluster_pb2.StatusResponse = await self._call_cluster_service("Status", cluster_pb2.StatusRequest())
+        answer: cluster_pb2.StatusResponse = await self._call_cluster_service(
+            "Status", cluster_pb2.StatusRequest()
+        )
         return answer
 
     async def get_ledgers(self) -> cluster_pb2.LedgerResponse:
-        answer: cluster_pb2.LedgerResponse = await self._call_cluster_service("Ledger", cluster_pb2.LedgerRequest())
+        answer: cluster_pb2.LedgerResponse = await self._call_cluster_service(
+            "Ledger", cluster_pb2.LedgerRequest()
+        )
         return answer
 
     async def arm_failpoints(self, node: str, spec: str) -> None:
@@ -248,7 +282,8 @@ class Cluster:
     async def wait_status(
         self, holds: Callable[[cluster_pb2.StatusResponse], bool], within: float = 60.0
     ) -> cluster_pb2.StatusResponse:
-        """Wait until the coordinator's status has a property; also through a restart of the coordinator."""
+        """Wait until the coordinator's status has a property; also through a restart of the
+        coordinator."""
         deadline = time.monotonic() + within
         while True:
             answer = await self.get_status()
@@ -258,8 +293,8 @@ class Cluster:
             await asyncio.sleep(0.05)
 
     async def wait_idle(self, within: float = 60.0) -> cluster_pb2.LedgerResponse:
-        """Wait until every node answers, every ledger balances, and nothing is held anywhere. Returns the ledgers; a
-        cluster that stays busy is an AssertionError that quotes them."""
+        """Wait until every node answers, every ledger balances, and nothing is held anywhere.
+        Returns the ledgers; a cluster that stays busy is an AssertionError that quotes them."""
         deadline = time.monotonic() + within
         while True:
             answer = await self.get_ledgers()
@@ -283,16 +318,24 @@ class Cluster:
 
     def _child_command(self, name: str) -> tuple[str, dict[str, str]]:
         spec = self._specs[name]
-        own = {key if key.isupper() else f"BATON_{key.upper()}": str(value) for key, value in self._process_variables(name)}
+        own = {
+            key if key.isupper() else f"BATON_{key.upper()}": str(value)
+            for key, value in self._process_variables(name)
+        }
         return spec.module, {**spec.environ, **own}
 
     def _process_variables(self, name: str) -> Iterable[tuple[str, object]]:
         return self.per_node.get(name, {}).items()
 
     def _up_environ(self) -> dict[str, str]:
-        """The settings of the whole cluster, as any child of ours gets them, for `baton up` to resolve again."""
+        """The settings of the whole cluster, as any child of ours gets them, for `baton up` to
+        resolve again."""
         environ = self._specs[plan.COORDINATOR].environ
-        return {key: value for key, value in environ.items() if key not in ("BATON_SUPERVISOR_PID", "OMP_NUM_THREADS")}
+        return {
+            key: value
+            for key, value in environ.items()
+            if key not in ("BATON_SUPERVISOR_PID", "OMP_NUM_THREADS")
+        }
 
     def _all_pids(self) -> list[int]:
         return find_pids("BATON_STATE_DIR", self.config.state_dir)
@@ -300,7 +343,9 @@ class Cluster:
     def _stop_all(self) -> None:
         """The coordinator (or the supervisor) first, as `up` does it."""
         for names in ([SUPERVISOR, plan.COORDINATOR], list(self._processes)):
-            running = {name: p for name in names if (p := self._processes.get(name)) and p.poll() is None}
+            running = {
+                name: p for name in names if (p := self._processes.get(name)) and p.poll() is None
+            }
             for process in running.values():
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
@@ -313,7 +358,9 @@ class Cluster:
                     process.wait()
 
     async def _call_cluster_service(self, method: str, request: Any) -> Any:
-        return await call_cluster_service(self.grpc_address, method, request, admin_token=self.config.admin_token)
+        return await call_cluster_service(
+            self.grpc_address, method, request, admin_token=self.config.admin_token
+        )
 
 
 def _config(settings: Mapping[str, Any], folder: Path, segment_dir: Path) -> Config:
@@ -324,7 +371,9 @@ def _config(settings: Mapping[str, Any], folder: Path, segment_dir: Path) -> Con
 def _process_name(pid: int) -> str:
     """The name of a process of a cluster, "" for any other."""
     module = read_module(pid)
-    return {"coordinator": plan.COORDINATOR, "baton.cli": SUPERVISOR}.get(module) or read_environ(pid).get("BATON_NAME", "")
+    return {"coordinator": plan.COORDINATOR, "baton.cli": SUPERVISOR}.get(module) or read_environ(
+        pid
+    ).get("BATON_NAME", "")
 
 
 def _find_busy(answer: cluster_pb2.LedgerResponse) -> list[str]:

@@ -1,4 +1,5 @@
-"""Reading docker-compose.yml as Compose does, without an engine: interpolation, merge keys, and what a service is."""
+"""Reading docker-compose.yml as Compose does, without an engine: interpolation, merge keys, and
+what a service is."""
 
 import math
 import re
@@ -50,7 +51,11 @@ class ComposeFile:
 
     def startup_order(self, *profiles: str) -> list[ComposeService]:
         """What `up` starts, dependencies first; each is stopped before what it depends on."""
-        wanted = {s.name: s for s in self.services.values() if not s.profiles or s.profiles & set(profiles)}
+        wanted = {
+            s.name: s
+            for s in self.services.values()
+            if not s.profiles or s.profiles & set(profiles)
+        }
         order: list[ComposeService] = []
         while wanted:
             ready = [s for s in wanted.values() if not s.depends_on & wanted.keys()]
@@ -63,13 +68,17 @@ class ComposeFile:
 def load_compose_file(path: Path, variables: Mapping[str, str]) -> ComposeFile:
     """Raises MissingVariable."""
     raw = interpolate(yaml.safe_load(path.read_text()), variables)
-    services = {name: _service(name, service, variables) for name, service in raw["services"].items()}
+    services = {
+        name: _service(name, service, variables) for name, service in raw["services"].items()
+    }
     return ComposeFile(services, raw)
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
     """The variables of an .env file of plain NAME=VALUE lines; empty values are no values."""
-    lines = (line.partition("=") for line in path.read_text().splitlines() if not line.startswith("#"))
+    lines = (
+        line.partition("=") for line in path.read_text().splitlines() if not line.startswith("#")
+    )
     return {name: value for name, _, value in lines if value}
 
 
@@ -88,7 +97,8 @@ def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def substitute_variables(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME`, `${NAME}`, `${NAME:-default}` and its kin, nested; `$$` is a dollar. Raises MissingVariable."""
+    """`$NAME`, `${NAME}`, `${NAME:-default}` and its kin, nested; `$$` is a dollar. Raises
+    MissingVariable."""
     parts = []
     while "$" in text:
         before, _, text = text.partition("$")
@@ -138,7 +148,7 @@ def _expression(inside: str, variables: Mapping[str, str]) -> str:
             return value or "" if there else substitute_variables(argument, variables)
         case "?":
             if not there:
-                raise MissingVariable(f"{name[0]} {substitute(argument, variables)}")
+                raise MissingVariable(f"{name[0]} {substitute_variables(argument, variables)}")
         case "+":
             return substitute_variables(argument, variables) if there else ""
     return value or ""
@@ -184,7 +194,9 @@ def _service(name: str, raw: Mapping[str, Any], variables: Mapping[str, str]) ->
 def _environ(raw: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
     """A name without a value is passed on from where Compose runs, or not at all."""
     given = {name: str(value) for name, value in raw.items() if value is not None}
-    passed = {name: variables[name] for name, value in raw.items() if value is None and name in variables}
+    passed = {
+        name: variables[name] for name, value in raw.items() if value is None and name in variables
+    }
     return given | passed
 
 
@@ -193,4 +205,6 @@ def _mounts(raw: Mapping[str, Any]) -> list[Mount]:
         Mount(volume["type"], volume["source"], volume["target"], volume.get("read_only", False))
         for volume in raw.get("volumes", ())
     ]
-    return volumes + [Mount("tmpfs", "", entry.partition(":")[0], False) for entry in raw.get("tmpfs", ())]
+    return volumes + [
+        Mount("tmpfs", "", entry.partition(":")[0], False) for entry in raw.get("tmpfs", ())
+    ]

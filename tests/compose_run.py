@@ -1,7 +1,8 @@
-"""The services of a compose file as local processes: the same commands and environments, without containers.
+"""The services of a compose file as local processes: the same commands and environments, without
+containers.
 
-What a container has of its own is mapped: service names and wildcards to 127.0.0.1, ports to free ones, volumes and
-the image's folders to temporary ones. Everything else is as the file says.
+What a container has of its own is mapped: service names and wildcards to 127.0.0.1, ports to free
+ones, volumes and the image's folders to temporary ones. Everything else is as the file says.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.client.grpc_channel import health_watch as health
+from baton.cli.client import health_watch as health
 from baton.cli.supervisor.ports import reserve_port
 from tests.child_logs import ChildLogs
 from tests.compose_file import ComposeFile, ComposeService
@@ -46,8 +47,8 @@ class ServiceProcess:
 
 
 class ComposeRun:
-    """`paths` are folders of the containers, beside their volumes, and where each lies here; `image` is the image's
-    environment. Volumes lie in `volumes`, one folder each."""
+    """`paths` are folders of the containers, beside their volumes, and where each lies here;
+    `image` is the image's environment. Volumes lie in `volumes`, one folder each."""
 
     def __init__(
         self,
@@ -58,9 +59,16 @@ class ComposeRun:
         paths: Mapping[str, Path],
         image: Mapping[str, str],
     ) -> None:
-        ours = [service for service in compose.startup_order(*profiles) if service.command[:1] == ("python",)]
+        ours = [
+            service
+            for service in compose.startup_order(*profiles)
+            if service.command[:1] == ("python",)
+        ]
         self._startup_groups = [
-            [ServiceProcess(f"{service.name}-{number + 1}", service) for number in range(service.replicas)]
+            [
+                ServiceProcess(f"{service.name}-{number + 1}", service)
+                for number in range(service.replicas)
+            ]
             for service in ours
         ]
         self.cwd = folder / "empty"
@@ -116,8 +124,8 @@ class ComposeRun:
         )
 
     async def stop(self) -> dict[str, int]:
-        """SIGTERM to one service after the other, each when its dependents are gone, as Compose does. Returns the exit
-        codes; -SIGKILL for who outlasts the grace."""
+        """SIGTERM to one service after the other, each when its dependents are gone, as Compose
+        does. Returns the exit codes; -SIGKILL for who outlasts the grace."""
         codes = {}
         for wave in reversed(self._startup_groups):
             for container in wave:
@@ -150,7 +158,10 @@ class ComposeRun:
             for name, value in {**image, **container.service.environ}.items()
             if name != "PATH"
         }
-        return environ | {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+        return environ | {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+        }
 
     def _localize(self, container: ServiceProcess, name: str, value: str) -> str:
         if name.endswith("_PORT"):

@@ -4,38 +4,56 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two threads each would wait for one another
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: two threads each would wait for one another
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-# How fast examples are drawn and run says something about the machine, and nothing about what is tested.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How fast examples are drawn and run says something about the machine, and nothing about what is
+# tested.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
 _HERE = Path(__file__).parent
-# Files go whole to the processes of a parallel run, in this order: the longest first, so that all end together.
+# Files go whole to the processes of a parallel run, in this order: the longest first, so that all
+# end together.
 _FOLDERS = ("parity", "chaos", "integration", "soak", "abuse", "faults", "pool", "contract", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--chaos-rounds", type=int, default=10, help="Rounds of random faults")
-    group.addoption("--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it")
-    group.addoption("--every-fault", action="store_true", help="Play also what is marked as thorough")
+    group.addoption(
+        "--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it"
+    )
+    group.addoption(
+        "--every-fault", action="store_true", help="Play also what is marked as thorough"
+    )
     group.addoption("--chaos-stage", default="", help="Play every round on this stage")
     soak = parser.getgroup("soak")
     soak.addoption("--soak-seconds", type=float, default=4.0, help="How long the mixed load runs")
     soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
     soak.addoption(
-        "--storm-seconds", type=float, default=2.0, help="How long each overload lasts; 30 or more are judged"
+        "--storm-seconds",
+        type=float,
+        default=2.0,
+        help="How long each overload lasts; 30 or more are judged",
     )
     soak.addoption(
-        "--abuse-seconds", type=float, default=2.0, help="How long each attack lasts; from 20 on time is judged"
+        "--abuse-seconds",
+        type=float,
+        default=2.0,
+        help="How long each attack lasts; from 20 on time is judged",
     )
-    soak.addoption("--pool-operations", type=int, default=400, help="What the users of the soaked pool do")
+    soak.addoption(
+        "--pool-operations", type=int, default=400, help="What the users of the soaked pool do"
+    )
     soak.addoption("--kills", type=int, default=2, help="How often each class of process is killed")
     soak.addoption("--fuzz-cases", type=int, default=150, help="How many odd requests are sent")
 
@@ -56,7 +74,8 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """A command line called in a test leaves Typer's hook behind, which complains when the process ends."""
+    """A command line called in a test leaves Typer's hook behind, which complains when the process
+    ends."""
     sys.excepthook = sys.__excepthook__
 
 

@@ -1,5 +1,6 @@
-"""The real brain on a virtual clock with prefill and decode nodes that compute nothing: a prompt, a step and a hand-off
-take what the costs say. Nodes change their role when they are told to. Minutes of it cost seconds."""
+"""The real brain on a virtual clock with prefill and decode nodes that compute nothing: a prompt, a
+step and a hand-off take what the costs say. Nodes change their role when they are told to. Minutes
+of it cost seconds."""
 
 import heapq
 import random
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, NodeLost, RequestRejected
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -14,6 +16,7 @@ from baton.pb.common_pb2 import HandoffReport
 from baton.slo import Slo
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
@@ -22,16 +25,14 @@ from baton.types import (
     Role,
     SamplingParams,
     TokenEvent,
-    AttemptSpec,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from benchmarks.load.request_plan import PlannedRequest
-from coordinator.core.common import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import make_ticket
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
@@ -63,18 +64,27 @@ class SimulatedRequest:
     def meets_slo(self, slo: Slo) -> bool:
         if self.first_token_at is None or self.ended_at is None or self.error is not None:
             return False
-        tpot = (self.ended_at - self.first_token_at) / (self.token_count - 1) if self.token_count > 1 else None
+        tpot = (
+            (self.ended_at - self.first_token_at) / (self.token_count - 1)
+            if self.token_count > 1
+            else None
+        )
         return slo.is_met(self.first_token_at - self.planned.start_seconds, tpot)
 
     def has_missed_slo(self, slo: Slo, now: float) -> bool:
         """It is not good, and will not be."""
-        late = self.first_token_at is None and slo.ttft_seconds is not None and now - self.planned.start_seconds > slo.ttft_seconds
+        late = (
+            self.first_token_at is None
+            and slo.ttft_seconds is not None
+            and now - self.planned.start_seconds > slo.ttft_seconds
+        )
         return late or (self.ended_at is not None and not self.meets_slo(slo))
 
 
 @dataclass(slots=True)
 class _CostModelNode:
-    """`prefills` are prompts that wait or are computed (the first), `decodes` answers that are written."""
+    """`prefills` are prompts that wait or are computed (the first), `decodes` answers that are
+    written."""
 
     name: NodeName
     incarnation: Incarnation
@@ -101,7 +111,11 @@ class CostModelCluster:
         self.now = 0.0
         self.requests: list[SimulatedRequest] = []
         self.costs = costs or SimulatedCosts()
-        self.brain = Brain(NodeRegistry(1e6, 1e6), PrefixAwarePolicy(), BrainSettings("disaggregated", max_queue, 8, 1e6))
+        self.brain = Brain(
+            NodeRegistry(1e6, 1e6),
+            PrefixAwarePolicy(),
+            BrainSettings("disaggregated", max_queue, 8, 1e6),
+        )
         self._random = random.Random(seed)
         self._slots, self._blocks = slots, blocks
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -146,7 +160,9 @@ class CostModelCluster:
                         self._on_order(self._nodes[incarnation], message)
                 case m.EmitTokens(request, tokens, _) if request in self._open:
                     seen = self._open[request]
-                    seen.first_token_at = self.now if seen.first_token_at is None else seen.first_token_at
+                    seen.first_token_at = (
+                        self.now if seen.first_token_at is None else seen.first_token_at
+                    )
                     seen.token_count += len(tokens)
                 case m.EndRequest() if effect.request_id in self._open:
                     seen = self._open.pop(effect.request_id)
@@ -182,7 +198,9 @@ class CostModelCluster:
     def _join(self, name: NodeName, role: Role) -> None:
         node = _CostModelNode(name, Incarnation(f"{name}#{next(self._serial)}"), role)
         self._nodes[node.incarnation] = node
-        self.apply_effects(self.brain.join_node(self._join_info(name, role), node.incarnation, self.now))
+        self.apply_effects(
+            self.brain.join_node(self._join_info(name, role), node.incarnation, self.now)
+        )
         self._send_heartbeat(node)
 
     def _send_heartbeat(self, node: _CostModelNode) -> None:
@@ -199,23 +217,32 @@ class CostModelCluster:
                 node.reserved[work.key] = work
                 self._keys[work.key] = node.incarnation
                 ticket = make_ticket(node.incarnation, work.key, writer.incarnation)
-                self.call_at(self.now, lambda: self._send_to_brain(node, m.BlocksReserved(work.key, ticket, 0)))
+                self.call_at(
+                    self.now,
+                    lambda: self._send_to_brain(node, m.BlocksReserved(work.key, ticket, 0)),
+                )
             case m.PrefillOrder(work, alone):
                 node.prefills[work.key] = (work, alone)
                 self._start_prefill(node)
             case m.CancelOrder(key, _):
                 if next(iter(node.prefills), None) != key:
-                    node.prefills.pop(key, None)  # the one that is computed goes on, and nobody wants it
+                    node.prefills.pop(
+                        key, None
+                    )  # the one that is computed goes on, and nobody wants it
                 node.reserved.pop(key, None)
                 node.decodes.pop(key, None)
             case m.SetRoleOrder(role):
-                self.call_at(self.now + self.costs.role_switch_seconds, lambda: self._switch(node, role))
+                self.call_at(
+                    self.now + self.costs.role_switch_seconds, lambda: self._switch(node, role)
+                )
             case _:
                 pass
 
     def _switch(self, node: _CostModelNode, role: Role) -> None:
         del self._nodes[node.incarnation]
-        self.apply_effects(self.brain.remove_member(node.incarnation, NodeLost("it takes another role"), self.now))
+        self.apply_effects(
+            self.brain.remove_member(node.incarnation, NodeLost("it takes another role"), self.now)
+        )
         self._join(node.name, role)
 
     # prefill
@@ -226,16 +253,27 @@ class CostModelCluster:
         node.is_busy = True
         key, (work, alone) = next(iter(node.prefills.items()))
         seconds = self.costs.prompt_token_seconds * len(work.context_token_ids)
-        self.call_at(self.now + seconds, lambda: self._finish_prefill(node, key, work, alone, seconds))
+        self.call_at(
+            self.now + seconds, lambda: self._finish_prefill(node, key, work, alone, seconds)
+        )
 
-    def _finish_prefill(self, node: _CostModelNode, key: AttemptKey, work: AttemptSpec, alone: bool, seconds: float) -> None:
+    def _finish_prefill(
+        self, node: _CostModelNode, key: AttemptKey, work: AttemptSpec, alone: bool, seconds: float
+    ) -> None:
         node.is_busy = False
         node.prefills.pop(key, None)
         self._send_to_brain(node, m.PrefillEnded(key, len(work.context_token_ids), 0, seconds))
         if alone:
-            self._send_to_brain(node, m.StepTokens((TokenEvent(key, len(work.emitted_token_ids), 7, FinishReason.LENGTH),)))
+            self._send_to_brain(
+                node,
+                m.StepTokens(
+                    (TokenEvent(key, len(work.emitted_token_ids), 7, FinishReason.LENGTH),)
+                ),
+            )
         else:
-            self.call_at(self.now + self.costs.handoff_seconds, lambda: self._finish_handoff(node, key))
+            self.call_at(
+                self.now + self.costs.handoff_seconds, lambda: self._finish_handoff(node, key)
+            )
         self._start_prefill(node)
 
     def _finish_handoff(self, node: _CostModelNode, key: AttemptKey) -> None:
@@ -244,7 +282,11 @@ class CostModelCluster:
         if decode is None or work is None:
             return
         decode.decodes[key] = work
-        report = HandoffReport(bytes=len(work.context_token_ids), exposed_seconds=self.costs.handoff_seconds, transport="shm")
+        report = HandoffReport(
+            bytes=len(work.context_token_ids),
+            exposed_seconds=self.costs.handoff_seconds,
+            transport="shm",
+        )
         self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, len(work.context_token_ids)))
         self._emit_tokens(decode, [key])
         self._send_to_brain(node, m.HandoffCompleted(key, report))
@@ -259,7 +301,11 @@ class CostModelCluster:
         batch = list(node.decodes)
         resident = sum(len(work.context_token_ids) for work in node.decodes.values())
         costs = self.costs
-        seconds = costs.step_seconds + costs.sequence_seconds * len(batch) + costs.resident_token_seconds * resident
+        seconds = (
+            costs.step_seconds
+            + costs.sequence_seconds * len(batch)
+            + costs.resident_token_seconds * resident
+        )
         node.stats.decode_steps += 1
         node.stats.decode_step_seconds += seconds
         node.stats.decode_step_sequences += len(batch)
@@ -281,7 +327,11 @@ class CostModelCluster:
             last = record.remaining_tokens == 1
             if last:
                 node.decodes.pop(key)
-            events.append(TokenEvent(key, len(record.emitted_token_ids), 7, FinishReason.LENGTH if last else None))
+            events.append(
+                TokenEvent(
+                    key, len(record.emitted_token_ids), 7, FinishReason.LENGTH if last else None
+                )
+            )
         if events:
             self._send_to_brain(node, m.StepTokens(tuple(events)))
 

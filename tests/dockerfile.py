@@ -39,7 +39,12 @@ def list_steps(path: Path, target: str) -> list[tuple[str, str]]:
 
 
 def image_environ(path: Path, target: str) -> dict[str, str]:
-    pairs = [word for step, words in list_steps(path, target) if step == "ENV" for word in shlex.split(words)]
+    pairs = [
+        word
+        for step, words in list_steps(path, target)
+        if step == "ENV"
+        for word in shlex.split(words)
+    ]
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -1,7 +1,8 @@
 """Scripted nodes: they speak the real NodeLink over real gRPC and compute nothing.
 
-A `FakeNode` does nothing by itself: a test reads its orders and sends its answers. `serve_prefill` and `serve_decode`
-are scripts for those that need nodes which simply work; `expected_tokens` is what they answer.
+A `FakeNode` does nothing by itself: a test reads its orders and sends its answers. `serve_prefill`
+and `serve_decode` are scripts for those that need nodes which simply work; `expected_tokens` is
+what they answer.
 """
 
 import asyncio
@@ -13,15 +14,16 @@ from typing import Any, Self
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link import stream as link_codec
+from baton.cluster_link.dialer import CoordinatorDialer
 from baton.errors import BatonError, ConfigError
 from baton.kv.kv_layout import KVLayout
-from baton.cluster_link.dialer import CoordinatorDialer
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
@@ -30,7 +32,6 @@ from baton.types import (
     Ticket,
     TicketId,
     TokenEvent,
-    AttemptSpec,
     mint_id,
 )
 
@@ -91,7 +92,9 @@ class FakeNode:
         await self.join()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         await self.drop_connection()
 
     def open_stream(self) -> Any:
@@ -104,7 +107,9 @@ class FakeNode:
     async def join(self) -> pb.Welcome:
         """Dial and join. Raises the ConfigError of a refusal, or grpc's error."""
         self.open_stream()
-        await self._call.write(pb.NodeMessage(join=make_join_message(self.name, self.role, **self.join_overrides)))
+        await self._call.write(
+            pb.NodeMessage(join=make_join_message(self.name, self.role, **self.join_overrides))
+        )
         first = await self._call.read()
         if first is grpc.aio.EOF:
             raise ConfigError("the stream ended before a Welcome")
@@ -182,16 +187,22 @@ class FakeNode:
             fence_byte=1,
         )
 
-    async def send_tokens(self, key: AttemptKey, first: int, tokens: Sequence[int], finish: FinishReason | None) -> None:
+    async def send_tokens(
+        self, key: AttemptKey, first: int, tokens: Sequence[int], finish: FinishReason | None
+    ) -> None:
         """Tokens `first`.. of the output in one message, the last one with `finish`."""
         events = [
             TokenEvent(key, first + n, token, finish if n == len(tokens) - 1 else None)
             for n, token in enumerate(tokens)
         ]
-        await self.send_message(tokens=pb.Tokens(tokens=[wire.token_event_to_pb(event) for event in events]))
+        await self.send_message(
+            tokens=pb.Tokens(tokens=[wire.token_event_to_pb(event) for event in events])
+        )
 
     async def send_failed(self, key: AttemptKey, error: BatonError) -> None:
-        await self.send_message(failed=pb.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error)))
+        await self.send_message(
+            failed=pb.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error))
+        )
 
     def run_script(self, script: Coroutine[Any, Any, None]) -> None:
         """A script that runs until the node dies."""
@@ -223,11 +234,17 @@ async def serve_prefill(node: FakeNode, plane: FakeTransferPlane) -> None:
         match message.WhichOneof("message"):
             case "prefill":
                 work = wire.attempt_spec_from_pb(message.prefill.work)
-                ended = pb.PrefillEnded(key=message.prefill.work.key, computed_tokens=len(work.context_token_ids))
+                ended = pb.PrefillEnded(
+                    key=message.prefill.work.key, computed_tokens=len(work.context_token_ids)
+                )
                 await node.send_message(prefill_ended=ended)
                 if message.prefill.alone:
-                    token = expected_token(work.request.prompt_token_ids, len(work.emitted_token_ids))
-                    await node.send_tokens(work.key, len(work.emitted_token_ids), [token], FinishReason.LENGTH)
+                    token = expected_token(
+                        work.request.prompt_token_ids, len(work.emitted_token_ids)
+                    )
+                    await node.send_tokens(
+                        work.key, len(work.emitted_token_ids), [token], FinishReason.LENGTH
+                    )
                 else:
                     waiting[work.key] = work
             case "ticket":
@@ -235,22 +252,31 @@ async def serve_prefill(node: FakeNode, plane: FakeTransferPlane) -> None:
                 if waiting.pop(key, None):
                     plane.get_commit(key).set_result(None)
                     report = common_pb2.HandoffReport(transport="memory", bytes=4096, slabs=2)
-                    await node.send_message(handed_off=pb.HandedOff(key=message.ticket.ticket.key, report=report))
+                    await node.send_message(
+                        handed_off=pb.HandedOff(key=message.ticket.ticket.key, report=report)
+                    )
             case "cancel":
                 waiting.pop(wire.attempt_key_from_pb(message.cancel.key), None)
 
 
-async def serve_decode(node: FakeNode, plane: FakeTransferPlane, *, burst: int = 4, gap: float = 0.0) -> None:
+async def serve_decode(
+    node: FakeNode, plane: FakeTransferPlane, *, burst: int = 4, gap: float = 0.0
+) -> None:
     """Reserves, waits for the commit, and sends `burst` tokens a message until max_tokens."""
     known: set[AttemptKey] = set()
     async with asyncio.TaskGroup() as sequences:
         while (message := await node.orders.get()) is not None:
-            if message.HasField("submit") and (key := wire.attempt_key_from_pb(message.submit.work.key)) not in known:
+            if (
+                message.HasField("submit")
+                and (key := wire.attempt_key_from_pb(message.submit.work.key)) not in known
+            ):
                 known.add(key)
                 sequences.create_task(_serve_sequence(node, plane, message.submit, burst, gap))
 
 
-async def _serve_sequence(node: FakeNode, plane: FakeTransferPlane, submit: pb.Submit, burst: int, gap: float) -> None:
+async def _serve_sequence(
+    node: FakeNode, plane: FakeTransferPlane, submit: pb.Submit, burst: int, gap: float
+) -> None:
     work = wire.attempt_spec_from_pb(submit.work)
     context = len(work.context_token_ids)
     if submit.HasField("writer"):
@@ -263,7 +289,12 @@ async def _serve_sequence(node: FakeNode, plane: FakeTransferPlane, submit: pb.S
     count, last = len(work.emitted_token_ids), work.request.sampling.max_tokens
     while count < last and work.key not in node.cancelled_keys:
         stop = min(count + burst, last)
-        fresh = [expected_token(work.request.prompt_token_ids, position) for position in range(count, stop)]
-        await node.send_tokens(work.key, count, fresh, FinishReason.LENGTH if stop == last else None)
+        fresh = [
+            expected_token(work.request.prompt_token_ids, position)
+            for position in range(count, stop)
+        ]
+        await node.send_tokens(
+            work.key, count, fresh, FinishReason.LENGTH if stop == last else None
+        )
         count = stop
         await asyncio.sleep(gap)

@@ -1,7 +1,8 @@
-"""A TCP proxy for one link between two processes, in the test's own event loop, that misbehaves on command.
+"""A TCP proxy for one link between two processes, in the test's own event loop, that misbehaves on
+command.
 
-The end that dials is told the proxy's address instead of the real one. What happens to bytes is said per direction by
-a `LinkConditions` and may change at any time, for open connections too:
+The end that dials is told the proxy's address instead of the real one. What happens to bytes is
+said per direction by a `LinkConditions` and may change at any time, for open connections too:
 
     link = await FaultyLink.open("prefill -> coordinator", ("127.0.0.1", port))
     link.weather(Way.THERE, Weather(delay=0.2))
@@ -13,7 +14,8 @@ a `LinkConditions` and may change at any time, for open connections too:
     await link.heal()
     link.record = bytearray()                      what an eavesdropper hears, both ways, from now on
 
-Bytes that a black hole holds are handed on when it ends, as TCP would: a connection that lives loses nothing.
+Bytes that a black hole holds are handed on when it ends, as TCP would: a connection that lives
+loses nothing.
 """
 
 import asyncio
@@ -41,8 +43,9 @@ BOTH_DIRECTIONS = (Direction.UPSTREAM, Direction.DOWNSTREAM)
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
-    """`delay_seconds` in seconds, without loss of bandwidth; `bytes_per_second` in bytes per second, 0 is unlimited; `bit_flip_probability` is the
-    probability that one bit of a chunk is flipped; `is_blocked` holds everything back."""
+    """`delay_seconds` in seconds, without loss of bandwidth; `bytes_per_second` in bytes per
+    second, 0 is unlimited; `bit_flip_probability` is the probability that one bit of a chunk is
+    flipped; `is_blocked` holds everything back."""
 
     delay_seconds: float = 0.0
     bytes_per_second: float = 0.0
@@ -69,7 +72,8 @@ class FaultProxy:
 
     @classmethod
     async def open(cls, name: str, upstream: Address, seed: int = 0) -> "FaultProxy":
-        """Listen on a free port of the loopback interface. Nothing needs to listen at `upstream` yet."""
+        """Listen on a free port of the loopback interface. Nothing needs to listen at `upstream`
+        yet."""
         link = cls(name, upstream, seed)
         await link._listen()
         return link
@@ -88,7 +92,9 @@ class FaultProxy:
 
     # faults
 
-    def set_conditions(self, ways: Direction | tuple[Direction, ...], weather: LinkConditions) -> None:
+    def set_conditions(
+        self, ways: Direction | tuple[Direction, ...], weather: LinkConditions
+    ) -> None:
         for way in (ways,) if isinstance(ways, Direction) else ways:
             self._conditions[way] = weather
         for connection in self._connections:
@@ -99,12 +105,14 @@ class FaultProxy:
             connection.reset()
 
     def half_close(self, way: Direction) -> None:
-        """End one direction of every open connection; the other goes on, until one side has had enough."""
+        """End one direction of every open connection; the other goes on, until one side has had
+        enough."""
         for connection in tuple(self._connections):
             connection.half_close(way)
 
     def strand_connections(self) -> None:
-        """Open connections stay and hand nothing on, for ever: as behind a router that has forgotten them."""
+        """Open connections stay and hand nothing on, for ever: as behind a router that has
+        forgotten them."""
         for connection in self._connections:
             connection.strand()
 
@@ -126,7 +134,9 @@ class FaultProxy:
             self._server = await asyncio.start_server(self._on_connection, *self.address)
             self.address = self._server.sockets[0].getsockname()[:2]
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
@@ -162,7 +172,8 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _ProxiedConnection:
-    """Two pumps, one per direction. A pump takes chunks in and hands each on when its time has come."""
+    """Two pumps, one per direction. A pump takes chunks in and hands each on when its time has
+    come."""
 
     def __init__(self, link: FaultProxy, dialler: _Streams, listener: _Streams) -> None:
         self._link = link
@@ -215,7 +226,13 @@ class _ProxiedConnection:
 
 
 class _Pump:
-    def __init__(self, link: FaultProxy, way: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        link: FaultProxy,
+        way: Direction,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+    ) -> None:
         self._link, self._way, self._source, self._sink = link, way, source, sink
         self._chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_BUFFERED_CHUNKS)
         self._changed = asyncio.Event()
@@ -234,7 +251,8 @@ class _Pump:
                 self._sink.write_eof()
 
     async def run(self) -> None:
-        """Until the source has ended and all of it is handed on. Raises OSError (in a group) when an end breaks."""
+        """Until the source has ended and all of it is handed on. Raises OSError (in a group) when
+        an end breaks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_chunks())
             group.create_task(self._write_chunks())

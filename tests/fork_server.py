@@ -1,9 +1,10 @@
 """Processes of ours for tests, forked from one that has imported everything.
 
-Importing torch, grpc and the rest takes a process one to three seconds of CPU, and the test suite starts hundreds of
-processes. `start_process` asks a server, which is a Python process with a single thread, to fork: the child has an
-environment, output and session of its own and runs `python -m MODULE` from there on. `baton up` and whatever depends
-on the command line or on the environment as /proc shows it start real interpreters instead.
+Importing torch, grpc and the rest takes a process one to three seconds of CPU, and the test suite
+starts hundreds of processes. `start_process` asks a server, which is a Python process with a single
+thread, to fork: the child has an environment, output and session of its own and runs `python -m
+MODULE` from there on. `baton up` and whatever depends on the command line or on the environment as
+/proc shows it start real interpreters instead.
 """
 
 import atexit
@@ -12,7 +13,6 @@ import json
 import os
 import resource
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -82,8 +82,8 @@ class ForkedProcess:
 def start_process(
     module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
 ) -> ForkedProcess:
-    """Run `python -m module` with this environment, and `output` as standard output and error. `open_files` is its
-    limit of descriptors, if not 0."""
+    """Run `python -m module` with this environment, and `output` as standard output and error.
+    `open_files` is its limit of descriptors, if not 0."""
     return _server().start_process(module, environ, output, open_files)
 
 
@@ -102,8 +102,15 @@ class _ForkServer:
             )
         self._lock = threading.Lock()
 
-    def start_process(self, module: str, environ: Mapping[str, str], output: int, open_files: int) -> ForkedProcess:
-        request = {"module": module, "environ": dict(environ), "open_files": open_files, "folder": os.getcwd()}
+    def start_process(
+        self, module: str, environ: Mapping[str, str], output: int, open_files: int
+    ) -> ForkedProcess:
+        request = {
+            "module": module,
+            "environ": dict(environ),
+            "open_files": open_files,
+            "folder": os.getcwd(),
+        }
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
             return ForkedProcess(self, int(self._receive()))
@@ -133,7 +140,8 @@ def _server() -> _ForkServer:
 
 
 def _serve(control: socket.socket) -> None:
-    """Until the client closes its end. Returns in each child as well, whose `_run` has then been called."""
+    """Until the client closes its end. Returns in each child as well, whose `_run` has then been
+    called."""
     for name in _PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1

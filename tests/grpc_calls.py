@@ -32,14 +32,21 @@ class GenerateAnswer:
 
 @contextlib.asynccontextmanager
 async def stream_generate(
-    endpoint: str, prompt: Sequence[int] | str, *, api_key: str = "", deadline: float = 100.0, **fields: Any
+    endpoint: str,
+    prompt: Sequence[int] | str,
+    *,
+    api_key: str = "",
+    deadline: float = 100.0,
+    **fields: Any,
 ) -> AsyncIterator[GenerateCall]:
-    """The call of one request: iterate over its responses, or `cancel()` it. `fields` are those of GenerateRequest;
-    `deadline` is the call's, in seconds."""
+    """The call of one request: iterate over its responses, or `cancel()` it. `fields` are those of
+    GenerateRequest; `deadline` is the call's, in seconds."""
     if isinstance(prompt, str):
         request = generation_pb2.GenerateRequest(text=prompt, **fields)
     else:
-        request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), **fields)
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt), **fields
+        )
     async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         yield stub.Generate(request, timeout=deadline, metadata=bearer_metadata(api_key))
@@ -57,11 +64,15 @@ async def collect_answer(call: GenerateCall) -> GenerateAnswer:
     return GenerateAnswer(last.request_id, tuple(tokens), text, finish, last.usage, last.timeline)
 
 
-async def call_cluster_service(endpoint: str, method: str, request: Any, *, admin_token: str = "") -> Any:
+async def call_cluster_service(
+    endpoint: str, method: str, request: Any, *, admin_token: str = ""
+) -> Any:
     """A unary call of baton.v1.Cluster; it waits for a coordinator that is being started again."""
     async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        return await getattr(stub, method)(request, timeout=60.0, metadata=bearer_metadata(admin_token), wait_for_ready=True)
+        return await getattr(stub, method)(
+            request, timeout=60.0, metadata=bearer_metadata(admin_token), wait_for_ready=True
+        )
 
 
 def bearer_metadata(key: str) -> tuple[tuple[str, str], ...]:

@@ -21,11 +21,16 @@ from baton.types import TokenLogprobs
 
 GRACE_SECONDS = 5.0  # seconds beyond its deadline in which an operation must have ended
 
-# Codes (names of grpc.StatusCode, which every error of ours has) that a fault excuses. Anything else is a defect.
+# Codes (names of grpc.StatusCode, which every error of ours has) that a fault excuses. Anything
+# else is a defect.
 EXCUSED_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
 
-Reference = Callable[[Sequence[int], int], Sequence[int]]  # (prompt, max_tokens) -> the whole output
-Scorer = Callable[[Sequence[int], int], Sequence[TokenLogprobs]]  # (tokens, top) -> scores of all of them but the first
+Reference = Callable[
+    [Sequence[int], int], Sequence[int]
+]  # (prompt, max_tokens) -> the whole output
+Scorer = Callable[
+    [Sequence[int], int], Sequence[TokenLogprobs]
+]  # (tokens, top) -> scores of all of them but the first
 
 
 class ClientApi(Enum):
@@ -43,9 +48,10 @@ class ClientApi(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
-    """What a client asks. `timeout_seconds` in seconds; `cancel_after_tokens` tokens (streams only) or `cancel_after_seconds` seconds it
-    goes away. `logprobs` and `echo` through gRPC only. With `seed` the draw is one that takes noise and penalties: for
-    engines whose tokens do not depend on it."""
+    """What a client asks. `timeout_seconds` in seconds; `cancel_after_tokens` tokens (streams only)
+    or `cancel_after_seconds` seconds it goes away. `logprobs` and `echo` through gRPC only. With
+    `seed` the draw is one that takes noise and penalties: for engines whose tokens do not depend on
+    it."""
 
     api: ClientApi
     prompt: tuple[int, ...]
@@ -78,7 +84,8 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Which request it became, and the digests of all models that its nodes have; () through doors that do not tell."""
+    """Which request it became, and the digests of all models that its nodes have; () through doors
+    that do not tell."""
 
     request_id: str
     model_digests: tuple[str, ...] = ()
@@ -95,7 +102,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The server said that there is no more, or could not be reached. `code` is a name of grpc.StatusCode."""
+    """The server said that there is no more, or could not be reached. `code` is a name of
+    grpc.StatusCode."""
 
     code: str
     message: str = ""
@@ -103,7 +111,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `is_orderly` if the connection just ended."""
+    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `is_orderly` if the connection
+    just ended."""
 
     is_orderly: bool
 
@@ -123,7 +132,17 @@ class Hung:
     """The client's last patience was over."""
 
 
-Event = Tokens | EchoedPrompt | RequestIdentity | Finished | Failed | Closed | Unanswered | GaveUp | Hung
+Event = (
+    Tokens
+    | EchoedPrompt
+    | RequestIdentity
+    | Finished
+    | Failed
+    | Closed
+    | Unanswered
+    | GaveUp
+    | Hung
+)
 _ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 
@@ -144,16 +163,26 @@ class Operation:
     @property
     def choices(self) -> frozenset[int]:
         """Those of which anything has come."""
-        return frozenset(event.choice for _, event in self.events if isinstance(event, Tokens | EchoedPrompt))
+        return frozenset(
+            event.choice for _, event in self.events if isinstance(event, Tokens | EchoedPrompt)
+        )
 
     def get_output(self, choice: int) -> Tokens:
         """All that has come of a choice."""
-        parts = [event for _, event in self.events if isinstance(event, Tokens) and event.choice == choice]
+        parts = [
+            event
+            for _, event in self.events
+            if isinstance(event, Tokens) and event.choice == choice
+        ]
         tokens = tuple(token for part in parts for token in part.tokens)
         return Tokens(tokens, choice, tuple(score for part in parts for score in part.scores))
 
     def get_echoes(self, choice: int) -> list[EchoedPrompt]:
-        return [event for _, event in self.events if isinstance(event, EchoedPrompt) and event.choice == choice]
+        return [
+            event
+            for _, event in self.events
+            if isinstance(event, EchoedPrompt) and event.choice == choice
+        ]
 
     @property
     def end(self) -> Event | None:
@@ -214,9 +243,9 @@ def find_violations(
     stop_excused: bool = False,
     grace: float = GRACE_SECONDS,
 ) -> list[str]:
-    """Breaches of I2, I3 and I7, one line each. `cut_excused`: the coordinator itself was killed, which resets its
-    clients' connections without a word. `stop_excused`: it was stopped in order, and who knocks at that very moment
-    may not be heard. `scorer` for those that ask for scores."""
+    """Breaches of I2, I3 and I7, one line each. `cut_excused`: the coordinator itself was killed,
+    which resets its clients' connections without a word. `stop_excused`: it was stopped in order,
+    and who knocks at that very moment may not be heard. `scorer` for those that ask for scores."""
     found: list[str] = []
     for operation in operations:
         wrong = [
@@ -224,11 +253,16 @@ def find_violations(
             *_end_violations(operation, excused, cut_excused, stop_excused, grace),
         ]
         found += [f"{operation}: {line}" for line in wrong]
-    return [*found, *find_unnamed_models(operations), *find_mixed_models(operation.identity for operation in operations)]
+    return [
+        *found,
+        *find_unnamed_models(operations),
+        *find_mixed_models(operation.identity for operation in operations),
+    ]
 
 
 def find_unnamed_models(operations: Iterable[Operation]) -> list[str]:
-    """Answers that are complete and name no model, through the doors that tell: I7 would hold of nothing."""
+    """Answers that are complete and name no model, through the doors that tell: I7 would hold of
+    nothing."""
     return [
         f"{operation}: I7: finished and names no model"
         for operation in operations
@@ -239,8 +273,8 @@ def find_unnamed_models(operations: Iterable[Operation]) -> list[str]:
 
 
 def find_mixed_models(answers: Iterable[RequestIdentity | None]) -> list[str]:
-    """Breaches of I7: requests of one cluster that were placed on nodes of different models, or on models that all the
-    others were not."""
+    """Breaches of I7: requests of one cluster that were placed on nodes of different models, or on
+    models that all the others were not."""
     told = [answer for answer in answers if answer is not None and answer.model_digests]
     usual = Counter(model for answer in told for model in answer.model_digests).most_common(1)
     return [
@@ -251,7 +285,9 @@ def find_mixed_models(answers: Iterable[RequestIdentity | None]) -> list[str]:
     ]
 
 
-def _content_violations(operation: Operation, reference: Reference, scorer: Scorer | None) -> list[str]:
+def _content_violations(
+    operation: Operation, reference: Reference, scorer: Scorer | None
+) -> list[str]:
     call, finished = operation.call, operation.finished
     if not operation.choices and finished is None:
         return []
@@ -259,7 +295,10 @@ def _content_violations(operation: Operation, reference: Reference, scorer: Scor
     strays = operation.choices - set(range(call.n))
     wrong = [f"I2: choices {sorted(strays)} were not asked for"] if strays else []
     for choice in range(call.n):
-        lines = [*_token_violations(operation, choice, right), *_echo_violations(operation, choice, scorer)]
+        lines = [
+            *_token_violations(operation, choice, right),
+            *_echo_violations(operation, choice, scorer),
+        ]
         lines += _score_violations(operation, choice, right, scorer)
         wrong += [f"I2: choice {choice}: {line}" if call.n > 1 else f"I2: {line}" for line in lines]
     if finished is not None:
@@ -278,26 +317,38 @@ def _until_stop(output: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int
 def _token_violations(operation: Operation, choice: int, right: tuple[int, ...]) -> list[str]:
     tokens, finished = operation.get_output(choice).tokens, operation.finished
     if tokens != right[: len(tokens)]:
-        at = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right))
-        return [f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_end_of(operation)})"]
+        at = next(
+            (i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]),
+            len(right),
+        )
+        return [
+            f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_describe_end(operation)})"
+        ]
     if finished is not None and tokens != right:
         return [f"finished ({finished.reason}) with {len(tokens)} of {len(right)} tokens"]
     return []
 
 
-def _score_violations(operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None) -> list[str]:
+def _score_violations(
+    operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None
+) -> list[str]:
     """As many as there are tokens, and each as it should be."""
     call, output = operation.call, operation.get_output(choice)
     expected: Sequence[TokenLogprobs] = ()
     if call.logprobs is not None and scorer is not None:
-        expected = scorer((*call.prompt, *right), call.logprobs)[len(call.prompt) - 1 :][: len(output.tokens)]
+        expected = scorer((*call.prompt, *right), call.logprobs)[len(call.prompt) - 1 :][
+            : len(output.tokens)
+        ]
     if output.scores != tuple(expected):
-        return [f"the scores of {len(output.tokens)} tokens are wrong: {len(output.scores)} have come"]
+        return [
+            f"the scores of {len(output.tokens)} tokens are wrong: {len(output.scores)} have come"
+        ]
     return []
 
 
 def _echo_violations(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
-    """Before all else, whole, in one part or in several, and with its scores if any are asked for."""
+    """Before all else, whole, in one part or in several, and with its scores if any are asked
+    for."""
     call, echoed = operation.call, operation.get_echoes(choice)
     scores: Sequence[TokenLogprobs] = ()
     if call.echo and call.logprobs is not None and scorer is not None:
@@ -309,17 +360,27 @@ def _echo_violations(operation: Operation, choice: int, scorer: Scorer | None) -
     whole = prompt == right and given == tuple(scores)
     part = prompt == right[: len(prompt)] and given == tuple(scores)[: len(given)]
     if not (whole if begun else part):
-        return [f"{len(prompt)} tokens of the prompt were given back in {len(echoed)} parts, or not as it was"]
+        return [
+            f"{len(prompt)} tokens of the prompt were given back in {len(echoed)} parts, or not as it was"
+        ]
     return []
 
 
 def _end_violations(
-    operation: Operation, excused: frozenset[str], cut_excused: bool, stop_excused: bool, grace: float
+    operation: Operation,
+    excused: frozenset[str],
+    cut_excused: bool,
+    stop_excused: bool,
+    grace: float,
 ) -> list[str]:
     if not operation.events or operation.end is None:
         return ["I3: has no end"]
     wrong = []
-    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | EchoedPrompt | RequestIdentity)]
+    kinds = [
+        type(event).__name__
+        for _, event in operation.events
+        if not isinstance(event, Tokens | EchoedPrompt | RequestIdentity)
+    ]
     match operation.end:
         case Failed(code, message) if code not in excused:
             wrong.append(f"I3: ended in {code}: {message}")
@@ -333,9 +394,16 @@ def _end_violations(
             wrong.append("I3: hung")
         case _:
             pass
-    # gRPC tells of a connection that was reset with the status that the server did not live to send.
-    reset = cut_excused and isinstance(operation.end, Failed) and operation.end.code == "UNAVAILABLE"
-    one = kinds == ["Finished", "Closed"] or (reset and kinds == ["Finished", "Failed"]) or kinds[-1] == "GaveUp"
+    # gRPC tells of a connection that was reset with the status that the server did not live to
+    # send.
+    reset = (
+        cut_excused and isinstance(operation.end, Failed) and operation.end.code == "UNAVAILABLE"
+    )
+    one = (
+        kinds == ["Finished", "Closed"]
+        or (reset and kinds == ["Finished", "Failed"])
+        or kinds[-1] == "GaveUp"
+    )
     if len(kinds) > 1 and not one:
         wrong.append(f"I3: more than one end: {kinds}")
     if isinstance(operation.events[-1][1], Tokens | EchoedPrompt):
@@ -363,7 +431,9 @@ def find_unbalanced_ledgers(ledgers: Iterable[Ledger]) -> list[str]:
     for ledger in ledgers:
         counts = {state: int(getattr(ledger, state)) for state in _STATES}
         if sum(counts.values()) != ledger.total:
-            found.append(f"I1: {ledger.node}: {counts} is {sum(counts.values())}, not {ledger.total}")
+            found.append(
+                f"I1: {ledger.node}: {counts} is {sum(counts.values())}, not {ledger.total}"
+            )
         owned: Counter[str] = Counter()
         for owner in ledger.owners:
             owned[owner.state] += owner.blocks

@@ -1,7 +1,7 @@
 """One HTTP request on a connection of its own, and exactly what comes back on it.
 
-A library would hide what these tests are about: whether the connection ended before, in, or after an answer, and when
-precisely the client was gone.
+A library would hide what these tests are about: whether the connection ended before, in, or after
+an answer, and when precisely the client was gone.
 """
 
 import asyncio
@@ -24,7 +24,9 @@ class ConnectionCut(Exception):
 class HttpResponse:
     """The head of an answer has been read. Its body is read once, by one of the two ways."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
+    def __init__(
+        self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader
+    ) -> None:
         self.status = status
         self.headers = headers
         self._reader = reader
@@ -58,8 +60,11 @@ class HttpResponse:
 
 
 @asynccontextmanager
-async def post(address: tuple[str, int], path: str, body: Any, headers: Mapping[str, str]) -> AsyncIterator[HttpResponse]:
-    """The answer to a POST of JSON. Leaving the block closes the connection. Raises ConnectionRefusedError or Cut."""
+async def post(
+    address: tuple[str, int], path: str, body: Any, headers: Mapping[str, str]
+) -> AsyncIterator[HttpResponse]:
+    """The answer to a POST of JSON. Leaving the block closes the connection. Raises
+    ConnectionRefusedError or Cut."""
     try:
         reader, writer = await asyncio.open_connection(*address, limit=_LIMIT)
     except ConnectionRefusedError:
@@ -68,7 +73,11 @@ async def post(address: tuple[str, int], path: str, body: Any, headers: Mapping[
         raise ConnectionCut(answered=False) from None
     try:
         content = json.dumps(body).encode()
-        lines = {"host": address[0], "content-type": "application/json", "content-length": str(len(content))}
+        lines = {
+            "host": address[0],
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+        }
         lines |= {"connection": "close", **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         try:

@@ -51,10 +51,11 @@ def build_model(
 ) -> Path:
     """A folder under `root` with random weights and a tokenizer, built once per arguments.
 
-    `llama` has llama3 scaling and tied embeddings, `qwen2` biases and untied ones, `mistral` a window in every layer,
-    `qwen3` normalised queries and keys and heads wider than hidden_size / heads. `mixed` is a Qwen2 with a window in
-    every second layer, `linear` a Llama with linear scaling, `narrow` a Llama of 24 thin layers. In each, losing the KV
-    of one layer of one block is likely to change a greedy answer.
+    `llama` has llama3 scaling and tied embeddings, `qwen2` biases and untied ones, `mistral` a
+    window in every layer, `qwen3` normalised queries and keys and heads wider than hidden_size /
+    heads. `mixed` is a Qwen2 with a window in every second layer, `linear` a Llama with linear
+    scaling, `narrow` a Llama of 24 thin layers. In each, losing the KV of one layer of one block is
+    likely to change a greedy answer.
     """
     eos = "none" if eos_token_id is None else str(eos_token_id).replace(" ", "")
     folder = root / f"{family}-{dtype}-{eos}-{seed}"
@@ -92,31 +93,52 @@ def _new_model(family: FamilyName, eos_token_id: int | list[int] | None) -> PreT
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         }
-        shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 16}
+        shape = {
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+        }
         heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.15}
         return LlamaForCausalLM(
-            LlamaConfig(**common, **shape, **heads, rope_parameters=scaling, tie_word_embeddings=True)
+            LlamaConfig(
+                **common, **shape, **heads, rope_parameters=scaling, tie_word_embeddings=True
+            )
         )
     if family == "narrow":
-        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "head_dim": 32}
+        shape = {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 24,
+            "head_dim": 32,
+        }
         return LlamaForCausalLM(LlamaConfig(**common, **shape, **small, tie_word_embeddings=True))
     shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     if family == "linear":
         scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
         return LlamaForCausalLM(LlamaConfig(**common, **shape, **small, rope_parameters=scaling))
     if family == "mistral":
-        return MistralForCausalLM(MistralConfig(**common, **shape, **small, sliding_window=SLIDING_WINDOW))
+        return MistralForCausalLM(
+            MistralConfig(**common, **shape, **small, sliding_window=SLIDING_WINDOW)
+        )
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**common, **shape, **small, head_dim=24))
     if family == "mixed":
-        windows = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 0}
+        windows = {
+            "use_sliding_window": True,
+            "sliding_window": SLIDING_WINDOW,
+            "max_window_layers": 0,
+        }
         kinds = ["sliding_attention", "full_attention"]
-        return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, **windows, layer_types=kinds))
+        return Qwen2ForCausalLM(
+            Qwen2Config(**common, **shape, **small, **windows, layer_types=kinds)
+        )
     return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, tie_word_embeddings=False))
 
 
 def build_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of VOCAB entries, every byte among them, that AutoTokenizer loads."""
+    """A byte-level BPE tokenizer of VOCAB entries, every byte among them, that AutoTokenizer
+    loads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +156,8 @@ def build_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """What transformers' greedy search answers, and the least lead of a chosen token over the second."""
+    """What transformers' greedy search answers, and the least lead of a chosen token over the
+    second."""
 
     tokens: tuple[int, ...]
     min_logit_margin: float
@@ -148,8 +171,11 @@ def load_reference_model(folder: Path) -> PreTrainedModel:
     return cls.from_pretrained(folder, dtype="auto").eval()
 
 
-def generate_reference(model: Path | PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> ReferenceOutput:
-    """Greedy tokens of transformers. A folder is loaded for the call; pass a model to ask more often."""
+def generate_reference(
+    model: Path | PreTrainedModel, prompt: Sequence[int], max_tokens: int
+) -> ReferenceOutput:
+    """Greedy tokens of transformers. A folder is loaded for the call; pass a model to ask more
+    often."""
     loaded = load_reference_model(model) if isinstance(model, Path) else model
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
@@ -163,7 +189,9 @@ def generate_reference(model: Path | PreTrainedModel, prompt: Sequence[int], max
             pad_token_id=0,
         )
     best = torch.stack(answer.scores)[:, 0].float().topk(2, dim=-1).values
-    return ReferenceOutput(tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
+    return ReferenceOutput(
+        tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +211,9 @@ def find_stable_prompts(
     seed: int = 0,
     shared_prefix: Sequence[int] = (),
 ) -> list[StablePrompt]:
-    """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each with a
-    margin above MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find none."""
+    """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each
+    with a margin above MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find
+    none."""
     loaded = load_reference_model(model) if isinstance(model, Path) else model
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -197,5 +226,7 @@ def find_stable_prompts(
                 found.append(StablePrompt(prompt, answer.tokens, answer.min_logit_margin))
                 break
         else:
-            raise LookupError(f"no prompt of {length} tokens has a margin above {MARGIN}: try another seed")
+            raise LookupError(
+                f"no prompt of {length} tokens has a margin above {MIN_LOGIT_MARGIN}: try another seed"
+            )
     return found

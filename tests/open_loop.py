@@ -1,7 +1,9 @@
-"""Clients that ask when they are due, however slow the answers are: an open loop, in one process beside a real cluster.
+"""Clients that ask when they are due, however slow the answers are: an open loop, in one process
+beside a real cluster.
 
-Every answer is checked token by token against the paced engine's reference. Latencies are the client's own: a refusal's
-counts from the moment when it is sent, a first token's from the moment when its request was due.
+Every answer is checked token by token against the paced engine's reference. Latencies are the
+client's own: a refusal's counts from the moment when it is sent, a first token's from the moment
+when its request was due.
 """
 
 import asyncio
@@ -21,8 +23,9 @@ REFUSED_STATUS = 429
 
 @dataclass(frozen=True, slots=True)
 class OpenLoopRequest:
-    """What a client sends. `timeout_seconds` is the deadline that it states. It tries `max_attempts` times at most, and comes back
-    when it is told to, up to twice as late; or after `retry_seconds` seconds, whatever it is told."""
+    """What a client sends. `timeout_seconds` is the deadline that it states. It tries
+    `max_attempts` times at most, and comes back when it is told to, up to twice as late; or after
+    `retry_seconds` seconds, whatever it is told."""
 
     tenant: str = ""
     api_key: str = ""
@@ -35,8 +38,9 @@ class OpenLoopRequest:
 
 @dataclass(slots=True)
 class OpenLoopOutcome:
-    """What came of one client. `refusal_seconds` are the seconds until it was told so, `retry_after_seconds` what it was told to wait;
-    `status` is that of the last answer, or 0 for a connection that broke."""
+    """What came of one client. `refusal_seconds` are the seconds until it was told so,
+    `retry_after_seconds` what it was told to wait; `status` is that of the last answer, or 0 for a
+    connection that broke."""
 
     request: OpenLoopRequest
     due_at: float
@@ -57,7 +61,13 @@ class OpenLoopOutcome:
     def result(self) -> str:
         if self.status == 504 or self.error == "deadline_exceeded":
             return "late"
-        return "answered" if self.is_served else "refused" if self.status == REFUSED_STATUS else f"{self.status} {self.error}"
+        return (
+            "answered"
+            if self.is_served
+            else "refused"
+            if self.status == REFUSED_STATUS
+            else f"{self.status} {self.error}"
+        )
 
     @property
     def ttft_seconds(self) -> float:
@@ -66,8 +76,9 @@ class OpenLoopOutcome:
 
 
 class OpenLoop:
-    """Everything that one test sends to one address. `longest_token_gap_seconds`: the longest time without a token for anybody,
-    while somebody waited for one. Nobody comes back after `closing_time`. `arrival_seed` seeds when they come."""
+    """Everything that one test sends to one address. `longest_token_gap_seconds`: the longest time
+    without a token for anybody, while somebody waited for one. Nobody comes back after
+    `closing_time`. `arrival_seed` seeds when they come."""
 
     def __init__(self, address: str, seed: int = 1) -> None:
         host, _, port = address.rpartition(":")
@@ -79,7 +90,9 @@ class OpenLoop:
         self.longest_token_gap_seconds = 0.0
         self._last_token_at = 0.0
 
-    async def run_poisson_load(self, ask: OpenLoopRequest, rate: float, seconds: float) -> list[OpenLoopOutcome]:
+    async def run_poisson_load(
+        self, ask: OpenLoopRequest, rate: float, seconds: float
+    ) -> list[OpenLoopOutcome]:
         """Poisson arrivals, the same for the same seed and `who`; ends when the last answer has."""
         source, when, began = random.Random(f"{self.arrivals}/{ask.who}"), 0.0, time.monotonic()
         async with asyncio.TaskGroup() as clients:
@@ -94,7 +107,8 @@ class OpenLoop:
         return list(await asyncio.gather(*(self.run_client(ask, now) for _ in range(count))))
 
     async def measure_throughput(self, ask: OpenLoopRequest, count: int, seconds: float) -> float:
-        """A closed loop of `count` clients: the requests a second that ended in the last three quarters of the time."""
+        """A closed loop of `count` clients: the requests a second that ended in the last three
+        quarters of the time."""
         began = time.monotonic()
         over, ended = began + seconds, list[OpenLoopOutcome]()
 
@@ -110,13 +124,20 @@ class OpenLoop:
     @staticmethod
     def completion_rate(outcomes: list[OpenLoopOutcome], since: float, until: float) -> float:
         """Requests a second that ended well."""
-        return sum(each.is_served and since <= each.ended_at < until for each in outcomes) / (until - since)
+        return sum(each.is_served and since <= each.ended_at < until for each in outcomes) / (
+            until - since
+        )
 
     async def run_client(self, ask: OpenLoopRequest, due: float | None = None) -> OpenLoopOutcome:
         """One client, until it is answered or gives up."""
         outcome = OpenLoopOutcome(ask, time.monotonic() if due is None else due)
         self._serial += 1
-        prompt = [1 + self._serial % 30_000, 1 + self._serial // 30_000, 1 + self._seed, *range(4, ask.prompt_tokens + 1)]
+        prompt = [
+            1 + self._serial % 30_000,
+            1 + self._serial // 30_000,
+            1 + self._seed,
+            *range(4, ask.prompt_tokens + 1),
+        ]
         again = random.Random(f"{self._seed}/{self._serial}")
         for left in reversed(range(ask.max_attempts)):
             await self._attempt(outcome, prompt)
@@ -133,7 +154,12 @@ class OpenLoop:
 
     async def _attempt(self, outcome: OpenLoopOutcome, prompt: list[int]) -> None:
         ask = outcome.request
-        body = {"prompt": prompt, "max_tokens": ask.output_tokens, "stream": True, "return_token_ids": True}
+        body = {
+            "prompt": prompt,
+            "max_tokens": ask.output_tokens,
+            "stream": True,
+            "return_token_ids": True,
+        }
         headers = {"x-request-timeout": f"{ask.timeout:g}"}
         if ask.api_key:
             headers["authorization"] = f"Bearer {ask.key}"
@@ -142,14 +168,18 @@ class OpenLoop:
         self._last_token_at = self._last_token_at if self.waiting_clients else sent
         self.waiting_clients += 1
         try:
-            async with http_exchange.post(self._address, "/v1/completions", body, headers) as answer:
+            async with http_exchange.post(
+                self._address, "/v1/completions", body, headers
+            ) as answer:
                 outcome.status = answer.status
                 if answer.status == 200:
                     await self._read_stream(outcome, answer)
                     right = outcome.tokens == paced_reference_tokens(prompt, len(outcome.tokens))
                     assert right, f"a wrong token in the answer to {ask}: {outcome.tokens}"
                     whole = len(outcome.tokens) == ask.output_tokens
-                    outcome.error = outcome.error or ("" if whole else f"{len(outcome.tokens)} tokens")
+                    outcome.error = outcome.error or (
+                        "" if whole else f"{len(outcome.tokens)} tokens"
+                    )
                     return
                 outcome.error = json.loads(await answer.read_body())["error"]["message"]
                 if answer.status == REFUSED_STATUS:
@@ -160,7 +190,9 @@ class OpenLoop:
         finally:
             self.waiting_clients -= 1
 
-    async def _read_stream(self, outcome: OpenLoopOutcome, answer: http_exchange.HttpResponse) -> None:
+    async def _read_stream(
+        self, outcome: OpenLoopOutcome, answer: http_exchange.HttpResponse
+    ) -> None:
         async for line in answer.read_lines():
             if not line or line == b"data: [DONE]":
                 continue
@@ -170,21 +202,28 @@ class OpenLoop:
             for choice in event.get("choices", ()):
                 self._record_tokens(outcome, choice.get("token_ids") or ())
 
-    def _record_tokens(self, outcome: OpenLoopOutcome, tokens: "list[int] | tuple[int, ...]") -> None:
+    def _record_tokens(
+        self, outcome: OpenLoopOutcome, tokens: "list[int] | tuple[int, ...]"
+    ) -> None:
         if not tokens:
             return
         now = time.monotonic()
         outcome.first_token_at = now if outcome.first_token_at is None else outcome.first_token_at
         outcome.tokens += tokens
-        self.longest_token_gap_seconds = max(self.longest_token_gap_seconds, now - self._last_token_at)
+        self.longest_token_gap_seconds = max(
+            self.longest_token_gap_seconds, now - self._last_token_at
+        )
         self._last_token_at = now
 
 
 def check_outcomes(outcomes: list[OpenLoopOutcome], *, late: bool = False) -> Mapping[str, int]:
-    """How many were answered, refused and, if that is allowed, late. Any other end is an AssertionError."""
+    """How many were answered, refused and, if that is allowed, late. Any other end is an
+    AssertionError."""
     ended = Counter(each.result for each in outcomes)
     allowed = {"answered", "refused", *(["late"] if late else [])}
-    assert set(ended) <= allowed, Counter(each.error for each in outcomes if each.result not in allowed)
+    assert set(ended) <= allowed, Counter(
+        each.error for each in outcomes if each.result not in allowed
+    )
     assert all(seconds >= 1 for each in outcomes for seconds in each.retry_after_seconds)
     return ended
 

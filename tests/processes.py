@@ -9,7 +9,11 @@ from pathlib import Path
 
 def find_pids(variable: str, value: str) -> list[int]:
     """Every live process on this machine that was started with `variable` set to `value`."""
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if read_environ(pid).get(variable) == value]
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if read_environ(pid).get(variable) == value
+    ]
 
 
 def read_environ(pid: int) -> dict[str, str]:
@@ -38,7 +42,8 @@ def _read_proc(pid: int, what: str) -> str:
 
 
 def wait_for_exit(handle: int, timeout: float) -> bool:
-    """Block until the process behind a pidfd has ended; False if it has not after `timeout` seconds. Closes it."""
+    """Block until the process behind a pidfd has ended; False if it has not after `timeout`
+    seconds. Closes it."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     try:
@@ -59,7 +64,8 @@ async def wait_first_exit(pids: Iterable[int]) -> int:
 
 
 async def await_unless_exit(awaited: Awaitable[None], pids: Iterable[int]) -> int | None:
-    """Await something that needs these processes: None when it came to pass, else the pid that ended first."""
+    """Await something that needs these processes: None when it came to pass, else the pid that
+    ended first."""
     wanted, ended = asyncio.ensure_future(awaited), asyncio.create_task(wait_first_exit(pids))
     try:
         await asyncio.wait({wanted, ended}, return_when=asyncio.FIRST_COMPLETED)

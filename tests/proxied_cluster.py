@@ -1,7 +1,7 @@
 """A cluster of real processes in which every link between two of them goes through a fault proxy.
 
-Links are named by who dials and who listens: `prefill-0 -> coordinator`, `decode-1 -> coordinator`, and `prefill ->
-decode-1` for all writers of one decode node.
+Links are named by who dials and who listens: `prefill-0 -> coordinator`, `decode-1 -> coordinator`,
+and `prefill -> decode-1` for all writers of one decode node.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import grpc
 
-from baton.cli.supervisor.supervisor import child_specs as plan
-from baton.cli.supervisor.supervisor import ports
+from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import ports
 from baton.pb import cluster_pb2
 from baton.types import Role
 from tests.cluster import Cluster
@@ -45,8 +45,8 @@ SHORT_TIMEOUTS: dict[str, Any] = {
 
 
 class ProxiedCluster(Cluster):
-    """See Cluster. `seed` decides which bits the links corrupt; `other_model` are the settings in which an intruder
-    differs. Belongs to the event loop that it was entered on."""
+    """See Cluster. `seed` decides which bits the links corrupt; `other_model` are the settings in
+    which an intruder differs. Belongs to the event loop that it was entered on."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class ProxiedCluster(Cluster):
         self.proxies: dict[str, FaultProxy] = {}
         self._seed = seed
         self._listen: list[socket.socket] = []
-        self._node_settings: dict[str, dict[str, object]] = {name: dict((per_node or {}).get(name, {})) for name in self.node_names}
+        self._node_settings: dict[str, dict[str, object]] = {
+            name: dict((per_node or {}).get(name, {})) for name in self.node_names
+        }
         self._other_model = dict(other_model or {"paced_vocab_size": 31999})
         super().__init__(
             folder,
@@ -95,7 +97,9 @@ class ProxiedCluster(Cluster):
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         await super().__aexit__(kind, error, trace)
         for link in self.proxies.values():
             await link.close()
@@ -111,10 +115,15 @@ class ProxiedCluster(Cluster):
             self._listen.append(held)
             listen: Address = held.getsockname()
             across = await self._open_proxy(f"prefill -> {node}", listen)
-            self._node_settings[node] |= {"listen": _format_address(listen), "advertise": _format_address(across.address)}
+            self._node_settings[node] |= {
+                "listen": _format_address(listen),
+                "advertise": _format_address(across.address),
+            }
 
     async def _open_proxy(self, name: str, upstream: Address) -> FaultProxy:
-        link = self.proxies[name] = await FaultProxy.open(name, upstream, seed=self._seed + len(self.proxies))
+        link = self.proxies[name] = await FaultProxy.open(
+            name, upstream, seed=self._seed + len(self.proxies)
+        )
         return link
 
     # what rounds and scenarios ask for
@@ -134,7 +143,11 @@ class ProxiedCluster(Cluster):
 
     def start_mismatched_node(self, name: str) -> None:
         """A decode node of another model, called `name`."""
-        self.per_node[MISMATCHED_NODE] = {"name": name, "coordinator": self.endpoints.cluster, **self._other_model}
+        self.per_node[MISMATCHED_NODE] = {
+            "name": name,
+            "coordinator": self.endpoints.cluster,
+            **self._other_model,
+        }
         self.start(MISMATCHED_NODE)
 
     async def wait_mismatched_node_refused(self, within: float) -> None:
@@ -145,9 +158,9 @@ class ProxiedCluster(Cluster):
         del self._processes[MISMATCHED_NODE]
 
     async def wait_all_joined(self, within: float = 60.0, mortal: Collection[str] = ()) -> None:
-        """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody
-        stays stopped meanwhile, and who is `mortal` is started again when it ends: a failpoint that nobody could disarm
-        may stop or end its process at any time."""
+        """Wait until every process that runs now has joined and was heard of late, and the cluster
+        is ready. Nobody stays stopped meanwhile, and who is `mortal` is started again when it ends:
+        a failpoint that nobody could disarm may stop or end its process at any time."""
         async with asyncio.timeout(within):
             while not await self._are_all_serving():
                 self.start_missing(mortal)
@@ -156,11 +169,13 @@ class ProxiedCluster(Cluster):
                 await asyncio.sleep(0.05)
 
     async def arm_failpoints(self, node: str, spec: str) -> None:
-        """See Cluster. Reaches also who runs and joins anew at this moment: whoever this process, through which all
-        links go, has kept waiting for too long."""
+        """See Cluster. Reaches also who runs and joins anew at this moment: whoever this process,
+        through which all links go, has kept waiting for too long."""
         request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
         async with asyncio.timeout(_ARMING_TIMEOUT_SECONDS):
-            while (reached := (await self._call_cluster_service("ArmFailpoints", request)).nodes) < self._count_running(node):
+            while (
+                reached := (await self._call_cluster_service("ArmFailpoints", request)).nodes
+            ) < self._count_running(node):
                 await asyncio.sleep(0.05)
         assert reached >= 1, f"no node is called {node}"
 
@@ -173,7 +188,9 @@ class ProxiedCluster(Cluster):
         reached = 0
         while reached < len(self.process_names):
             await self.wait_all_joined(mortal=mortal)
-            answer = await self._call_cluster_service("ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec=""))
+            answer = await self._call_cluster_service(
+                "ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec="")
+            )
             reached = answer.nodes
 
     async def _are_all_serving(self) -> bool:
@@ -183,7 +200,9 @@ class ProxiedCluster(Cluster):
             return False
         patience = self.config.silence / 2
         here = {node.name: node.pid for node in status.nodes if node.heard_seconds_ago < patience}
-        return status.ready and here == {name: pid for name, pid in self.get_pids().items() if name in self.node_names}
+        return status.ready and here == {
+            name: pid for name, pid in self.get_pids().items() if name in self.node_names
+        }
 
 
 def _format_address(address: Address) -> str:

@@ -1,4 +1,5 @@
-"""Clients of a real cluster, through every door, that write down what they see (tests/history.py)."""
+"""Clients of a real cluster, through every door, that write down what they see
+(tests/history.py)."""
 
 import asyncio
 import contextlib
@@ -18,9 +19,9 @@ from baton.pb.generation_pb2 import GenerateRequest, GenerateResponse
 from baton.types import TokenLogprobs
 from tests import http_exchange
 from tests.history import (
+    ClientApi,
     ClientCall,
     Closed,
-    ClientApi,
     EchoedPrompt,
     Event,
     Failed,
@@ -34,7 +35,9 @@ from tests.history import (
     Unanswered,
 )
 
-_HANG_TIMEOUT_SECONDS = 30.0  # seconds beyond its deadline after which a client calls an operation hung
+_HANG_TIMEOUT_SECONDS = (
+    30.0  # seconds beyond its deadline after which a client calls an operation hung
+)
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that is back is found at once
@@ -44,8 +47,8 @@ _CHANNEL_OPTIONS = (
 
 
 class RecordingClients:
-    """Connections to one coordinator. `run_call` runs a call to its end; cancelling it is the client going away.
-    After every event `on_event` is called with the operation."""
+    """Connections to one coordinator. `run_call` runs a call to its end; cancelling it is the
+    client going away. After every event `on_event` is called with the operation."""
 
     def __init__(self, http: str, grpc_endpoint: str, history: History) -> None:
         self.history = history
@@ -65,7 +68,10 @@ class RecordingClients:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._channel.close()
 
@@ -78,7 +84,9 @@ class RecordingClients:
         asking = asyncio.create_task(self._record_events(operation), name=str(operation))
         leaving: asyncio.TimerHandle | None = None
         if call.cancel_after_seconds is not None:
-            leaving = asyncio.get_running_loop().call_later(call.cancel_after_seconds, asking.cancel)
+            leaving = asyncio.get_running_loop().call_later(
+                call.cancel_after_seconds, asking.cancel
+            )
         try:
             async with asyncio.timeout(call.timeout_seconds + _HANG_TIMEOUT_SECONDS):
                 await asyncio.wait({asking})
@@ -86,7 +94,9 @@ class RecordingClients:
             asking.cancel()
             await asyncio.wait({asking})
             end = Hung() if isinstance(reason, TimeoutError) else GaveUp()
-            operation.events[-1:] = [(time.monotonic(), end)]  # instead of the note of its cancellation
+            operation.events[-1:] = [
+                (time.monotonic(), end)
+            ]  # instead of the note of its cancellation
         finally:
             if leaving is not None:
                 leaving.cancel()
@@ -97,12 +107,17 @@ class RecordingClients:
     async def _record_events(self, operation: Operation) -> None:
         received = 0
         try:
-            async with contextlib.aclosing(self._apis[operation.call.api](operation.call)) as events:
+            async with contextlib.aclosing(
+                self._apis[operation.call.api](operation.call)
+            ) as events:
                 async for event in events:
                     self._record_event(operation, event)
                     if isinstance(event, Tokens):
                         received += len(event.tokens)
-                    if operation.call.cancel_after_tokens is not None and received >= operation.call.cancel_after_tokens:
+                    if (
+                        operation.call.cancel_after_tokens is not None
+                        and received >= operation.call.cancel_after_tokens
+                    ):
                         break
                 else:
                     return
@@ -112,7 +127,9 @@ class RecordingClients:
         except ConnectionRefusedError as error:
             self._record_event(operation, Failed("UNAVAILABLE", f"cannot connect: {error}"))
         except http_exchange.ConnectionCut as cut:
-            self._record_event(operation, Closed(is_orderly=False) if cut.is_mid_response else Unanswered())
+            self._record_event(
+                operation, Closed(is_orderly=False) if cut.is_mid_response else Unanswered()
+            )
         except grpc.aio.AioRpcError as error:
             self._record_event(operation, Failed(error.code().name, error.details() or ""))
 
@@ -125,7 +142,9 @@ class RecordingClients:
     async def _sse(self, call: ClientCall) -> AsyncGenerator[Event, None]:
         body = _body(call) | {"stream": True, "stream_options": {"include_usage": True}}
         reason, over = "", False
-        async with http_exchange.post(self._http, "/v1/completions", body, _headers(call)) as answer:
+        async with http_exchange.post(
+            self._http, "/v1/completions", body, _headers(call)
+        ) as answer:
             if answer.status != 200:
                 yield _http_failure(answer.status, await answer.read_body())
                 return
@@ -153,7 +172,9 @@ class RecordingClients:
             yield Closed(is_orderly=False)
 
     async def _unary_http(self, call: ClientCall) -> AsyncGenerator[Event, None]:
-        async with http_exchange.post(self._http, "/v1/completions", _body(call), _headers(call)) as answer:
+        async with http_exchange.post(
+            self._http, "/v1/completions", _body(call), _headers(call)
+        ) as answer:
             body = await answer.read_body()
         if answer.status != 200:
             yield _http_failure(answer.status, body)
@@ -163,7 +184,9 @@ class RecordingClients:
         choices, usage = whole["choices"], whole["usage"]
         for choice in choices:
             yield Tokens(tuple(choice["token_ids"]), choice["index"])
-        yield Finished(choices[0]["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
+        yield Finished(
+            choices[0]["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]
+        )
         yield Closed(is_orderly=True)
 
     async def _grpc_stream(self, call: ClientCall) -> AsyncGenerator[Event, None]:
@@ -177,7 +200,9 @@ class RecordingClients:
         yield Closed(is_orderly=True)
 
     async def _grpc_once(self, call: ClientCall) -> AsyncGenerator[Event, None]:
-        for event in _events(await self._stub.GenerateOnce(_message(call), timeout=call.timeout_seconds)):
+        for event in _events(
+            await self._stub.GenerateOnce(_message(call), timeout=call.timeout_seconds)
+        ):
             yield event
         yield Closed(is_orderly=True)
 
@@ -212,20 +237,30 @@ def _message(call: ClientCall) -> GenerateRequest:
 def _sampling(call: ClientCall) -> dict[str, Any]:
     if call.seed is None:
         return {"temperature": 0.0}
-    return {"temperature": 0.7, "seed": call.seed, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
+    return {
+        "temperature": 0.7,
+        "seed": call.seed,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+    }
 
 
 def _events(response: GenerateResponse) -> list[Event]:
     found: list[Event] = []
     for part in (response, *response.others):
         if part.HasField("prompt"):
-            found.append(EchoedPrompt(tuple(part.prompt.token_ids), part.choice, _scores(part.prompt.scores)))
+            found.append(
+                EchoedPrompt(tuple(part.prompt.token_ids), part.choice, _scores(part.prompt.scores))
+            )
         if part.token_ids:
             found.append(Tokens(tuple(part.token_ids), part.choice, _scores(part.scores)))
     if response.HasField("usage"):
         found.append(RequestIdentity(response.request_id, tuple(response.timeline.models)))
         reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
-        found.append(Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens))
+        found.append(
+            Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens)
+        )
     return found
 
 

@@ -10,7 +10,13 @@ from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.tokenizer import HfTokenizer
 
 EOS_TOKEN = "<|end|>"
-CORPUS = ["hello world, hello hello", "héllo wörld", "日本語のテキスト", "😀😀 🎉", "a b  c\n\n\td"] * 4
+CORPUS = [
+    "hello world, hello hello",
+    "héllo wörld",
+    "日本語のテキスト",
+    "😀😀 🎉",
+    "a b  c\n\n\td",
+] * 4
 
 
 BYTE_CHARS = {byte: char for char, byte in CHAR_TO_BYTE.items()}
@@ -52,7 +58,11 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> HfTokenizer:
-    return HfTokenizer(byte_level_tokenizer(), bos=None, template=ChatTemplate(CHAT_TEMPLATE, {"eos_token": EOS_TOKEN}))
+    return HfTokenizer(
+        byte_level_tokenizer(),
+        bos=None,
+        template=ChatTemplate(CHAT_TEMPLATE, {"eos_token": EOS_TOKEN}),
+    )
 
 
 def expected_ids(text: str) -> tuple[int, ...]:

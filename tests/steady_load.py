@@ -1,4 +1,5 @@
-"""Steady load on a cluster of paced nodes, every token of it checked, and the command line beside it."""
+"""Steady load on a cluster of paced nodes, every token of it checked, and the command line beside
+it."""
 
 import asyncio
 import sys
@@ -6,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, GenerateCall, collect_answer
 from tests.cluster import Cluster
+from tests.grpc_calls import GenerateAnswer, GenerateCall, collect_answer
 
 
 async def run_baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
@@ -26,10 +27,12 @@ def make_prompt(salt: int, length: int = 100) -> list[int]:
 
 
 @asynccontextmanager
-async def steady_load(cluster: Cluster, streams: int = 6, tokens: int = 24) -> AsyncIterator[list[GenerateAnswer]]:
-    """Streams that each begin anew when they end. All have begun when the block does, and are not always all under way:
-    between two of its answers a stream waits for this process. Afterwards every one has ended, and every token is
-    right."""
+async def steady_load(
+    cluster: Cluster, streams: int = 6, tokens: int = 24
+) -> AsyncIterator[list[GenerateAnswer]]:
+    """Streams that each begin anew when they end. All have begun when the block does, and are not
+    always all under way: between two of its answers a stream waits for this process. Afterwards
+    every one has ended, and every token is right."""
     answers: list[GenerateAnswer] = []
     over, begun = asyncio.Event(), set[int]()
 

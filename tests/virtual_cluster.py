@@ -1,7 +1,9 @@
-"""The real brain and the real schedulers on a virtual clock: nothing computes, every step takes what a cost model says.
+"""The real brain and the real schedulers on a virtual clock: nothing computes, every step takes
+what a cost model says.
 
-With `prefill` nodes, prompts are handed over: that takes `link` seconds after the last chunk. Time passes from event to
-event, and minutes of it cost seconds. Tokens are all the same; what is looked at is who is served when.
+With `prefill` nodes, prompts are handed over: that takes `link` seconds after the last chunk. Time
+passes from event to event, and minutes of it cost seconds. Tokens are all the same; what is looked
+at is who is served when.
 """
 
 import heapq
@@ -12,26 +14,41 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from baton.kv.block_hash import BlockHash
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, RequestRejected
+from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
-from baton.types import AttemptKey, Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent, AttemptSpec
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
-from coordinator.core.common import messages as m
-from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
-from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.common.settings import BrainSettings
+from baton.types import (
+    AttemptKey,
+    AttemptSpec,
+    Incarnation,
+    NodeName,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenEvent,
+)
 from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.brain import Brain
+from coordinator.core.common import messages as m
+from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.sequences.outcomes import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    SequenceFailed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.step.step_batch import SliceResult, StepBatch
-from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
 from tests.unit.coordinator.core.brain_harness import make_ticket
 
@@ -70,7 +87,9 @@ class _VirtualNode:
     step_totals: DecodeStepTotals = field(default_factory=DecodeStepTotals)
     is_stepping: bool = False
     admitted: set[object] = field(default_factory=set)
-    prefill_seconds: dict[object, float] = field(default_factory=dict)  # seconds of the steps that computed prompts
+    prefill_seconds: dict[object, float] = field(
+        default_factory=dict
+    )  # seconds of the steps that computed prompts
 
     def record_step(self, batch: StepBatch, seconds: float) -> None:
         self.device_time.charge_step(batch, self.scheduler.get_sequence_in_flight, seconds)
@@ -78,7 +97,9 @@ class _VirtualNode:
         for piece in batch.slices:
             key = self.scheduler.get_sequence_in_flight(piece.sequence_id).key
             if key not in self.admitted:
-                share = seconds * self.scheduler.prefill_budget.compute_time_share(batch, len(piece.token_ids))
+                share = seconds * self.scheduler.prefill_budget.compute_time_share(
+                    batch, len(piece.token_ids)
+                )
                 self.prefill_seconds[key] = self.prefill_seconds.get(key, 0.0) + share
         self.scheduler.prefill_budget.observe_step(batch, seconds)
 
@@ -108,15 +129,21 @@ class VirtualCluster:
         self.peak_queue_length = 0
         self.last_token_at = 0.0
         self.longest_token_gap_seconds = 0.0
-        self.slowdown_by_node: dict[str, float] = {}  # of nodes by name: so many times as slow as the others
-        self.placements: list[tuple[float, str]] = []  # to which node an attempt was given, and when
+        self.slowdown_by_node: dict[
+            str, float
+        ] = {}  # of nodes by name: so many times as slow as the others
+        self.placements: list[
+            tuple[float, str]
+        ] = []  # to which node an attempt was given, and when
         self.on_request_end: Callable[[VirtualRequest], None] = lambda _: None
         self._costs = costs or PacedCosts()
         self._handoff_seconds = link
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
         self.brain = Brain(
-            NodeRegistry(1e6, 1e6), PrefixAwarePolicy(), BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share)
+            NodeRegistry(1e6, 1e6),
+            PrefixAwarePolicy(),
+            BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share),
         )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
@@ -126,9 +153,15 @@ class VirtualCluster:
         for number in range(nodes + prefill):
             pool = BlockPool(blocks, PACED_LAYOUT.block_size, lambda: self.now)
             role = Role.DECODE if number < nodes else Role.PREFILL
-            node = _VirtualNode(Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role)
+            node = _VirtualNode(
+                Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role
+            )
             self._nodes[node.incarnation] = node
-            self._apply_effects(self.brain.join_node(_join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0))
+            self._apply_effects(
+                self.brain.join_node(
+                    _join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0
+                )
+            )
             self._send_heartbeat(node)
 
     # what a test does
@@ -137,7 +170,12 @@ class VirtualCluster:
         heapq.heappush(self._events, (when, next(self._serial), call))
 
     def submit_request(
-        self, tenant: str = "default", prompt: int = 64, output: int = 8, timeout: float = 600.0, priority: int = 0
+        self,
+        tenant: str = "default",
+        prompt: int = 64,
+        output: int = 8,
+        timeout: float = 600.0,
+        priority: int = 0,
     ) -> VirtualRequest:
         """A request arrives now."""
         served = VirtualRequest(tenant, self.now, prompt)
@@ -191,7 +229,9 @@ class VirtualCluster:
                 self._apply_effects(self.brain.tick(self.now))
         self.now = until
 
-    def completed_requests(self, tenant: str | None = None, since: float = 0.0) -> list[VirtualRequest]:
+    def completed_requests(
+        self, tenant: str | None = None, since: float = 0.0
+    ) -> list[VirtualRequest]:
         everyone = [each for each in self.requests.values() if tenant in (None, each.tenant)]
         return [each for each in everyone if each.is_done and each.arrived_at >= since]
 
@@ -211,9 +251,13 @@ class VirtualCluster:
                     self._on_order(self._nodes[node], message)
                 case m.EmitTokens(request, tokens, _):
                     served = self.requests[request]
-                    served.first_token_at = self.now if served.first_token_at is None else served.first_token_at
+                    served.first_token_at = (
+                        self.now if served.first_token_at is None else served.first_token_at
+                    )
                     served.token_count += len(tokens)
-                    self.longest_token_gap_seconds = max(self.longest_token_gap_seconds, self.now - self.last_token_at)
+                    self.longest_token_gap_seconds = max(
+                        self.longest_token_gap_seconds, self.now - self.last_token_at
+                    )
                     self.last_token_at = self.now
                 case m.EndRequest():
                     served = self.requests[effect.request_id]
@@ -248,7 +292,9 @@ class VirtualCluster:
                 node.scheduler.add_sequence(message.work, root)
                 self._wake(node)
             else:
-                refused = m.ReservationRefused(message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks)
+                refused = m.ReservationRefused(
+                    message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks
+                )
                 self.call_at(self.now, lambda: self._send_to_brain(node, refused))
 
     def _reserve(self, node: _VirtualNode, work: AttemptSpec, writer: Incarnation) -> None:
@@ -270,7 +316,9 @@ class VirtualCluster:
         if batch is None:
             node.is_stepping = False
         else:
-            seconds = self._costs.compute_step_seconds(batch) * self.slowdown_by_node.get(node.incarnation, 1.0)
+            seconds = self._costs.compute_step_seconds(batch) * self.slowdown_by_node.get(
+                node.incarnation, 1.0
+            )
 
             def ended() -> None:
                 node.record_step(batch, seconds)
@@ -281,23 +329,42 @@ class VirtualCluster:
             self.call_at(self.now + seconds, ended)
         self._send_outcomes(node, plan.outcomes)
 
-    def _send_outcomes(self, node: _VirtualNode, outcomes: "list[Outcome] | tuple[Outcome, ...]") -> None:
+    def _send_outcomes(
+        self, node: _VirtualNode, outcomes: "list[SequenceOutcome] | tuple[SequenceOutcome, ...]"
+    ) -> None:
         events: list[TokenEvent] = []
         for outcome in outcomes:
             match outcome:
                 case TokenEmitted(sequence, event):
                     if sequence.key not in node.admitted:
                         node.admitted.add(sequence.key)
-                        cached, share = sequence.num_cached_tokens, node.prefill_seconds.pop(sequence.key)
-                        self._send_to_brain(node, m.DecodeStarted(sequence.key, sequence.context_len - cached, cached, 0, share))
+                        cached, share = (
+                            sequence.num_cached_tokens,
+                            node.prefill_seconds.pop(sequence.key),
+                        )
+                        self._send_to_brain(
+                            node,
+                            m.DecodeStarted(
+                                sequence.key, sequence.context_len - cached, cached, 0, share
+                            ),
+                        )
                     events.append(event)
                 case SequenceFailed(sequence, error, caused_by):
                     node.prefill_seconds.pop(sequence.key, None)
                     self._send_to_brain(node, m.AttemptFailed(sequence.key, error, caused_by))
                 case PrefillCompleted(sequence, event):
-                    cached, share = sequence.num_cached_tokens, node.prefill_seconds.pop(sequence.key)
-                    self._send_to_brain(node, m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share))
-                    self.call_at(self.now + self._handoff_seconds, partial(self._finish_handoff, node, sequence.key, event))
+                    cached, share = (
+                        sequence.num_cached_tokens,
+                        node.prefill_seconds.pop(sequence.key),
+                    )
+                    self._send_to_brain(
+                        node,
+                        m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share),
+                    )
+                    self.call_at(
+                        self.now + self._handoff_seconds,
+                        partial(self._finish_handoff, node, sequence.key, event),
+                    )
                 case _:
                     raise AssertionError(outcome)
         if events:
@@ -305,12 +372,18 @@ class VirtualCluster:
 
     def _finish_handoff(self, writer: _VirtualNode, key: AttemptKey, event: TokenEvent) -> None:
         ticket = make_ticket(Incarnation(""), key, writer.incarnation).id
-        decode = next(node for node in self._nodes.values() if node is not writer and node.scheduler.get_sequence(key))
+        decode = next(
+            node
+            for node in self._nodes.values()
+            if node is not writer and node.scheduler.get_sequence(key)
+        )
         decode.pool.mark_writing(ticket)
         decode.admitted.add(key)
         outcomes = decode.scheduler.commit_handoff(key, (event.token_id,))
         writer.scheduler.finish_handoff(key)
-        sequence = next(outcome.sequence for outcome in outcomes if isinstance(outcome, TokenEmitted))
+        sequence = next(
+            outcome.sequence for outcome in outcomes if isinstance(outcome, TokenEmitted)
+        )
         self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, sequence.context_len))
         size = sequence.context_len * PACED_LAYOUT.token_bytes
         report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._handoff_seconds)
@@ -319,7 +392,10 @@ class VirtualCluster:
         self._wake(decode)
 
     def _send_heartbeat(self, node: _VirtualNode) -> None:
-        counts = {f"blocks_{state.value}": number for state, number in node.pool.count_blocks_by_state().items()}
+        counts = {
+            f"blocks_{state.value}": number
+            for state, number in node.pool.count_blocks_by_state().items()
+        }
         stats = NodeStats(
             blocks_total=node.pool.num_blocks,
             decode_steps=node.step_totals.num_steps,

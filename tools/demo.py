@@ -1,4 +1,5 @@
-"""`make demo`: coordinator, prefill node and decode node as processes of their own, one streamed answer, its timeline.
+"""`make demo`: coordinator, prefill node and decode node as processes of their own, one streamed
+answer, its timeline.
 
 Everything listens on free ports and is gone afterwards.
 """
@@ -14,21 +15,21 @@ from pathlib import Path
 import grpc
 from rich.console import Console
 
-from baton.shared_memory import segment
-from baton.cli.supervisor.supervisor import child_specs as plan
-from baton.cli.supervisor.supervisor import ports
 from baton.cli.common.default_model import find_default_model
 from baton.cli.common.errors import innermost_error
-from baton.cli.supervisor.run_cluster import ready_announcement
+from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.child_output import LogFiles
-from baton.cli.supervisor.supervisor import Supervisor, running_cluster
+from baton.cli.supervisor.run_cluster import ready_announcement
+from baton.cli.supervisor.supervisor import Supervisor, ports, running_cluster
 from baton.cli.views.timeline import render_timeline
 from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from tools.footprint import measure_cluster_memory, disk_bytes, list_segment_files
+from baton.shared_memory import segment
+from tools.footprint import disk_bytes, list_segment_files, measure_cluster_memory
 
-PROMPT = 'def read_lines(path):\n    """Read'  # the bundled model goes on to a whole function, and ends by itself
+# the bundled model goes on to a whole function, and ends by itself
+PROMPT = 'def read_lines(path):\n    """Read'
 MAX_TOKENS = 120
 START_TIMEOUT = 120.0  # seconds
 
@@ -53,13 +54,22 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
             with console.status("starting coordinator, prefill node and decode node"):
                 async with asyncio.timeout(START_TIMEOUT):
                     await cluster.wait_until_ready()
-            console.print(ready_announcement(config, cluster.endpoints), highlight=False, markup=False, soft_wrap=True)
-            console.print("processes: " + ", ".join(f"{name} {pid}" for name, pid in cluster.get_pids().items()))
+            console.print(
+                ready_announcement(config, cluster.endpoints),
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+            console.print(
+                "processes: "
+                + ", ".join(f"{name} {pid}" for name, pid in cluster.get_pids().items())
+            )
             ready = time.monotonic()
             first, timeline = await stream_answer(console, cluster)
             console.print(render_timeline(timeline))
             console.print(
-                f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start", highlight=False
+                f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start",
+                highlight=False,
             )
             pids = list(cluster.get_pids().values())
             own = list_segment_files(segments, segment.SEGMENT_PREFIX) - of_others
@@ -82,12 +92,13 @@ def describe_footprint(pids: list[int], segments: Iterable[Path]) -> str:
             f"{memory.segments / 1e9:.2f} GB of shared memory for the caches"
         )
     if sys.prefix != sys.base_prefix:
-        told += f"\ndisk: {installed_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
+        told += f"\ndisk: {disk_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
     return told
 
 
 async def stream_answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
-    """Stream one answer to the terminal. Returns the moment of its first token, and its timeline."""
+    """Stream one answer to the terminal. Returns the moment of its first token, and its
+    timeline."""
     request = generation_pb2.GenerateRequest(text=PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
     console.rule("a prompt, and the answer token by token")
     console.print(PROMPT, style="bold", end="", highlight=False, markup=False, soft_wrap=True)

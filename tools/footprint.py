@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 
 class ClusterMemory(NamedTuple):
-    """Bytes. `private_bytes` is what the processes have allocated themselves, without the files that they map, such as
-    libraries; `segment_bytes` is the shared memory of their caches and of the pool."""
+    """Bytes. `private_bytes` is what the processes have allocated themselves, without the files
+    that they map, such as libraries; `segment_bytes` is the shared memory of their caches and of
+    the pool."""
 
     private_bytes: int
     segment_bytes: int
@@ -18,7 +19,9 @@ class ClusterMemory(NamedTuple):
 def disk_bytes(folder: Path) -> int:
     """Disk blocks of every file in the folder; links are not followed."""
     return sum(
-        os.lstat(os.path.join(parent, name)).st_blocks * 512 for parent, _, names in os.walk(folder) for name in names
+        os.lstat(os.path.join(parent, name)).st_blocks * 512
+        for parent, _, names in os.walk(folder)
+        for name in names
     )
 
 
@@ -27,10 +30,14 @@ def list_segment_files(folder: Path, prefix: str) -> frozenset[Path]:
     return frozenset(folder.glob(f"{prefix}*"))
 
 
-def measure_cluster_memory(pids: Iterable[int], segments: Iterable[Path], processes: Path = Path("/proc")) -> ClusterMemory:
-    """The memory of running processes and of these segments. Raises OSError where the kernel does not show it.
+def measure_cluster_memory(
+    pids: Iterable[int], segments: Iterable[Path], processes: Path = Path("/proc")
+) -> ClusterMemory:
+    """The memory of running processes and of these segments. Raises OSError where the kernel does
+    not show it.
 
-    It reads /proc/PID/status alone: a process that leaves no core file shows its maps and smaps to nobody but root.
+    It reads /proc/PID/status alone: a process that leaves no core file shows its maps and smaps to
+    nobody but root.
     """
     private = sum(_anonymous_bytes((processes / str(pid) / "status").read_text()) for pid in pids)
     return ClusterMemory(private, sum(path.stat().st_blocks * 512 for path in segments))

@@ -1,6 +1,8 @@
-"""Generate baton/pb from proto/. `make proto` runs it; a test holds the checked-in stubs to its output.
+"""Generate baton/pb from proto/. `make proto` runs it; a test holds the checked-in stubs to its
+output.
 
-The files are given to protoc under the virtual path baton/pb/, so that the generated imports are absolute and unique.
+The files are given to protoc under the virtual path baton/pb/, so that the generated imports are
+absolute and unique.
 """
 
 import sys

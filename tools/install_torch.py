@@ -38,7 +38,9 @@ def find_index_problem(index: str) -> str:
 def install_from_index(index: str) -> bool:
     """Whether pip has installed from the index what pyproject.toml requires of torch."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
-    wanted = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = subprocess.run(
+        listing, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     pip = [
         sys.executable,
         "-m",
@@ -57,7 +59,9 @@ def main(index: str) -> None:
         return
     reason = find_index_problem(index)
     if reason:
-        sys.stdout.write(f"{index} cannot be reached ({reason}): torch comes from where pip looks\n")
+        sys.stdout.write(
+            f"{index} cannot be reached ({reason}): torch comes from where pip looks\n"
+        )
     elif not install_from_index(index):
         sys.stdout.write(f"torch was not installed from {index}: it comes from where pip looks\n")
 

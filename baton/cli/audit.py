@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.process import clock
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.process import clock
 
 CALL_TIMEOUT = 15.0  # seconds
 
@@ -19,7 +19,10 @@ def register(app: typer.Typer) -> None:
 
 def audit(
     settle: Annotated[
-        float, typer.Option(min=0.0, help="Seconds until a second look at blocks whose owner seems to be gone")
+        float,
+        typer.Option(
+            min=0.0, help="Seconds until a second look at blocks whose owner seems to be gone"
+        ),
     ] = 1.0,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -29,20 +32,25 @@ def audit(
 
     Exits with 1 if one does not balance, a block has no live owner or a node is silent.
     """
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.cli.checks.ledger import find_ledger_faults
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         metadata = admin_metadata(admin_token)
         answer, suspects = _collect_suspects(stub, metadata)
-        if suspects:  # what a request that just ended left is given back within moments; a leak stays
+        if (
+            suspects
+        ):  # what a request that just ended left is given back within moments; a leak stays
             threading.Event().wait(settle)
             answer, again = _collect_suspects(stub, metadata)
             suspects &= again
     found = find_ledger_faults(answer.ledgers, answer.silent)
-    found += [f"{held.node}: {held.owner} holds blocks {held.state}, and is no live request" for held in suspects]
+    found += [
+        f"{held.node}: {held.owner} holds blocks {held.state}, and is no live request"
+        for held in suspects
+    ]
     if as_json:
         _print_json(answer, found)
     else:
@@ -82,12 +90,17 @@ def _print_table(answer: Any, found: list[str]) -> None:
     for heading in (*BLOCK_STATES, "total"):
         table.add_column(heading.replace("_", " "), justify="right")
     for ledger in sorted(answer.ledgers, key=lambda ledger: str(ledger.node)):
-        table.add_row(escape(ledger.node), *(str(getattr(ledger, state)) for state in (*BLOCK_STATES, "total")))
+        table.add_row(
+            escape(ledger.node),
+            *(str(getattr(ledger, state)) for state in (*BLOCK_STATES, "total")),
+        )
     console = make_console()
     console.print(table)
     for ledger in answer.ledgers:
         for owner in ledger.owners:
-            held = f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
+            held = (
+                f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
+            )
             console.print(escape(f"  {ledger.node}: {held}"))
     for line in found:
         console.print(f"[red]{escape(line)}[/]")

@@ -9,7 +9,11 @@ import typer
 def register(app: typer.Typer) -> None:
     app.command(
         "bench",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        },
     )(bench)
 
 

@@ -15,7 +15,9 @@ from baton.cli.common.options import ApiKeyOption
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONTEXT_FULL = "context_length_exceeded"
 CHAT_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
-_CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROL_CHARACTERS = {
+    code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
 
 AnswerStream = Callable[[Mapping[str, Any]], Any]  # a body, and the pieces of the answer to it
 
@@ -30,14 +32,17 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer", min=1)] = None,
     model: Annotated[str, typer.Option(help="May be left out when one model is served")] = "",
     url: Annotated[
-        str, typer.Option("--url", envvar="BATON_URL", help="Base URL of any OpenAI-compatible endpoint")
+        str,
+        typer.Option(
+            "--url", envvar="BATON_URL", help="Base URL of any OpenAI-compatible endpoint"
+        ),
     ] = DEFAULT_URL,
     api_key: ApiKeyOption = "",
 ) -> None:
     """Talk with the model.
 
-    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. When the context is full, the oldest turns
-    are forgotten.
+    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. When the context is full,
+    the oldest turns are forgotten.
     """
     from baton.cli.client.chat_completions import ChatClient
     from baton.config.settings import read_secret
@@ -50,14 +55,18 @@ def chat(
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
-        print(f"{options['model']} at {url}. {HELP}.")
-    ChatSession(client.stream_answer, ChatHistory(system), options, "> " if on_terminal else "").run()
+        print(f"{options['model']} at {url}. {CHAT_HELP}.")
+    ChatSession(
+        client.stream_answer, ChatHistory(system), options, "> " if on_terminal else ""
+    ).run()
 
 
 class ChatSession:
     """Reads questions, streams answers. `options` go with every request."""
 
-    def __init__(self, ask: AnswerStream, conversation: ChatHistory, options: Mapping[str, Any], prompt: str) -> None:
+    def __init__(
+        self, ask: AnswerStream, conversation: ChatHistory, options: Mapping[str, Any], prompt: str
+    ) -> None:
         self._stream_answer = ask
         self._conversation = conversation
         self._options = options
@@ -65,7 +74,9 @@ class ChatSession:
 
     def run(self) -> None:
         """Until the input ends or /quit."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background deaf to it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # shells start what is in the background deaf to it
         while True:
             try:
                 line = input(self._prompt).strip()
@@ -98,8 +109,12 @@ class ChatSession:
                 self._print_answer(said)
             except KeyboardInterrupt:
                 _print_notice("stopped", after=said)
-            except Refused as error:
-                if error.error_code == CONTEXT_FULL and not said and self._conversation.drop_oldest_turn():
+            except ChatRefused as error:
+                if (
+                    error.error_code == CONTEXT_FULL
+                    and not said
+                    and self._conversation.drop_oldest_turn()
+                ):
                     _print_notice("the context is full: the oldest turn is forgotten")
                     continue
                 _print_notice(f"error: {error.message}", after=said)
@@ -110,9 +125,12 @@ class ChatSession:
             return "".join(said)
 
     def _print_answer(self, said: list[str]) -> None:
-        """Puts each piece into `said` before it is shown, so that what was shown is always known."""
+        """Puts each piece into `said` before it is shown, so that what was shown is always
+        known."""
         finish = ""
-        with contextlib.closing(self._stream_answer({**self._options, "messages": self._conversation.messages})) as pieces:
+        with contextlib.closing(
+            self._stream_answer({**self._options, "messages": self._conversation.messages})
+        ) as pieces:
             for piece in pieces:
                 if piece.text:
                     said.append(piece.text)
@@ -122,11 +140,14 @@ class ChatSession:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if finish == "length":
-            _print_notice("cut: the answer has reached its most tokens (--max-tokens, or the context)")
+            _print_notice(
+                "cut: the answer has reached its most tokens (--max-tokens, or the context)"
+            )
 
 
 def _print_notice(notice: str, *, after: list[str] | None = None) -> None:
-    """A line about the conversation, beside it. `after`: what was shown of an answer that has not ended its line."""
+    """A line about the conversation, beside it. `after`: what was shown of an answer that has not
+    ended its line."""
     sys.stdout.flush()
     if after:
         sys.stdout.write("\n")

@@ -1,4 +1,5 @@
-"""`baton doctor`: would a cluster with these settings work on this machine, and if not, what mends it?"""
+"""`baton doctor`: would a cluster with these settings work on this machine, and if not, what mends
+it?"""
 
 import json
 import os
@@ -23,7 +24,13 @@ def register(app: typer.Typer) -> None:
 def doctor(
     settings: Config,
     endpoint: Annotated[
-        str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="Who may answer already")
+        str,
+        typer.Option(
+            "--endpoint",
+            envvar="BATON_ENDPOINT",
+            metavar="HOST:PORT",
+            help="Who may answer already",
+        ),
     ] = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -33,7 +40,11 @@ def doctor(
     """
     findings = run_checks(settings, endpoint)
     if as_json:
-        print(json.dumps({"ok": not _has_bad_finding(findings), "checks": [asdict(one) for one in findings]}))
+        print(
+            json.dumps(
+                {"ok": not _has_bad_finding(findings), "checks": [asdict(one) for one in findings]}
+            )
+        )
     else:
         _print_findings(findings)
     if _has_bad_finding(findings):

@@ -17,22 +17,32 @@ def register(app: typer.Typer) -> None:
 
 
 def down(
-    port: Annotated[str | None, typer.Option(metavar="N", help="HTTP port of the cluster (default 8000)")] = None,
+    port: Annotated[
+        str | None, typer.Option(metavar="N", help="HTTP port of the cluster (default 8000)")
+    ] = None,
     state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Its state folder")] = None,
-    config_file: Annotated[str | None, typer.Option("--config", metavar="FILE", help="TOML file of settings")] = None,
-    segment_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Its folder of segments")] = None,
+    config_file: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="TOML file of settings")
+    ] = None,
+    segment_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Its folder of segments")
+    ] = None,
 ) -> None:
     """Drain and stop the cluster of this machine.
 
     Returns when no process and no shared memory of it is left.
     """
-    from baton.cli.supervisor.supervisor import state_folder as state
+    from baton.cli.supervisor import state_folder as state
     from baton.shared_memory.segment import remove_stale_segments
 
     flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
-    config = resolve_config({key: value for key, value in flags.items() if value is not None}, file=config_file)
+    config = resolve_config(
+        {key: value for key, value in flags.items() if value is not None}, file=config_file
+    )
     folder = state.state_folder(config)
-    by_itself = state.stop_cluster(folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS)
+    by_itself = state.stop_cluster(
+        folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS
+    )
     remove_stale_segments(Path(config.segment_dir))
     if not by_itself:
         raise CommandFailed(f"the cluster of {folder} did not end by itself: it was killed")

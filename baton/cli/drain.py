@@ -1,4 +1,5 @@
-"""`baton drain` and `baton undrain`: take a node out of service without losing a request, and put it back."""
+"""`baton drain` and `baton undrain`: take a node out of service without losing a request, and put
+it back."""
 
 import json
 import sys
@@ -7,12 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.common.errors import CommandFailed
-from baton.cli.generate import EXIT_INTERRUPTED
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.generate import EXIT_INTERRUPTED
 
 CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.25  # seconds, at most
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="A name that `baton status` shows")]
+NodeArgument = Annotated[
+    str, typer.Argument(metavar="NODE", help="A name that `baton status` shows")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -24,17 +27,23 @@ def drain(
     node: NodeArgument,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="SECONDS", help="Then place elsewhere what is left; without it, all may finish"),
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Then place elsewhere what is left; without it, all may finish",
+        ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when the node is empty, or at once")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Return when the node is empty, or at once")
+    ] = True,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
 ) -> None:
     """Give NODE no new work, and wait until it is empty.
 
-    What it holds goes on to its end. The node stays out of service, also when it restarts, until `baton undrain` (or
-    until the coordinator restarts, which forgets it).
+    What it holds goes on to its end. The node stays out of service, also when it restarts, until
+    `baton undrain` (or until the coordinator restarts, which forgets it).
     """
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
@@ -42,7 +51,9 @@ def drain(
     with coordinator_channel(endpoint) as channel:
         metadata = admin_metadata(admin_token)
         request = cluster_pb2.DrainRequest(node=node, timeout_seconds=timeout)
-        answer = cluster_pb2_grpc.ClusterStub(channel).Drain(request, timeout=CALL_TIMEOUT, metadata=metadata)
+        answer = cluster_pb2_grpc.ClusterStub(channel).Drain(
+            request, timeout=CALL_TIMEOUT, metadata=metadata
+        )
         if answer.warning:
             sys.stderr.write(f"warning: {answer.warning}\n")
         service = answer.service
@@ -50,13 +61,18 @@ def drain(
             try:
                 service = _wait_until_drained(channel, node, metadata, show=not as_json)
             except KeyboardInterrupt:
-                sys.stderr.write(f"\n{node} goes on draining; `baton undrain {node}` puts it back\n")
+                sys.stderr.write(
+                    f"\n{node} goes on draining; `baton undrain {node}` puts it back\n"
+                )
                 raise SystemExit(EXIT_INTERRUPTED) from None
     _print_service(node, service, as_json)
 
 
 def undrain(
-    node: NodeArgument, as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = ""
+    node: NodeArgument,
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
 ) -> None:
     """Put NODE back into service."""
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
@@ -70,11 +86,15 @@ def undrain(
 
 
 def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -> str:
-    """The state in which the wait ended. Raises Bad when somebody put the node back into service."""
-    from baton.cli.views.progress_line import ProgressLine
+    """The state in which the wait ended. Raises Bad when somebody put the node back into
+    service."""
     from baton.cli.client.status_watch import watch_status
+    from baton.cli.views.progress_line import ProgressLine
 
-    with ProgressLine(sys.stderr if show else None) as progress, watch_status(channel, _WATCH_INTERVAL, metadata) as answers:
+    with (
+        ProgressLine(sys.stderr if show else None) as progress,
+        watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
+    ):
         for answer in answers:
             node = next((one for one in answer.nodes if one.name == name), None)
             if node is None:
@@ -90,8 +110,17 @@ def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -
 def format_remaining(node: Any) -> str:
     """What a draining node still has, in one line."""
     stats = node.stats
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_in_use + stats.blocks_quarantined
-    left = f", what is left in {node.drain_seconds_left:.0f} s is placed again" if node.drain_seconds_left else ""
+    held = (
+        stats.blocks_reserved
+        + stats.blocks_writing
+        + stats.blocks_in_use
+        + stats.blocks_quarantined
+    )
+    left = (
+        f", what is left in {node.drain_seconds_left:.0f} s is placed again"
+        if node.drain_seconds_left
+        else ""
+    )
     return f"{node.name}: {node.placed} requests, {held} blocks held{left}"
 
 
@@ -104,4 +133,8 @@ _SERVICE_WORDS = {
 
 
 def _print_service(node: str, service: str, as_json: bool) -> None:
-    print(json.dumps({"node": node, "service": service}) if as_json else f"{node} {_WORDS.get(service, service)}")
+    print(
+        json.dumps({"node": node, "service": service})
+        if as_json
+        else f"{node} {_SERVICE_WORDS.get(service, service)}"
+    )

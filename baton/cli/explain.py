@@ -1,4 +1,5 @@
-"""`baton explain`: where one request's time went, what was reused, who was considered and how each attempt ended."""
+"""`baton explain`: where one request's time went, what was reused, who was considered and how each
+attempt ended."""
 
 import json
 from typing import Annotated
@@ -28,8 +29,8 @@ def explain(
 ) -> None:
     """Show where the time of REQUEST_ID went.
 
-    Works while it runs, and for the last requests that have ended (`--explain-keep` of `baton up`). Exits with 1 for
-    one that is not known.
+    Works while it runs, and for the last requests that have ended (`--explain-keep` of `baton up`).
+    Exits with 1 for one that is not known.
     """
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict

@@ -1,7 +1,8 @@
 """`python -m baton.cli.probe coordinator|node`: one health check of a process on this machine.
 
-It reads the settings that the process reads (BATON_* and --config), so a container's health check needs no address and
-no token of its own. Prints why not. Exit codes: 0 healthy, 1 not healthy, 2 wrong usage, 3 nobody answers.
+It reads the settings that the process reads (BATON_* and --config), so a container's health check
+needs no address and no token of its own. Prints why not. Exit codes: 0 healthy, 1 not healthy, 2
+wrong usage, 3 nobody answers.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from baton.cli.client.grpc_channel import CHANNEL_OPTIONS
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable, exit_code
-from baton.cli.supervisor.ports import dial_address, cluster_endpoints
+from baton.cli.supervisor.ports import cluster_endpoints, dial_address
 from baton.config.settings import Config, resolve_config
 from baton.errors import BatonError, ConfigError
 from baton.network.bind_policy import get_endpoint_host
@@ -39,27 +40,36 @@ def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
 
 
 def probe_node(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
-    """Ask the node's gRPC health service. Raises Bad, Unreachable, or ConfigError without a fixed port."""
+    """Ask the node's gRPC health service. Raises Bad, Unreachable, or ConfigError without a fixed
+    port."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     if config.health_port < 1:
-        raise ConfigError(f"health_port is {config.health_port}: a probe needs a fixed one", param="health_port")
+        raise ConfigError(
+            f"health_port is {config.health_port}: a probe needs a fixed one", param="health_port"
+        )
     where = dial_address(get_endpoint_host(config.listen), config.health_port)
     with grpc.insecure_channel(where, options=CHANNEL_OPTIONS) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout
+            )
         except grpc.RpcError as error:
             raise EndpointUnreachable(f"no node answers at {where}: {error.code().name}") from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise CommandFailed(f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+        raise CommandFailed(
+            f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+        )
 
 
 PROBES = {"coordinator": probe_coordinator, "node": probe_node}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m baton.cli.probe", description=(__doc__ or "").splitlines()[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.cli.probe", description=(__doc__ or "").splitlines()[2]
+    )
     parser.add_argument("kind", choices=PROBES)
     kind = parser.parse_args(argv).kind
     try:

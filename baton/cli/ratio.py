@@ -1,4 +1,5 @@
-"""`baton ratio`: how many nodes prefill and how many decode, shown and changed while traffic flows."""
+"""`baton ratio`: how many nodes prefill and how many decode, shown and changed while traffic
+flows."""
 
 import json
 import sys
@@ -8,8 +9,8 @@ import typer
 
 from baton.cli import ratio_control as ratio_steering
 from baton.cli.common.errors import CommandFailed
-from baton.cli.generate import EXIT_INTERRUPTED
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.generate import EXIT_INTERRUPTED
 
 CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.1  # seconds, at most
@@ -23,43 +24,60 @@ def register(app: typer.Typer) -> None:
     app.add_typer(ratio, name="ratio")
 
 
-def show_ratio(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = "") -> None:
-    """Show the ratio, the one that was asked for, and which nodes are on their way to another role."""
+def show_ratio(
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
+) -> None:
+    """Show the ratio, the one that was asked for, and which nodes are on their way to another
+    role."""
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
-    from baton.cli.views.ratio_text import format_ratio, format_role_switch, format_ratio_control
+    from baton.cli.views.ratio_text import format_ratio, format_ratio_control, format_role_switch
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.GetRatio(cluster_pb2.GetRatioRequest(), timeout=CALL_TIMEOUT, metadata=admin_metadata(admin_token))
+        answer = stub.GetRatio(
+            cluster_pb2.GetRatioRequest(),
+            timeout=CALL_TIMEOUT,
+            metadata=admin_metadata(admin_token),
+        )
     if as_json:
         print(json.dumps(message_to_dict(answer)))
         return
     print(format_ratio(answer))
     print(format_ratio_control(answer))
     for switch in [*answer.over, *answer.switches]:
-        print(f"  {line(switch)}")
+        print(f"  {format_role_switch(switch)}")
     print(f"possible with the live nodes: {answer.possible}")
 
 
 def set_ratio(
-    ratio: Annotated[str, typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones")],
+    ratio: Annotated[
+        str,
+        typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones"),
+    ],
     flip_timeout: Annotated[
         float | None,
         typer.Option(
-            min=0.0, metavar="SECONDS", help="What a node still has then is placed again elsewhere (--flip-timeout)"
+            min=0.0,
+            metavar="SECONDS",
+            help="What a node still has then is placed again elsewhere (--flip-timeout)",
         ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")
+    ] = True,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
 ) -> None:
     """Bring the cluster to P:D while it serves, and report each node's switch.
 
-    Nodes drain their old role and take the new one in place; weights and cache stay. A probe request goes through each
-    before it counts. Exits with 2 if P + D are not the live nodes, and names what is possible. Ends `auto`.
+    Nodes drain their old role and take the new one in place; weights and cache stay. A probe
+    request goes through each before it counts. Exits with 2 if P + D are not the live nodes, and
+    names what is possible. Ends `auto`.
     """
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
@@ -72,11 +90,17 @@ def set_ratio(
             try:
                 answer = _wait_until_settled(channel, answer.generation, metadata, show=not as_json)
             except KeyboardInterrupt:
-                sys.stderr.write(f"\nthe cluster goes on to {ratio}; `baton ratio set` changes that\n")
+                sys.stderr.write(
+                    f"\nthe cluster goes on to {ratio}; `baton ratio set` changes that\n"
+                )
                 raise SystemExit(EXIT_INTERRUPTED) from None
     mine = [switch for switch in answer.over if switch.generation == answer.generation]
     if as_json:
-        print(json.dumps({**message_to_dict(answer), "over": [message_to_dict(switch) for switch in mine]}))
+        print(
+            json.dumps(
+                {**message_to_dict(answer), "over": [message_to_dict(switch) for switch in mine]}
+            )
+        )
         return
     for switch in mine:
         print(format_role_switch(switch))
@@ -94,9 +118,13 @@ def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadat
     try:
         split = parse_split(ratio)
         request = cluster_pb2.SetRatioRequest(
-            prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=flip_timeout
+            prefill=split.prefill_nodes,
+            decode=split.decode_nodes,
+            flip_timeout_seconds=flip_timeout,
         )
-        return cluster_pb2_grpc.ClusterStub(channel).SetRatio(request, timeout=CALL_TIMEOUT, metadata=metadata)
+        return cluster_pb2_grpc.ClusterStub(channel).SetRatio(
+            request, timeout=CALL_TIMEOUT, metadata=metadata
+        )
     except InvalidRequest as error:
         raise ConfigError(error.message, param="ratio") from None
     except grpc.RpcError as error:
@@ -106,16 +134,22 @@ def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadat
 
 
 def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: bool) -> Any:
-    """The ratio when nothing is left to do. Raises Bad when another target took its place, or nobody knows it."""
+    """The ratio when nothing is left to do. Raises Bad when another target took its place, or
+    nobody knows it."""
+    from baton.cli.client.status_watch import watch_status
     from baton.cli.views.progress_line import ProgressLine
     from baton.cli.views.ratio_text import format_ratio_progress
-    from baton.cli.client.status_watch import watch_status
 
-    with ProgressLine(sys.stderr if show else None) as shown, watch_status(channel, _WATCH_INTERVAL, metadata) as answers:
+    with (
+        ProgressLine(sys.stderr if show else None) as shown,
+        watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
+    ):
         for answer in answers:
             ratio = answer.ratio
             if ratio.generation != generation:
-                raise CommandFailed(f"another ratio was asked for meanwhile: {ratio.target_prefill}:{ratio.target_decode}")
+                raise CommandFailed(
+                    f"another ratio was asked for meanwhile: {ratio.target_prefill}:{ratio.target_decode}"
+                )
             if ratio.settled:
                 return ratio
             shown.show_line(format_ratio_progress(ratio))

@@ -13,7 +13,11 @@ def register(app: typer.Typer) -> None:
     app.command("status")(status)
 
 
-def status(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = "") -> None:
+def status(
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
+) -> None:
     """Show nodes, roles, load and cache.
 
     Exits with 1 while the cluster is not ready.
@@ -24,7 +28,9 @@ def status(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPO
 
     with coordinator_channel(endpoint) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token))
+        answer = stub.Status(
+            cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token)
+        )
     if as_json:
         print(json.dumps(message_to_dict(answer)))
     else:
@@ -37,13 +43,15 @@ def _print_table(answer: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.views.ratio_text import format_ratio_progress
     from baton.cli.views.console import make_console
+    from baton.cli.views.ratio_text import format_ratio_progress
 
     console = make_console()
     state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {escape(answer.reason)}"
     model = escape(answer.model or "-")
-    console.print(f"{state}  model {model}  mode {answer.mode}  queued {answer.queued}  running {answer.running}")
+    console.print(
+        f"{state}  model {model}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
+    )
     console.print(escape(format_ratio_progress(answer.ratio)))
     for notice in answer.notices:
         console.print(f"[yellow]{escape(notice)}[/]")

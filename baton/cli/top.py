@@ -23,20 +23,28 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, max=60.0, metavar="SECONDS", help="Between two looks")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One look, with rates over one interval")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=60.0, metavar="SECONDS", help="Between two looks")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="One look, with rates over one interval")
+    ] = False,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
 ) -> None:
     """Show nodes, load, cache, hand-offs and latencies, live.
 
-    Ctrl-C ends it. Where there is no terminal it prints one look after the other; --json prints one object a line.
+    Ctrl-C ends it. Where there is no terminal it prints one look after the other; --json prints one
+    object a line.
     """
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.cli.client.status_watch import watch_status
 
-    with coordinator_channel(endpoint) as channel, watch_status(channel, interval, admin_metadata(admin_token)) as answers:
+    with (
+        coordinator_channel(endpoint) as channel,
+        watch_status(channel, interval, admin_metadata(admin_token)) as answers,
+    ):
         frames = islice(_status_frames(answers), 1, 2) if once else _status_frames(answers)
         try:
             _print_frames(frames, as_json=as_json, live=not once and sys.stdout.isatty())

@@ -25,13 +25,16 @@ def register(app: typer.Typer) -> None:
 
 def up(
     settings: Config,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")
+    ] = False,
     quantize: _UnavailableOption = None,
 ) -> None:
     """Start coordinator, prefill and decode nodes, and keep them running.
 
-    Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that dies is started
-    again. Each setting is also a variable BATON_<NAME> and a key of --config FILE; flag > variable > file > default.
+    Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that
+    dies is started again. Each setting is also a variable BATON_<NAME> and a key of --config FILE;
+    flag > variable > file > default.
     """
     for flag, value in zip(UNAVAILABLE_OPTIONS, (quantize,), strict=True):
         if value is not None:
@@ -45,17 +48,19 @@ def up(
 
 
 def _prepare_and_run(settings: Config, detach: bool) -> int:
-    """Everything that can be checked at once, then the supervisor. Returns its exit code; raises BatonError."""
-    from baton.cli.supervisor.supervisor import memory_plan
-    from baton.cli.supervisor.supervisor import child_specs as plan
-    from baton.cli.supervisor.supervisor import ports
-    from baton.cli.supervisor.supervisor import state_folder as state
+    """Everything that can be checked at once, then the supervisor. Returns its exit code; raises
+    BatonError."""
     from baton.cli.common.default_model import find_default_model
+    from baton.cli.supervisor import child_specs as plan
+    from baton.cli.supervisor import memory_plan, ports
+    from baton.cli.supervisor import state_folder as state
     from baton.cli.supervisor.daemonize import daemonize as go_to_background
     from baton.models.model_source import with_local_model
     from baton.shared_memory.segment import remove_stale_segments
 
-    plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
+    plan.threads_per_node(
+        settings.threads, 1, 1
+    )  # a bad value is told before anything else happens
     config, notes = plan.complete_config(settings)
     if not config.model and config.engine == "model":
         config = msgspec.structs.replace(config, model=str(find_default_model()))
@@ -83,7 +88,8 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
 
 
 def _run_supervisor(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
-    # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a process that execs.
+    # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a
+    # process that execs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from baton.cli.supervisor.run_cluster import run_cluster
 

@@ -1,4 +1,5 @@
-"""A member's end of its one stream to the coordinator: join, heartbeat, commands in, reports out, and joining again.
+"""A member's end of its one stream to the coordinator: join, heartbeat, commands in, reports out,
+and joining again.
 
 The life of a link:
 
@@ -6,9 +7,10 @@ The life of a link:
                  -> Refusal: the process ends with one line saying which field differs, unless it was a member before
                  -> Refusal that names a time: the process says why and dials again then
 
-A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
-the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
-member's event loop; grpc errors go no further than this file.
+A stream that broke is dialled again at once, then with growing pauses. The work of the old
+incarnation is dropped when the new Welcome arrives, or after `silence` seconds without one,
+whichever is first. Everything here runs on the member's event loop; grpc errors go no further than
+this file.
 """
 
 import asyncio
@@ -18,12 +20,12 @@ from typing import Protocol
 import grpc
 
 from baton.cluster_link import stream as link_codec
-from baton.process import log
-from baton.errors import ConfigError
-from baton.process.failpoints import FAILPOINTS
-from baton.limits import MAX_UNSENT_MESSAGES
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
+from baton.errors import ConfigError
+from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb import cluster_pb2
+from baton.process import log
+from baton.process.failpoints import FAILPOINTS
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation, mint_id
 
@@ -103,15 +105,18 @@ class CoordinatorLink:
             self._overflow.set()
 
     async def wait_until_flushed(self) -> None:
-        """Return when all that was sent until now is written, or belongs to a stream that is over."""
+        """Return when all that was sent until now is written, or belongs to a stream that is
+        over."""
         await self._unsent.join()
 
     def rejoin(self) -> None:
-        """This node has changed: end the stream, if there is one, and join again as what it is now."""
+        """This node has changed: end the stream, if there is one, and join again as what it is
+        now."""
         self._member_changed.set()
 
     async def run(self) -> None:
-        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
+        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this
+        node."""
         pause = _FIRST_PAUSE
         self._heard_at = asyncio.get_running_loop().time()  # it has as long to come as to be silent
         while True:
@@ -130,37 +135,50 @@ class CoordinatorLink:
                 least = min(refusal.seconds, _REFUSED_PAUSE)
                 self._log_refusal("may not join yet", refusal.reason)
             except TimeoutError:
-                self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
+                self._log.warning(
+                    "coordinator silent", address=self._address, seconds=self._silence
+                )
             except _MemberChanged:
                 self._log.info("this node has changed: joining anew")
             if self.is_joined:
                 self._on_disconnected()
                 pause = _FIRST_PAUSE
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # a task group that has an error of its own to raise forgets the cancel
-            await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))  # a redial's pause, not a poll
+                # a task group that has an error of its own to raise forgets the cancel
+                raise asyncio.CancelledError
+            await asyncio.sleep(
+                max(least, pause * random.uniform(0.5, 1.0))
+            )  # a redial's pause, not a poll
             pause = min(pause * 2, longest)
 
     def _on_unreachable(self, error: grpc.aio.AioRpcError) -> None:
         """Raises ConfigError if no later dial would fare better."""
         if is_token_mismatch(error):
-            self._on_refused(f"coordinator {self._address}: wrong cluster token: give this process its --cluster-token")
+            self._on_refused(
+                f"coordinator {self._address}: wrong cluster token: give this process its --cluster-token"
+            )
         elif error.code() in _REFUSED_CODES:
-            self._on_refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
+            self._on_refused(
+                f"coordinator {self._address}: {error.details()}: check --cluster-token"
+            )
         else:
             self._log_unreachable(describe_link_failure(error))
 
     def _log_unreachable(self, code: str) -> None:
-        """A coordinator that starts, is restarted or stops before us is away for a moment, which is no warning."""
+        """A coordinator that starts, is restarted or stops before us is away for a moment, which is
+        no warning."""
         away = asyncio.get_running_loop().time() - self._heard_at
         if away < self._silence:
             self._log.debug("coordinator not there", address=self._address, code=code)
             return
         say, seconds = self._log.warning, round(away, 1)
-        self._rate_limited_log.log_event(say, "coordinator unreachable", address=self._address, code=code, seconds=seconds)
+        self._rate_limited_log.log_event(
+            say, "coordinator unreachable", address=self._address, code=code, seconds=seconds
+        )
 
     def _on_refused(self, reason: str) -> None:
-        """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
+        """A node that was a member once goes on trying: its coordinator may be being replaced, or
+        the link be bad."""
         if not self._was_member:
             raise ConfigError(reason)
         self._log_refusal("may not join anew", reason)
@@ -172,10 +190,13 @@ class CoordinatorLink:
     def _on_disconnected(self) -> None:
         self._incarnation = Incarnation("")
         loop = asyncio.get_running_loop()
-        self._lost_timer = loop.call_at(self._heard_at + self._silence, self._member.on_coordinator_lost)
+        self._lost_timer = loop.call_at(
+            self._heard_at + self._silence, self._member.on_coordinator_lost
+        )
 
     async def _run_session(self, call: grpc.aio.StreamStreamCall) -> None:
-        """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
+        """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it
+        ends."""
         self._member_changed.clear()
         try:
             join = self._member.build_join()
@@ -184,17 +205,28 @@ class CoordinatorLink:
             numbers = link_codec.SequenceNumbers()
             heartbeat = await self._receive_welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
-                others = (self._wait_for_change(), self._send_queued(call), self._send_heartbeats(heartbeat), self._wait_for_overflow())
+                others = (
+                    self._wait_for_change(),
+                    self._send_queued(call),
+                    self._send_heartbeats(heartbeat),
+                    self._wait_for_overflow(),
+                )
                 running = [tasks.create_task(other) for other in others]
                 await self._receive_messages(call, numbers)
                 for task in running:
                     task.cancel()
-        except* (grpc.aio.AioRpcError, TimeoutError, _MemberChanged) as group:  # or several at once: one says enough
+        except* (
+            grpc.aio.AioRpcError,
+            TimeoutError,
+            _MemberChanged,
+        ) as group:  # or several at once: one says enough
             raise _first_error(group) from None
         finally:
             call.cancel()
 
-    async def _receive_welcome(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers) -> float:
+    async def _receive_welcome(
+        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+    ) -> float:
         async with asyncio.timeout(self._silence):
             first = await call.read()
         if first is grpc.aio.EOF or first is None:
@@ -223,7 +255,9 @@ class CoordinatorLink:
         heartbeat: float = first.welcome.heartbeat_seconds
         return heartbeat
 
-    async def _receive_messages(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers) -> None:
+    async def _receive_messages(
+        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+    ) -> None:
         while True:
             async with asyncio.timeout(self._silence):
                 message = await call.read()

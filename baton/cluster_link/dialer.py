@@ -1,5 +1,5 @@
-"""How a node or a pool dials the coordinator's cluster port: mutual TLS whose keys the cluster token
-gives, and on the stream a proof of the token, which itself never crosses the wire."""
+"""How a node or a pool dials the coordinator's cluster port: mutual TLS whose keys the cluster
+token gives, and on the stream a proof of the token, which itself never crosses the wire."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,12 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import stream as link_codec
-from baton.network.cluster_certificates import COORDINATOR_CERTIFICATE_NAME, node_channel_credentials
-from baton.network.cluster_secret import derive_secret
 from baton.limits import LINK_CHANNEL_OPTIONS
+from baton.network.cluster_certificates import (
+    COORDINATOR_CERTIFICATE_NAME,
+    node_channel_credentials,
+)
+from baton.network.cluster_secret import derive_secret
 
 PROOF_METADATA_KEY = "baton-cluster-proof-bin"  # metadata of every stream
 _CHANNEL_OPTIONS = (
@@ -34,9 +37,13 @@ class CoordinatorDialer:
         self._credentials = node_channel_credentials(token)
         self._metadata = ((PROOF_METADATA_KEY, derive_link_proof(token)),)
 
-    def open_channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    def open_channel(
+        self, address: str, options: Sequence[tuple[str, Any]] = ()
+    ) -> grpc.aio.Channel:
         """A connection of its own to the coordinator at `address`, HOST:PORT."""
-        return grpc.aio.secure_channel(address, self._credentials, options=(*_CHANNEL_OPTIONS, *options))
+        return grpc.aio.secure_channel(
+            address, self._credentials, options=(*_CHANNEL_OPTIONS, *options)
+        )
 
     def open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
         """A stream on which nothing has been said."""

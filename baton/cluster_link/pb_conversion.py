@@ -2,27 +2,27 @@
 
 from collections.abc import Iterable, Mapping
 
-from baton.kv.cache_journal import CacheEventBatch
 from baton.errors import BatonError, error_from_code
+from baton.kv.cache_journal import CacheEventBatch
 from baton.kv.kv_layout import KVLayout
-from baton.pb import cluster_pb2, common_pb2
 from baton.kv.pool_types import RemotePrefix
+from baton.pb import cluster_pb2, common_pb2
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
     PeerAddress,
+    Principal,
     Request,
     RequestId,
     SamplingParams,
     SegmentRef,
-    Principal,
     Ticket,
     TicketId,
     TokenEvent,
     TokenLogprobs,
-    AttemptSpec,
 )
 
 PROTOCOL_VERSION = 3
@@ -31,11 +31,15 @@ FINISH_REASON_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_REASON_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_REASON_TO_PB.items()}
+_FINISH_REASON_FROM_PB: dict[int, FinishReason] = {
+    value: key for key, value in FINISH_REASON_TO_PB.items()
+}
 
 
 def attempt_key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
-    return cluster_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt_number, choice=key.choice_index)
+    return cluster_pb2.AttemptKey(
+        request_id=key.request_id, attempt=key.attempt_number, choice=key.choice_index
+    )
 
 
 def attempt_key_from_pb(message: cluster_pb2.AttemptKey) -> AttemptKey:
@@ -84,7 +88,9 @@ def _sampling_to_pb(params: SamplingParams) -> cluster_pb2.Sampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        logit_bias=[cluster_pb2.LogitBias(token=token, bias=bias) for token, bias in params.logit_bias],
+        logit_bias=[
+            cluster_pb2.LogitBias(token=token, bias=bias) for token, bias in params.logit_bias
+        ],
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
     )
@@ -136,7 +142,9 @@ def attempt_spec_from_pb(message: cluster_pb2.Work) -> AttemptSpec:
         choice_index=key.choice_index,
         principal=Principal(tenant_class=message.tenant_class, priority_level=message.level),
     )
-    return AttemptSpec(key, request, tuple(message.emitted.ids), message.prefill_payer, message.model)
+    return AttemptSpec(
+        key, request, tuple(message.emitted.ids), message.prefill_payer, message.model
+    )
 
 
 def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:
@@ -161,7 +169,9 @@ def remote_prefix_to_pb(elsewhere: RemotePrefix | None) -> cluster_pb2.Elsewhere
     if elsewhere is None:
         return None
     pool = peer_to_pb(elsewhere.pool)
-    return cluster_pb2.Elsewhere(pool=pool, tokens=elsewhere.prefix_tokens, token_seconds=elsewhere.compute_seconds_per_token)
+    return cluster_pb2.Elsewhere(
+        pool=pool, tokens=elsewhere.prefix_tokens, token_seconds=elsewhere.compute_seconds_per_token
+    )
 
 
 def remote_prefix_from_pb(message: cluster_pb2.Elsewhere) -> RemotePrefix:
@@ -202,9 +212,19 @@ def ticket_from_pb(message: cluster_pb2.Ticket) -> Ticket:
 
 
 def token_event_to_pb(event: TokenEvent) -> cluster_pb2.Token:
-    finish = FINISH_REASON_TO_PB[event.finish_reason] if event.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED
+    finish = (
+        FINISH_REASON_TO_PB[event.finish_reason]
+        if event.finish_reason
+        else common_pb2.FINISH_REASON_UNSPECIFIED
+    )
     score = logprobs_to_pb(event.logprobs) if event.logprobs else None
-    return cluster_pb2.Token(key=attempt_key_to_pb(event.key), index=event.output_index, token=event.token_id, finish=finish, score=score)
+    return cluster_pb2.Token(
+        key=attempt_key_to_pb(event.key),
+        index=event.output_index,
+        token=event.token_id,
+        finish=finish,
+        score=score,
+    )
 
 
 def token_event_from_pb(message: cluster_pb2.Token) -> TokenEvent:
@@ -226,10 +246,14 @@ def logprobs_to_pb(score: TokenLogprobs) -> common_pb2.Score:
 
 
 def logprobs_from_pb(message: common_pb2.Score) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+    return TokenLogprobs(
+        message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    )
 
 
-def cache_events_to_pb(change: CacheEventBatch, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
+def cache_events_to_pb(
+    change: CacheEventBatch, incarnation: Incarnation
+) -> cluster_pb2.NodeMessage:
     message = cluster_pb2.NodeMessage(incarnation=incarnation)
     if change.is_reset:
         message.cache_snapshot.sequence = change.sequence_number
@@ -259,4 +283,6 @@ def ledger_to_pb(
         ],
         **counts,
     )
-    return cluster_pb2.NodeMessage(incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger))
+    return cluster_pb2.NodeMessage(
+        incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger)
+    )

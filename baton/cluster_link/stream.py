@@ -1,9 +1,11 @@
-"""The node link on the wire: NodeLink.Attach, each message of which ends in a checksum of all bytes before it.
+"""The node link on the wire: NodeLink.Attach, each message of which ends in a checksum of all bytes
+before it.
 
-gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped bit in a token id
-or a prompt would still make a valid message, and a wrong answer with status 200. Both ends read None for a message that
-is not whole, and end the stream. Messages are numbered as well: one that comes twice is skipped, and one that is
-missing ends the stream as soon as the next arrives, so that nothing waits for a word that was said and lost.
+gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped
+bit in a token id or a prompt would still make a valid message, and a wrong answer with status 200.
+Both ends read None for a message that is not whole, and end the stream. Messages are numbered as
+well: one that comes twice is skipped, and one that is missing ends the stream as soon as the next
+arrives, so that nothing waits for a word that was said and lost.
 """
 
 import asyncio
@@ -14,8 +16,8 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from baton.process.failpoints import FAILPOINTS, FailpointAction
 from baton.pb import cluster_pb2
+from baton.process.failpoints import FAILPOINTS, FailpointAction
 
 _SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["NodeLink"]
 _METHOD = _SERVICE.methods_by_name["Attach"]
@@ -52,11 +54,15 @@ class SequenceNumbers:
     def __init__(self) -> None:
         self._last = 0
 
-    def number_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> None:
+    def number_message(
+        self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage
+    ) -> None:
         self._last += 1
         message.number = self._last
 
-    def accept_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> bool:
+    def accept_message(
+        self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage
+    ) -> bool:
         """False for one that came before. Raises MessagesLost."""
         if message.number > self._last + 1:
             raise MessagesLost(f"message {message.number} follows {self._last}")
@@ -65,18 +71,24 @@ class SequenceNumbers:
         return fresh
 
 
-async def send_message(put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str) -> None:
+async def send_message(
+    put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str
+) -> None:
     """Put a stamped message on the stream, or do with it what `failpoint` says."""
     action = None
     if FAILPOINTS.is_armed(failpoint):
-        action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)  # a delay must not hold the event loop
+        action = await asyncio.to_thread(
+            FAILPOINTS.hit, failpoint
+        )  # a delay must not hold the event loop
     if action is not FailpointAction.DROP:
         await put(message)
     if action is FailpointAction.DUPLICATE:
         await put(message)
 
 
-def open_link_stream(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> grpc.aio.StreamStreamCall:
+def open_link_stream(
+    channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]
+) -> grpc.aio.StreamStreamCall:
     """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
     attach = channel.stream_stream(
         f"/{_SERVICE.full_name}/{_METHOD.name}",

@@ -1,7 +1,8 @@
-"""Command-line flags made from the fields of `Config`, so that flag, variable and file cannot drift apart.
+"""Command-line flags made from the fields of `Config`, so that flag, variable and file cannot drift
+apart.
 
-A flag that is not given leaves no trace in the namespace: `given` returns only what the user typed, and
-`baton.config.settings.resolve` merges that with environment, file and defaults.
+A flag that is not given leaves no trace in the namespace: `given` returns only what the user typed,
+and `baton.config.settings.resolve` merges that with environment, file and defaults.
 """
 
 import argparse
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.config.settings import settings as config
+from baton.config import settings as config
 from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
@@ -18,8 +19,11 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Confi
 
 
 def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
-    """Add one flag per named field (all of them by default), `--config FILE` and the repeatable `--set KEY=VALUE`."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)", dest="config_file")
+    """Add one flag per named field (all of them by default), `--config FILE` and the repeatable
+    `--set KEY=VALUE`."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)", dest="config_file"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -28,13 +32,16 @@ def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | No
         metavar="KEY=VALUE",
         help="any setting by its name, such as dtype=float32; may be repeated",
     )
-    settings = parser.add_argument_group("settings", "each is also BATON_<NAME> and a key of --config FILE")
+    settings = parser.add_argument_group(
+        "settings", "each is also BATON_<NAME> and a key of --config FILE"
+    )
     for field in Config.__struct_fields__ if fields is None else fields:
         _add_flag(settings, field)
 
 
 def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
-    """The settings that were typed. Raises ConfigError for a malformed `--set` or one that contradicts its flag."""
+    """The settings that were typed. Raises ConfigError for a malformed `--set` or one that
+    contradicts its flag."""
     typed = {field: value for field, value in vars(namespace).items() if field in _DEFAULTS}
     for assignment in namespace.config_assignments:
         key, value = config.parse_assignment(assignment)
@@ -45,8 +52,11 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
     return typed
 
 
-def load_config(argv: Sequence[str] | None, *, prog: str, description: str, fields: Iterable[str] | None = None) -> Config:
-    """The settings of a command that has no flags but settings. Raises ConfigError; exits with 2 on unknown flags."""
+def load_config(
+    argv: Sequence[str] | None, *, prog: str, description: str, fields: Iterable[str] | None = None
+) -> Config:
+    """The settings of a command that has no flags but settings. Raises ConfigError; exits with 2 on
+    unknown flags."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_config_flags(parser, fields)
     namespace = parser.parse_args(argv)
@@ -61,7 +71,11 @@ def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:
         text = f"{text} (default {default})".strip()
     if isinstance(default, bool):
         group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, dest=field, default=argparse.SUPPRESS, help=text
+            flag,
+            action=argparse.BooleanOptionalAction,
+            dest=field,
+            default=argparse.SUPPRESS,
+            help=text,
         )
         return
     group.add_argument(

@@ -1,7 +1,7 @@
 """One table of every setting, and the one place where flag, environment, file and default meet.
 
-Every field is `--field-name`, `BATON_FIELD_NAME` and a TOML key `field_name`; flag > environment > file > default. A
-`Config` is frozen: "auto" is resolved where it is used and logged there.
+Every field is `--field-name`, `BATON_FIELD_NAME` and a TOML key `field_name`; flag > environment >
+file > default. A `Config` is frozen: "auto" is resolved where it is used and logged there.
 """
 
 import difflib
@@ -34,176 +34,315 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of every process. A process ignores what does not concern it."""
 
     # the model
-    model: Annotated[str, _help("Model folder in the Hugging Face format, or a hub id such as org/name")] = ""
-    served_model_name: Annotated[str, _help("Name clients use; the last part of --model by default")] = ""
-    engine: Annotated[Literal["model", "paced"], _help("paced waits as a cost model says instead of computing")] = (
-        "model"
-    )
-    load_format: Annotated[Literal["auto", "dummy"], _help("dummy: seeded random weights, no files of them")] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], _help("What computes; auto: an NVIDIA GPU if there is one")] = (
-        "auto"
-    )
+    model: Annotated[
+        str, _help_text("Model folder in the Hugging Face format, or a hub id such as org/name")
+    ] = ""
+    served_model_name: Annotated[
+        str, _help_text("Name clients use; the last part of --model by default")
+    ] = ""
+    engine: Annotated[
+        Literal["model", "paced"],
+        _help_text("paced waits as a cost model says instead of computing"),
+    ] = "model"
+    load_format: Annotated[
+        Literal["auto", "dummy"], _help_text("dummy: seeded random weights, no files of them")
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        _help_text("What computes; auto: an NVIDIA GPU if there is one"),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _help("Of weights and cache; auto: the model's own, float16 as bfloat16"),
+        _help_text("Of weights and cache; auto: the model's own, float16 as bfloat16"),
     ] = "auto"
-    threads: Annotated[str, _help("Compute threads of a node; auto: the cores, shared out among the nodes")] = "auto"
+    threads: Annotated[
+        str, _help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
+    ] = "auto"
 
     # the cluster
-    prefill: Annotated[NonNegativeInt, _help("Prefill nodes that `up` starts; 0 is colocated")] = 1
-    decode: Annotated[PositiveInt, _help("Decode nodes that `up` starts")] = 1
+    prefill: Annotated[
+        NonNegativeInt, _help_text("Prefill nodes that `up` starts; 0 is colocated")
+    ] = 1
+    decode: Annotated[PositiveInt, _help_text("Decode nodes that `up` starts")] = 1
     mode: Annotated[
         Literal["disaggregated", "colocated", "auto"],
-        _help("Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"),
+        _help_text(
+            "Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"
+        ),
     ] = "disaggregated"
-    max_model_len: Annotated[NonNegativeInt, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
+    max_model_len: Annotated[
+        NonNegativeInt, _help_text("Longest prompt plus output in tokens; 0 takes the model's own")
+    ] = 0
     kv_memory: Annotated[
-        str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB")
+        str,
+        _help_text(
+            "Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB"
+        ),
     ] = "auto"
-    block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
-    max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
+    block_size: Annotated[int, Meta(ge=1, le=256), _help_text("Tokens of a KV block")] = 16
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096), _help_text("Sequences that a node runs at once")
+    ] = 64
+    max_batched_tokens: Annotated[
+        int, Meta(ge=16, le=65536), _help_text("Tokens that a node computes in one step")
+    ] = 512
     preemption: Annotated[
         Literal["most_blocks", "cheapest"],
-        _help("Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"),
+        _help_text(
+            "Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"
+        ),
     ] = "most_blocks"
     local_prefill_share: Annotated[
         float,
         Meta(gt=0, le=10),
-        _help("Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"),
+        _help_text(
+            "Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"
+        ),
     ] = 0.5
     degrade_wait: Annotated[
         Seconds,
-        _help("Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"),
+        _help_text(
+            "Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"
+        ),
     ] = 5.0
     degraded_max_tokens: Annotated[
-        NonNegativeInt, _help("Most output tokens of new requests while service is degraded so far; 0: never capped")
+        NonNegativeInt,
+        _help_text(
+            "Most output tokens of new requests while service is degraded so far; 0: never capped"
+        ),
     ] = 0
     request_timeout: Annotated[
-        Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
+        Seconds,
+        _help_text("Seconds a request may take at most, and when its client gives no deadline"),
     ] = 600.0
     unknown_fields: Annotated[
         Literal["error", "ignore"],
-        _help("Fields of a request that Baton does not know: refuse the request, or drop and count them"),
+        _help_text(
+            "Fields of a request that Baton does not know: refuse the request, or drop and count them"
+        ),
     ] = "error"
-    max_queue: Annotated[PositiveInt, _help("Requests that may wait; more are refused with 429")] = 1024
+    max_queue: Annotated[
+        PositiveInt, _help_text("Requests that may wait; more are refused with 429")
+    ] = 1024
     max_queue_tokens: Annotated[
-        PositiveInt, _help("Prompt tokens that may wait, about 36 bytes each; more are refused with 429")
+        PositiveInt,
+        _help_text("Prompt tokens that may wait, about 36 bytes each; more are refused with 429"),
     ] = 8388608
     placement: Annotated[
-        Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
+        Literal["round_robin", "least_loaded", "prefix_aware"],
+        _help_text("How nodes are chosen for a request"),
     ] = "prefix_aware"
-    explain_keep: Annotated[int, Meta(ge=0, le=1 << 20), _help("Ended requests that `baton explain` knows")] = 4096
-    slo: Annotated[str, _help("What counts as good, for `ratio advise`, `ratio auto` and baton_goodput_ratio")] = (
-        "ttft=500ms,tpot=50ms"
-    )
-    ratio_auto: Annotated[bool, _help("Begin with `ratio auto` for --slo, also after a restart of the coordinator")] = (
-        False
-    )
+    explain_keep: Annotated[
+        int, Meta(ge=0, le=1 << 20), _help_text("Ended requests that `baton explain` knows")
+    ] = 4096
+    slo: Annotated[
+        str,
+        _help_text("What counts as good, for `ratio advise`, `ratio auto` and baton_goodput_ratio"),
+    ] = "ttft=500ms,tpot=50ms"
+    ratio_auto: Annotated[
+        bool,
+        _help_text("Begin with `ratio auto` for --slo, also after a restart of the coordinator"),
+    ] = False
 
     # where things listen
-    host: Annotated[str, _help("Address of the HTTP and gRPC ports")] = "127.0.0.1"
-    port: Annotated[Port, _help("HTTP port; 0 picks a free one")] = 8000
-    grpc_port: Annotated[Port, _help("gRPC port; 0 picks a free one")] = 50051
-    admin_host: Annotated[str, _help("Address of the admin port")] = "127.0.0.1"
-    admin_port: Annotated[Port, _help("Admin HTTP port; 0 picks a free one")] = 9000
+    host: Annotated[str, _help_text("Address of the HTTP and gRPC ports")] = "127.0.0.1"
+    port: Annotated[Port, _help_text("HTTP port; 0 picks a free one")] = 8000
+    grpc_port: Annotated[Port, _help_text("gRPC port; 0 picks a free one")] = 50051
+    admin_host: Annotated[str, _help_text("Address of the admin port")] = "127.0.0.1"
+    admin_port: Annotated[Port, _help_text("Admin HTTP port; 0 picks a free one")] = 9000
     metrics_on_http: Annotated[
-        bool, _help("Serve /metrics on the HTTP port too, to whom the admin port would serve it")
+        bool,
+        _help_text("Serve /metrics on the HTTP port too, to whom the admin port would serve it"),
     ] = False
-    cluster_host: Annotated[str, _help("Address where nodes dial the coordinator")] = "127.0.0.1"
-    cluster_port: Annotated[Port, _help("Port where nodes dial the coordinator; 0 picks a free one")] = 0
+    cluster_host: Annotated[str, _help_text("Address where nodes dial the coordinator")] = (
+        "127.0.0.1"
+    )
+    cluster_port: Annotated[
+        Port, _help_text("Port where nodes dial the coordinator; 0 picks a free one")
+    ] = 0
     max_connections: Annotated[
-        NonNegativeInt, _help("Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files")
+        NonNegativeInt,
+        _help_text(
+            "Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files"
+        ),
     ] = 0
     max_connections_per_address: Annotated[
-        NonNegativeInt, _help("Connections to one port from one address that is not loopback; 0: half of what the port may hold")
+        NonNegativeInt,
+        _help_text(
+            "Connections to one port from one address that is not loopback; 0: half of what the port may hold"
+        ),
     ] = 0
-    state_dir: Annotated[str, _help("Folder of `up`: ports in use, pids, logs of detached clusters")] = ""
+    state_dir: Annotated[
+        str, _help_text("Folder of `up`: ports in use, pids, logs of detached clusters")
+    ] = ""
 
     # who may do what
-    api_key: Annotated[str, _help("Key that clients send as a bearer token; @FILE reads it from a file")] = ""
+    api_key: Annotated[
+        str, _help_text("Key that clients send as a bearer token; @FILE reads it from a file")
+    ] = ""
     tenants: Annotated[
-        str, _help("File of tenants in TOML: hashed keys, classes, weights, limits; read again on SIGHUP")
+        str,
+        _help_text(
+            "File of tenants in TOML: hashed keys, classes, weights, limits; read again on SIGHUP"
+        ),
     ] = ""
-    cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
-    admin_token: Annotated[str, _help("Token of the admin port and of Cluster calls; @FILE reads it from a file")] = ""
+    cluster_token: Annotated[
+        str, _help_text("Secret shared by the cluster's processes; @FILE reads it from a file")
+    ] = ""
+    admin_token: Annotated[
+        str, _help_text("Token of the admin port and of Cluster calls; @FILE reads it from a file")
+    ] = ""
     allowed_origins: Annotated[
-        str, _help("Origins whose web pages may call the HTTP port, as https://chat.example, comma-separated")
+        str,
+        _help_text(
+            "Origins whose web pages may call the HTTP port, as https://chat.example, comma-separated"
+        ),
     ] = ""
-    insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False
+    insecure: Annotated[bool, _help_text("Allow non-loopback binds without keys")] = False
     core_dumps: Annotated[
-        bool, _help("Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there")
+        bool,
+        _help_text(
+            "Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there"
+        ),
     ] = False
-    failpoints_rpc: Annotated[bool, _help("Let Cluster.ArmFailpoints inject faults (tests)")] = False
+    failpoints_rpc: Annotated[
+        bool, _help_text("Let Cluster.ArmFailpoints inject faults (tests)")
+    ] = False
 
     # a node
-    coordinator: Annotated[str, _help("HOST:PORT of the coordinator's cluster port")] = ""
-    name: Annotated[str, _help("Name of this node; minted when empty")] = ""
-    listen: Annotated[str, _help("HOST:PORT of this node's transfer socket; port 0 is ephemeral")] = "127.0.0.1:0"
+    coordinator: Annotated[str, _help_text("HOST:PORT of the coordinator's cluster port")] = ""
+    name: Annotated[str, _help_text("Name of this node; minted when empty")] = ""
+    listen: Annotated[
+        str, _help_text("HOST:PORT of this node's transfer socket; port 0 is ephemeral")
+    ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, _help("HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen")
+        str,
+        _help_text(
+            "HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen"
+        ),
     ] = ""
-    health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
-    host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
-    segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"
+    health_port: Annotated[
+        int, Meta(ge=-1, le=65535), _help_text("gRPC health port of a node; -1 is none")
+    ] = 0
+    host_id: Annotated[
+        str, _help_text("Nodes of equal host id share memory; proven by a file when empty")
+    ] = ""
+    segment_dir: Annotated[str, _help_text("Folder of shared-memory segments")] = "/dev/shm"
     transport: Annotated[
         Literal["auto", "shm", "zmq", "grpc"],
-        _help("How KV travels; auto: shared memory on one host, zmq between hosts"),
+        _help_text("How KV travels; auto: shared memory on one host, zmq between hosts"),
     ] = "auto"
-    layers_per_message: Annotated[NonNegativeInt, _help("Layers in one transfer message; 0 adapts")] = 0
+    layers_per_message: Annotated[
+        NonNegativeInt, _help_text("Layers in one transfer message; 0 adapts")
+    ] = 0
 
     # the pool of a host
-    pool: Annotated[str, _help("HOST:PORT of this host's pool; a node without one computes what it lacks")] = ""
+    pool: Annotated[
+        str, _help_text("HOST:PORT of this host's pool; a node without one computes what it lacks")
+    ] = ""
     pool_memory: Annotated[
-        str, _help("Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool")
+        str,
+        _help_text(
+            "Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool"
+        ),
     ] = "auto"
     pool_disk: Annotated[
-        str, _help("Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; 0 is none")
+        str,
+        _help_text(
+            "Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; 0 is none"
+        ),
     ] = "0"
-    pool_disk_dir: Annotated[str, _help("Folder of the pool's disk file; that of --state-dir when empty")] = ""
-    pool_port: Annotated[Port, _help("Port where `up` lets its nodes dial the pool; 0 picks a free one")] = 0
+    pool_disk_dir: Annotated[
+        str, _help_text("Folder of the pool's disk file; that of --state-dir when empty")
+    ] = ""
+    pool_port: Annotated[
+        Port, _help_text("Port where `up` lets its nodes dial the pool; 0 picks a free one")
+    ] = 0
     pool_eviction: Annotated[
-        Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
+        Literal["cost", "lru"],
+        _help_text(
+            "What leaves the pool first: what is least worth keeping, or least recently used"
+        ),
     ] = "cost"
     pool_patience: Annotated[
-        Seconds, _help("Seconds a node waits for the first answer of its host's pool; then it computes")
+        Seconds,
+        _help_text(
+            "Seconds a node waits for the first answer of its host's pool; then it computes"
+        ),
     ] = 0.05
-    pool_publish_rate: Annotated[str, _help("What a decode node copies into the pool in a second at most")] = "256MiB"
+    pool_publish_rate: Annotated[
+        str, _help_text("What a decode node copies into the pool in a second at most")
+    ] = "256MiB"
 
     # patience
-    heartbeat: Annotated[Seconds, _help("Seconds between heartbeats")] = 1.0
-    silence: Annotated[Seconds, _help("Seconds without a message after which a node is given up")] = 5.0
-    stall: Annotated[Seconds, _help("Seconds without progress after which a busy node is given up")] = 15.0
-    ticket_ttl: Annotated[Seconds, _help("Seconds a ticket lives without renewal")] = 10.0
-    progress_timeout: Annotated[Seconds, _help("Seconds a started hand-off may stand still")] = 10.0
-    max_attempts: Annotated[PositiveInt, _help("Placements of one request before it fails")] = 8
+    heartbeat: Annotated[Seconds, _help_text("Seconds between heartbeats")] = 1.0
+    silence: Annotated[
+        Seconds, _help_text("Seconds without a message after which a node is given up")
+    ] = 5.0
+    stall: Annotated[
+        Seconds, _help_text("Seconds without progress after which a busy node is given up")
+    ] = 15.0
+    ticket_ttl: Annotated[Seconds, _help_text("Seconds a ticket lives without renewal")] = 10.0
+    progress_timeout: Annotated[
+        Seconds, _help_text("Seconds a started hand-off may stand still")
+    ] = 10.0
+    max_attempts: Annotated[
+        PositiveInt, _help_text("Placements of one request before it fails")
+    ] = 8
     retry_budget: Annotated[
-        float, Meta(ge=0, le=1), _help("Share of the requests that come in that may be retries after a failure")
+        float,
+        Meta(ge=0, le=1),
+        _help_text("Share of the requests that come in that may be retries after a failure"),
     ] = 0.2
-    drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
+    drain_timeout: Annotated[
+        Seconds, _help_text("Seconds a stopping cluster waits for its requests")
+    ] = 30.0
     liveness_timeout: Annotated[
         float,
-        Meta(ge=5, le=MAX_SECONDS),  # a sign of life comes every second, and a busy machine delays some
-        _help("Seconds without a sign of life after which `up` ends a process and starts it again; at least 5"),
+        Meta(
+            ge=5, le=MAX_SECONDS
+        ),  # a sign of life comes every second, and a busy machine delays some
+        _help_text(
+            "Seconds without a sign of life after which `up` ends a process and starts it again; at least 5"
+        ),
     ] = 30.0
     flip_timeout: Annotated[
-        Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")
+        Seconds,
+        _help_text(
+            "Seconds a node that changes its role may finish what it has; then it is placed again"
+        ),
     ] = 30.0
 
     # the paced engine's cost model
-    paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0
-    paced_step_ms: Annotated[float, Meta(ge=0), _help("Milliseconds for each decode step")] = 2.0
-    paced_sequence_us: Annotated[float, Meta(ge=0), _help("Microseconds of a decode step for each sequence")] = 20.0
-    paced_vocab_size: Annotated[PositiveInt, _help("Token ids are below this")] = 32000
-    paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
+    paced_prefill_us_per_token: Annotated[
+        float, Meta(ge=0), _help_text("Microseconds for each prompt token")
+    ] = 50.0
+    paced_step_ms: Annotated[float, Meta(ge=0), _help_text("Milliseconds for each decode step")] = (
+        2.0
+    )
+    paced_sequence_us: Annotated[
+        float, Meta(ge=0), _help_text("Microseconds of a decode step for each sequence")
+    ] = 20.0
+    paced_vocab_size: Annotated[PositiveInt, _help_text("Token ids are below this")] = 32000
+    paced_reread: Annotated[
+        bool, _help_text("Check the whole context again at every full block (tests)")
+    ] = False
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("Least weight that is logged")] = "info"
-    log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _help_text("Least weight that is logged")
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "console"], _help_text("auto: console on a terminal, else json")
+    ] = "auto"
     log_max_bytes: Annotated[
-        int, Meta(ge=4096), _help("Bytes after which `up --detach` begins a process's log file anew")
+        int,
+        Meta(ge=4096),
+        _help_text("Bytes after which `up --detach` begins a process's log file anew"),
     ] = 64 << 20
     log_backups: Annotated[
-        int, Meta(ge=0, le=1000), _help("Full log files that are kept for each process, beside the one in use")
+        int,
+        Meta(ge=0, le=1000),
+        _help_text("Full log files that are kept for each process, beside the one in use"),
     ] = 3
 
     @property
@@ -221,7 +360,13 @@ ENV_PREFIX = "BATON_"
 # Variables that are no settings: of commands, of tests, and between a supervisor and its children.
 NON_SETTING_VARIABLES = frozenset(
     {
-        *("BATON_CONFIG", "BATON_ENDPOINT", "BATON_URL", "BATON_FAILPOINTS", "BATON_FAILPOINTS_SEED"),
+        *(
+            "BATON_CONFIG",
+            "BATON_ENDPOINT",
+            "BATON_URL",
+            "BATON_FAILPOINTS",
+            "BATON_FAILPOINTS_SEED",
+        ),
         *("BATON_SUPERVISOR_PID", "BATON_LIVENESS_FD"),
     }
 )
@@ -230,7 +375,10 @@ _FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 def get_field_help(field: str) -> str:
     """The help text of a field, "" if it has none."""
-    return next((m.description for m in getattr(_FIELD_TYPES[field], "__metadata__", ()) if m.description), "")
+    return next(
+        (m.description for m in getattr(_FIELD_TYPES[field], "__metadata__", ()) if m.description),
+        "",
+    )
 
 
 def get_field_choices(field: str) -> tuple[str, ...]:
@@ -240,7 +388,9 @@ def get_field_choices(field: str) -> tuple[str, ...]:
     return get_args(literal) if get_origin(literal) is Literal else ()
 
 
-def resolve_config(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None) -> Config:
+def resolve_config(
+    flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None
+) -> Config:
     """Merge flags (those given), BATON_* variables, the TOML file and the defaults.
 
     Raises ConfigError naming the field, the value and where it came from.
@@ -260,7 +410,11 @@ def resolve_config(flags: Mapping[str, object], *, environ: Mapping[str, str] = 
             merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)
         except msgspec.ValidationError as error:
             shown = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
-            reason = f"it must be one of {', '.join(words)}" if (words := get_field_choices(key)) else str(error)
+            reason = (
+                f"it must be one of {', '.join(words)}"
+                if (words := get_field_choices(key))
+                else str(error)
+            )
             raise ConfigError(f"{key} is {shown}: {reason} ({sources[key]})", param=key) from None
     for key in SECRET_FIELDS & merged.keys():
         merged[key] = read_secret(str(merged[key]), key)
@@ -268,12 +422,17 @@ def resolve_config(flags: Mapping[str, object], *, environ: Mapping[str, str] = 
 
 
 def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One notice for each BATON_* variable that nothing reads, with the name it may have been meant as. They are no
-    error: other programs may set some, as Kubernetes does for a service that is called baton."""
-    known = {ENV_PREFIX + field.upper() for field in Config.__struct_fields__} | NON_SETTING_VARIABLES
+    """One notice for each BATON_* variable that nothing reads, with the name it may have been meant
+    as. They are no error: other programs may set some, as Kubernetes does for a service that is
+    called baton."""
+    known = {
+        ENV_PREFIX + field.upper() for field in Config.__struct_fields__
+    } | NON_SETTING_VARIABLES
     notices = []
     for name in sorted(key for key in environ if key.startswith(ENV_PREFIX) and key not in known):
-        alike = difflib.get_close_matches(name, known - {"BATON_LIVENESS_FD", "BATON_SUPERVISOR_PID"}, n=1, cutoff=0.8)
+        alike = difflib.get_close_matches(
+            name, known - {"BATON_LIVENESS_FD", "BATON_SUPERVISOR_PID"}, n=1, cutoff=0.8
+        )
         hint = f": did you mean {alike[0]}?" if alike else ""
         notices.append(f"{name} is set, and no setting is called so: it has no effect{hint}")
     return notices
@@ -293,17 +452,22 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 def read_secret(value: str, field: str) -> str:
-    """A secret itself, or what the file that `@FILE` names holds, without the white space around it. An empty file is
-    no key that happens to let everybody in: it raises ConfigError, as one that cannot be read does."""
+    """A secret itself, or what the file that `@FILE` names holds, without the white space around
+    it. An empty file is no key that happens to let everybody in: it raises ConfigError, as one that
+    cannot be read does."""
     if not value.startswith("@"):
         return value
     try:
         secret = Path(value[1:]).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"{field} names {value[1:]!r}, which cannot be read: {reason}", param=field) from None
+        raise ConfigError(
+            f"{field} names {value[1:]!r}, which cannot be read: {reason}", param=field
+        ) from None
     if not secret:
-        raise ConfigError(f"{field} names {value[1:]!r}, which is empty: write the key into it", param=field)
+        raise ConfigError(
+            f"{field} names {value[1:]!r}, which is empty: write the key into it", param=field
+        )
     return secret
 
 

@@ -1,7 +1,7 @@
 """BlockHash: the name of a full block's contents, equal in every process that computes it.
 
-SHA-256 chained over typed, length-prefixed fields, so that no two different inputs can be spelled the same way.
-A hash names the whole prefix up to and including its block.
+SHA-256 chained over typed, length-prefixed fields, so that no two different inputs can be spelled
+the same way. A hash names the whole prefix up to and including its block.
 """
 
 import hashlib
@@ -46,15 +46,22 @@ def root_hash(model_digest: bytes, layout: KVLayout, salt: bytes) -> BlockHash:
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """Name of the block that holds `tokens` (token ids below 2**32) after `parent`."""
     packed = struct.pack(f">{len(tokens)}I", *tokens)
-    return BlockHash(hashlib.sha256(_PARENT_FIELD_PREFIX + parent + _tokens_field_prefix(len(packed)) + packed).digest())
+    return BlockHash(
+        hashlib.sha256(
+            _PARENT_FIELD_PREFIX + parent + _tokens_field_prefix(len(packed)) + packed
+        ).digest()
+    )
 
 
 def short_hash(name: BlockHash) -> int:
-    """Enough of a BlockHash for a hint: among a million blocks two are alike once in 37 million such sets."""
+    """Enough of a BlockHash for a hint: among a million blocks two are alike once in 37 million
+    such sets."""
     return int.from_bytes(name[:8], "big")
 
 
-def iter_block_hashes(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[BlockHash]:
+def iter_block_hashes(
+    root: BlockHash, tokens: Sequence[int], block_size: int
+) -> Iterator[BlockHash]:
     """Hashes of the full blocks of `tokens`, first to last."""
     parent = root
     for start in range(0, len(tokens) - block_size + 1, block_size):

@@ -1,9 +1,10 @@
 """What the prefix index has gained and lost since the coordinator was last told.
 
-The coordinator keeps a directory of who holds what (coordinator/core/membership/prefix_directory.py), and this is its source. A
-change and its opposite cancel each other out before anybody hears of them, so what is pending is never more than the
-blocks there are, twice. Messages are numbered from 1 for each incarnation, and the first is a snapshot. They are a
-hint: the node itself looks into its index before it uses anything.
+The coordinator keeps a directory of who holds what
+(coordinator/core/membership/prefix_directory.py), and this is its source. A change and its opposite
+cancel each other out before anybody hears of them, so what is pending is never more than the blocks
+there are, twice. Messages are numbered from 1 for each incarnation, and the first is a snapshot.
+They are a hint: the node itself looks into its index before it uses anything.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from baton.kv.block_hash import BlockHash, short_hash
 
 FLUSH_INTERVAL_SECONDS = 0.05  # seconds between messages of a node at work
-MAX_HASHES_PER_BATCH = 2048  # in one message, 16 KiB: what either end's event loop does for it takes a millisecond or two
+# in one message, 16 KiB: what either end's event loop does for it takes a millisecond or two
+MAX_HASHES_PER_BATCH = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,9 @@ class CacheJournal:
 
     def is_flush_due(self, now: float) -> bool:
         """Is there something to tell, and has enough time passed?"""
-        return bool(self._pending) and (self._flushed_at is None or now - self._flushed_at >= FLUSH_INTERVAL_SECONDS)
+        return bool(self._pending) and (
+            self._flushed_at is None or now - self._flushed_at >= FLUSH_INTERVAL_SECONDS
+        )
 
     def pop_events(self, now: float) -> Iterator[CacheEventBatch]:
         """Everything that is pending, in messages of bounded size."""
@@ -57,17 +61,23 @@ class CacheJournal:
         self._pending, self._flushed_at, self._is_snapshot_open = {}, now, False
         every = [short_hash(name) for name in names]
         for start in range(0, max(1, len(every)), MAX_HASHES_PER_BATCH):
-            yield self._next_batch(tuple(every[start : start + MAX_HASHES_PER_BATCH]), (), fresh=start == 0)
+            yield self._next_batch(
+                tuple(every[start : start + MAX_HASHES_PER_BATCH]), (), fresh=start == 0
+            )
 
     def begin_snapshot(self) -> None:
-        """What was told before is void. All there is follows in parts, each as it is when it is told.
+        """What was told before is void. All there is follows in parts, each as it is when it is
+        told.
 
-        What changes meanwhile is told as events, in between. Until `end_snapshot` a change and its opposite do not
-        cancel each other out: what the coordinator knows of a name depends on whether its part has been told.
+        What changes meanwhile is told as events, in between. Until `end_snapshot` a change and its
+        opposite do not cancel each other out: what the coordinator knows of a name depends on
+        whether its part has been told.
         """
         self._pending, self._is_snapshot_open = {}, True
 
-    def build_snapshot_part(self, names: Iterable[BlockHash], now: float, *, first: bool) -> CacheEventBatch:
+    def build_snapshot_part(
+        self, names: Iterable[BlockHash], now: float, *, first: bool
+    ) -> CacheEventBatch:
         """At most MAX_NAMES, all of which are there now."""
         part = tuple(short_hash(name) for name in names)
         for name in part:
@@ -90,6 +100,8 @@ class CacheJournal:
         else:
             self._pending[name] = present
 
-    def _next_batch(self, inserted: tuple[int, ...], evicted: tuple[int, ...], *, fresh: bool) -> CacheEventBatch:
+    def _next_batch(
+        self, inserted: tuple[int, ...], evicted: tuple[int, ...], *, fresh: bool
+    ) -> CacheEventBatch:
         self._sequence += 1
         return CacheEventBatch(self._sequence, inserted, evicted, fresh)

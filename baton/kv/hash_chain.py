@@ -6,7 +6,8 @@ from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHash, block_hash, 
 
 
 class HashChain:
-    """Names of the full blocks of `tokens` after `root_hash`. `tokens` may be appended to; named tokens never change."""
+    """Names of the full blocks of `tokens` after `root_hash`. `tokens` may be appended to; named
+    tokens never change."""
 
     def __init__(self, root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
         self.tokens = tokens
@@ -22,7 +23,9 @@ class HashChain:
     def parent_hash(self, block: int) -> BlockHash:
         """Name of what precedes logical block `block`: the root for block 0."""
         while len(self._hashes) <= block:
-            self._hashes.append(block_hash(self._hashes[-1], self.block_tokens(len(self._hashes) - 1)))
+            self._hashes.append(
+                block_hash(self._hashes[-1], self.block_tokens(len(self._hashes) - 1))
+            )
         return self._hashes[block]
 
     def block_hash(self, block: int) -> BlockHash:
@@ -32,10 +35,14 @@ class HashChain:
         return tuple(self.tokens[block * self.block_size : (block + 1) * self.block_size])
 
     def packed_prefix(self, blocks: int) -> tuple[bytes, bytes]:
-        """Names and packed tokens of the first so many full blocks, as the pool is asked about them. What was joined
-        before is not joined again."""
+        """Names and packed tokens of the first so many full blocks, as the pool is asked about
+        them. What was joined before is not joined again."""
         known, size = len(self._packed_hashes) // HASH_BYTES, self.block_size
         if blocks > known:
-            self._packed_hashes += b"".join(self.block_hash(block) for block in range(known, blocks))
+            self._packed_hashes += b"".join(
+                self.block_hash(block) for block in range(known, blocks)
+            )
             self._packed_tokens += pack_tokens(self.tokens[known * size : blocks * size])
-        return bytes(self._packed_hashes[: blocks * HASH_BYTES]), bytes(self._packed_tokens[: blocks * size * TOKEN_BYTES])
+        return bytes(self._packed_hashes[: blocks * HASH_BYTES]), bytes(
+            self._packed_tokens[: blocks * size * TOKEN_BYTES]
+        )

@@ -9,8 +9,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Memory order `[block][layer][k|v][kv_head][token][dim]`: a block is contiguous, and so is one layer's piece of
-    it (a *slab*), and so is a range of heads inside K or V."""
+    """Memory order `[block][layer][k|v][kv_head][token][dim]`: a block is contiguous, and so is one
+    layer's piece of it (a *slab*), and so is a range of heads inside K or V."""
 
     num_layers: int
     num_kv_heads: int
@@ -44,4 +44,6 @@ class KVLayout:
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
-                raise LayoutMismatch(f"KV layout of {whose}: {field.name} is {theirs!r}, the cluster has {mine!r}")
+                raise LayoutMismatch(
+                    f"KV layout of {whose}: {field.name} is {theirs!r}, the cluster has {mine!r}"
+                )

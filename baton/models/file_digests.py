@@ -1,7 +1,8 @@
 """Digests of a model folder's files, cheap enough for a process that never loads the model.
 
-The coordinator compares them with those of each node, so that no node serves another model under its name and no
-prompt is encoded with another tokenizer's ids. Two folders of equal files have equal digests wherever they lie.
+The coordinator compares them with those of each node, so that no node serves another model under
+its name and no prompt is encoded with another tokenizer's ids. Two folders of equal files have
+equal digests wherever they lie.
 """
 
 import hashlib
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DUMMY_WEIGHTS_DIGEST = "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
+DUMMY_WEIGHTS_DIGEST = (
+    "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
+)
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 # What says where a file came from, or words a conversation, changes no token id and no arithmetic.
-_IGNORED_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "chat_template"})
+_IGNORED_KEYS = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "chat_template"}
+)
 _SINGLE_WEIGHTS_FILE, _WEIGHTS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # the bound that the safetensors library has
 _SAMPLE_BYTES = 256  # of each tensor, at its beginning, in its middle and at its end
@@ -28,8 +33,9 @@ _SAMPLE_BYTES = 256  # of each tensor, at its beginning, in its middle and at it
 class ModelFileDigests:
     """Digests in hex, "" for what is not there or cannot be read.
 
-    `config_digest` is over config.json. `tokenizer_digest` is over the files that map text to token ids, chat templates left out.
-    `weights_digest` is over the name, dtype and shape of every stored tensor and samples of its bytes.
+    `config_digest` is over config.json. `tokenizer_digest` is over the files that map text to token
+    ids, chat templates left out. `weights_digest` is over the name, dtype and shape of every stored
+    tensor and samples of its bytes.
     """
 
     config_digest: str = ""
@@ -55,7 +61,8 @@ def _config_digest(folder: Path) -> str:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Where tokenizer.json lies it is loaded alone, so other forms of the same tokenizer beside it do not count."""
+    """Where tokenizer.json lies it is loaded alone, so other forms of the same tokenizer beside it
+    do not count."""
     names = (_TOKENIZER,) if (folder / _TOKENIZER).exists() else _SLOW_TOKENIZER_FILES
     parts = {name: _read_or_none(folder / name) for name in names}
     if all(content is None for content in parts.values()):
@@ -90,7 +97,8 @@ def _read_or_none(path: Path) -> bytes | None:
 
 
 def _weights_digest(folder: Path) -> str:
-    """The same for every cut of the tensors into files. "" unless all of them are there and whole."""
+    """The same for every cut of the tensors into files. "" unless all of them are there and
+    whole."""
     tensors: dict[str, str] = {}
     try:
         for name in _weight_files(folder):
@@ -102,15 +110,18 @@ def _weights_digest(folder: Path) -> str:
 
 def _weight_files(folder: Path) -> list[str]:
     if (folder / _WEIGHTS_INDEX_FILE).exists():
-        names = sorted(set(json.loads((folder / _WEIGHTS_INDEX_FILE).read_bytes())["weight_map"].values()))
+        names = sorted(
+            set(json.loads((folder / _WEIGHTS_INDEX_FILE).read_bytes())["weight_map"].values())
+        )
         if any(Path(name).name != name for name in names):
-            raise ValueError(f"{folder / _INDEX} names files of other folders")
+            raise ValueError(f"{folder / _WEIGHTS_INDEX_FILE} names files of other folders")
         return names
     return [_SINGLE_WEIGHTS_FILE]
 
 
 def _sampled_tensors(path: Path) -> Iterator[tuple[str, str]]:
-    """The tensors of one safetensors file. Raises ValueError or OSError for one that is no such file."""
+    """The tensors of one safetensors file. Raises ValueError or OSError for one that is no such
+    file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = int.from_bytes(_read_exactly(descriptor, 8, 0), "little")

@@ -1,13 +1,13 @@
-"""What a model's generation_config.json says: the tokens that end an answer, and how to sample when a client does not
-say. Read by the nodes (EOS) and by the coordinator (defaults)."""
+"""What a model's generation_config.json says: the tokens that end an answer, and how to sample when
+a client does not say. Read by the nodes (EOS) and by the coordinator (defaults)."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.models.json_object import JsonObject, get_int_field, read_json_object
 from baton.limits import MAX_TEMPERATURE
+from baton.models.json_object import JsonObject, get_int_field, read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_PENALTY = 100.0
@@ -15,8 +15,8 @@ _MAX_PENALTY = 100.0
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None where the file is silent. `temperature` is 0 (greedy) where it says `do_sample: false`; a `top_k` of 0 is
-    off."""
+    """None where the file is silent. `temperature` is 0 (greedy) where it says `do_sample: false`;
+    a `top_k` of 0 is off."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -30,12 +30,14 @@ class GenerationDefaults:
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read the file of a model folder; one without it has no defaults. Raises ConfigError."""
     path = folder / GENERATION_CONFIG_FILE
-    return parse_generation_defaults(read_json_object(path)) if path.exists() else GenerationDefaults()
+    return (
+        parse_generation_defaults(read_json_object(path)) if path.exists() else GenerationDefaults()
+    )
 
 
 def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
-    """Fields that are not of GenerationDefaults are ignored. Raises ConfigError naming the field, its value and what it
-    may be."""
+    """Fields that are not of GenerationDefaults are ignored. Raises ConfigError naming the field,
+    its value and what it may be."""
     sampled = raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise _invalid_field_error("do_sample", sampled, "true or false")
@@ -46,13 +48,16 @@ def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
         top_k=get_int_field(raw, "top_k", 0, GENERATION_CONFIG_FILE),
         top_p=_get_float_field(raw, "top_p", 0.0, 1.0, open_below=True),
         min_p=_get_float_field(raw, "min_p", 0.0, 1.0),
-        repetition_penalty=_get_float_field(raw, "repetition_penalty", 0.0, _MAX_PENALTY, open_below=True),
+        repetition_penalty=_get_float_field(
+            raw, "repetition_penalty", 0.0, _MAX_PENALTY, open_below=True
+        ),
         max_new_tokens=get_int_field(raw, "max_new_tokens", 1, GENERATION_CONFIG_FILE),
     )
 
 
 def parse_eos_token_ids(raw: JsonObject, file: str) -> tuple[int, ...]:
-    """`eos_token_id` of config.json or generation_config.json: one id, a list or null. Raises ConfigError."""
+    """`eos_token_id` of config.json or generation_config.json: one id, a list or null. Raises
+    ConfigError."""
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
@@ -60,17 +65,23 @@ def parse_eos_token_ids(raw: JsonObject, file: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _get_float_field(raw: JsonObject, field: str, low: float, high: float, *, open_below: bool = False) -> float | None:
+def _get_float_field(
+    raw: JsonObject, field: str, low: float, high: float, *, open_below: bool = False
+) -> float | None:
     value = raw.get(field)
     if value is None:
         return None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not low <= number <= high or (open_below and number == low):
         raise _invalid_field_error(
-            field, value, f"a number {'above' if open_below else 'of at least'} {low:g} and at most {high:g}"
+            field,
+            value,
+            f"a number {'above' if open_below else 'of at least'} {low:g} and at most {high:g}",
         )
     return float(number)
 
 
-def _invalid_field_error(field: str, value: object, wanted: str, file: str = GENERATION_CONFIG_FILE) -> ConfigError:
+def _invalid_field_error(
+    field: str, value: object, wanted: str, file: str = GENERATION_CONFIG_FILE
+) -> ConfigError:
     return ConfigError(f"{field} {value!r} in {file}: must be {wanted}")

@@ -15,7 +15,9 @@ def read_json_object(path: Path) -> JsonObject:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file: give --model the path of a Hugging Face folder") from None
+        raise ConfigError(
+            f"{path}: no such file: give --model the path of a Hugging Face folder"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -24,8 +26,8 @@ def read_json_object(path: Path) -> JsonObject:
 
 
 def get_int_field(raw: JsonObject, key: str, least: int, file: str = "config.json") -> int | None:
-    """The value of `key`, None where it is absent or null. Raises ConfigError unless it is an integer of at least
-    `least`."""
+    """The value of `key`, None where it is absent or null. Raises ConfigError unless it is an
+    integer of at least `least`."""
     value = raw.get(key)
     if value is None:
         return None

@@ -13,10 +13,11 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Nodes of equal identity give the same tokens for the same request, within the rounding of their devices.
+    """Nodes of equal identity give the same tokens for the same request, within the rounding of
+    their devices.
 
-    `implementation` names the code that runs the model. `dtype` is that of its arithmetic, `layout.dtype` that of its
-    KV. `model_digest` is over weights and architecture, in hex.
+    `implementation` names the code that runs the model. `dtype` is that of its arithmetic,
+    `layout.dtype` that of its KV. `model_digest` is over weights and architecture, in hex.
     """
 
     implementation: str

@@ -1,8 +1,9 @@
-"""From what --model says to a folder on this machine: a folder is itself, `org/name` a model of the Hugging Face hub.
+"""From what --model says to a folder on this machine: a folder is itself, `org/name` a model of the
+Hugging Face hub.
 
-A process resolves once, before it starts others or loads anything: the nodes of `baton up` find a folder, and do not
-download in a crowd. The local cache is asked first, so that a start without a network works, and a restart never
-changes the model.
+A process resolves once, before it starts others or loads anything: the nodes of `baton up` find a
+folder, and do not download in a crowd. The local cache is asked first, so that a start without a
+network works, and a restart never changes the model.
 """
 
 import json
@@ -16,7 +17,12 @@ from baton.config.settings import Config, get_served_model_name
 from baton.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_METADATA_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
+_METADATA_FILES = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+)  # configuration, tokenizer, chat template
 _WEIGHT_FILE_PATTERNS = ("*.safetensors",)
 _DUPLICATE_FORMATS = ("*/*", "consolidated*")  # the same model in other formats
 _INDEX = "model.safetensors.index.json"
@@ -24,17 +30,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """`config` with a folder of this machine as its model, and with the name that clients know it by. `weights` False
-    leaves the tensors of a hub's model where they are. May download for minutes; raises ConfigError."""
+    """`config` with a folder of this machine as its model, and with the name that clients know it
+    by. `weights` False leaves the tensors of a hub's model where they are. May download for
+    minutes; raises ConfigError."""
     if config.engine != "model":
         return config
     if not is_hub_id(config.model):
         if config.model and not Path(config.model).is_dir():
-            raise ConfigError(f"--model {config.model}: there is no such folder, and it is no hub id", param="model")
+            raise ConfigError(
+                f"--model {config.model}: there is no such folder, and it is no hub id",
+                param="model",
+            )
         return config
     weights = weights and config.load_format != "dummy"
     folder = _download_from_hub(config.model, weights)
-    return msgspec.structs.replace(config, model=str(folder), served_model_name=get_served_model_name(config))
+    return msgspec.structs.replace(
+        config, model=str(folder), served_model_name=get_served_model_name(config)
+    )
 
 
 def is_hub_id(model: str) -> bool:
@@ -42,13 +54,20 @@ def is_hub_id(model: str) -> bool:
 
 
 def _download_from_hub(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download  # half a second: only a process that needs the hub pays it
+    from huggingface_hub import (
+        snapshot_download,  # half a second: only a process that needs the hub pays it
+    )
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*_METADATA_FILES, *(_WEIGHT_FILE_PATTERNS if weights else ())]
 
     def snapshot(local: bool) -> Path:
-        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_DUPLICATE_FORMATS), local_files_only=local)
+        found = snapshot_download(
+            name,
+            allow_patterns=patterns,
+            ignore_patterns=list(_DUPLICATE_FORMATS),
+            local_files_only=local,
+        )
         return Path(found)
 
     with suppress(LocalEntryNotFoundError):
@@ -57,11 +76,18 @@ def _download_from_hub(name: str, weights: bool) -> Path:
             return cached
     try:
         folder = snapshot(local=False)
-    except Exception as error:  # also what the hub's HTTP library raises, and that differs between its versions
-        raise ConfigError(f"--model {name}: no such folder here, and {_why(error)}", param="model") from error
+    except (
+        Exception
+    ) as error:  # also what the hub's HTTP library raises, and that differs between its versions
+        raise ConfigError(
+            f"--model {name}: no such folder here, and {_describe_download_error(error)}",
+            param="model",
+        ) from error
     lacking = _find_missing_file(folder, weights)
     if lacking:
-        raise ConfigError(f"--model {name}: {folder} lacks {lacking}: connect this machine, or choose another model")
+        raise ConfigError(
+            f"--model {name}: {folder} lacks {lacking}: connect this machine, or choose another model"
+        )
     return folder
 
 
@@ -70,7 +96,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _find_missing_file(folder: Path, weights: bool) -> str:
-    """A file that is needed and not there, "" for none: others put single files of a model into the cache."""
+    """A file that is needed and not there, "" for none: others put single files of a model into the
+    cache."""
     needed = ["config.json", *(_needed_weight_files(folder) if weights else ())]
     return next((file for file in needed if not (folder / file).exists()), "")
 
@@ -97,7 +124,9 @@ def _describe_download_error(error: Exception) -> str:
     )
 
     if isinstance(error, GatedRepoError):
-        return "the hub asks for consent first: accept the terms on the model's page and set HF_TOKEN"
+        return (
+            "the hub asks for consent first: accept the terms on the model's page and set HF_TOKEN"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return "the hub shows no such model: check the name, or set HF_TOKEN if it is private"
     if isinstance(error, LocalEntryNotFoundError):

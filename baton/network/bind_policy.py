@@ -25,9 +25,11 @@ def is_numeric_or_local(host: str) -> bool:
     return True
 
 
-def require_key_unless_loopback(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
-    """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that would keep them
-    out. Raises ConfigError."""
+def require_key_unless_loopback(
+    flag: str, host: str, key_field: str, key: str, *, insecure: bool
+) -> None:
+    """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that
+    would keep them out. Raises ConfigError."""
     if key or insecure or is_loopback(host):
         return
     wanted = "--" + key_field.replace("_", "-")
@@ -47,9 +49,16 @@ def check_coordinator_binds(settings: Config) -> None:
     """Every port of the coordinator has its key. Raises ConfigError."""
     if settings.tenants and settings.api_key:
         raise ConfigError(
-            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
+            "--api-key and --tenants are both set: with tenants, keys stand in their file",
+            param="api_key",
         )
-    for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
+    for host, key in (
+        ("host", "api_key"),
+        ("cluster_host", "cluster_token"),
+        ("admin_host", "admin_token"),
+    ):
         flag = f"--{host.replace('_', '-')}"
         value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
-        require_key_unless_loopback(flag, getattr(settings, host), key, value, insecure=settings.insecure)
+        require_key_unless_loopback(
+            flag, getattr(settings, host), key, value, insecure=settings.insecure
+        )

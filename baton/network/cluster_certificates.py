@@ -1,10 +1,11 @@
-"""TLS between the processes of a cluster, from the cluster token alone: whoever has the token can make a certificate
-that the others believe, nobody else can. docs/design/0003 and docs/design/0006 say why this way.
+"""TLS between the processes of a cluster, from the cluster token alone: whoever has the token can
+make a certificate that the others believe, nobody else can. docs/design/0003 and docs/design/0006
+say why this way.
 
-The token gives the key of the cluster's own authority. Each process makes that authority's certificate for itself, and
-with it one for a fresh key of its own, so no key or certificate ever lies in a file. Both ends show a certificate (TLS
-calls it mutual), and it says which end it is for: a writer cannot pass for a decode node, nor a decode node for the
-coordinator.
+The token gives the key of the cluster's own authority. Each process makes that authority's
+certificate for itself, and with it one for a fresh key of its own, so no key or certificate ever
+lies in a file. Both ends show a certificate (TLS calls it mutual), and it says which end it is for:
+a writer cannot pass for a decode node, nor a decode node for the coordinator.
 """
 
 import datetime
@@ -25,17 +26,21 @@ _NODE_CERTIFICATE_NAME = "node.baton.internal"
 _WRITER_CERTIFICATE_NAME = "writer.baton.internal"
 _AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
-# The token says how long it is good for, not a calendar; clocks of different hosts are never compared. A host whose
-# clock was never set begins at the epoch.
+# The token says how long it is good for, not a calendar; clocks of different hosts are never
+# compared. A host whose clock was never set begins at the epoch.
 _VALID_FROM = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280: no defined end
+_VALID_UNTIL = datetime.datetime(
+    9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC
+)  # RFC 5280: no defined end
 
 
 def decode_server_credentials(token: str) -> grpc.ServerCredentials:
     """Of the end that listens: writers have to show a certificate of this cluster."""
     authority = _derive_authority_key(token)
     shown = _issue_certificate(authority, DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
-    return grpc.ssl_server_credentials([shown], _authority_certificate(authority), require_client_auth=True)
+    return grpc.ssl_server_credentials(
+        [shown], _authority_certificate(authority), require_client_auth=True
+    )
 
 
 def writer_channel_credentials(token: str) -> grpc.ChannelCredentials:
@@ -48,16 +53,25 @@ def _channel_credentials(token: str, name: str) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(_authority_certificate(authority), key, certificate)
 
 
-def coordinator_server_credentials(token: str, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
-    """Of the cluster port. gRPC calls `on_handshake`, on a thread of its own, whenever a connection begins one."""
+def coordinator_server_credentials(
+    token: str, on_handshake: Callable[[], None]
+) -> grpc.ServerCredentials:
+    """Of the cluster port. gRPC calls `on_handshake`, on a thread of its own, whenever a connection
+    begins one."""
     authority = _derive_authority_key(token)
-    shown = _issue_certificate(authority, COORDINATOR_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
-    configuration = grpc.ssl_server_certificate_configuration([shown], _authority_certificate(authority))
+    shown = _issue_certificate(
+        authority, COORDINATOR_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH
+    )
+    configuration = grpc.ssl_server_certificate_configuration(
+        [shown], _authority_certificate(authority)
+    )
 
     def fetch() -> None:  # gRPC asks for a newer configuration here: there is none
         on_handshake()
 
-    return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration, fetch, require_client_authentication=True
+    )
 
 
 def node_channel_credentials(token: str) -> grpc.ChannelCredentials:
@@ -67,21 +81,24 @@ def node_channel_credentials(token: str) -> grpc.ChannelCredentials:
 
 @lru_cache(maxsize=8)
 def _derive_authority_key(token: str) -> ec.EllipticCurvePrivateKey:
-    """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP 800-186, extra bits)."""
+    """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP
+    800-186, extra bits)."""
     seed = int.from_bytes(derive_secret(token, b"baton cluster authority v1", 40), "big")
     return ec.derive_private_key(seed % (_CURVE_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def _authority_certificate(authority: ec.EllipticCurvePrivateKey) -> bytes:
-    """The authority's certificate. Another process's differs in serial number and signature, which is no matter: name
-    and key are what a chain is checked against."""
+    """The authority's certificate. Another process's differs in serial number and signature, which
+    is no matter: name and key are what a chain is checked against."""
     use = _key_usage(certificates=True)
     built = _certificate_builder(_AUTHORITY, authority.public_key(), authority)
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     return _sign_to_pem(built.add_extension(use, critical=True), authority)
 
 
-def _issue_certificate(authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier) -> tuple[bytes, bytes]:
+def _issue_certificate(
+    authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier
+) -> tuple[bytes, bytes]:
     """A fresh private key and its certificate, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -1,4 +1,5 @@
-"""Secret bytes that every process of a cluster derives from the cluster token, for one purpose each."""
+"""Secret bytes that every process of a cluster derives from the cluster token, for one purpose
+each."""
 
 import hashlib
 from functools import lru_cache
@@ -8,7 +9,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 
 def derive_secret(token: str, purpose: bytes, size: int) -> bytes:
-    """`size` bytes that say nothing about the token, nor about the bytes of another purpose (RFC 5869)."""
+    """`size` bytes that say nothing about the token, nor about the bytes of another purpose (RFC
+    5869)."""
     return HKDFExpand(algorithm=SHA256(), length=size, info=purpose).derive(_stretch_token(token))
 
 

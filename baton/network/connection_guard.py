@@ -1,7 +1,9 @@
-"""Holds the ports of this process to their limits where a library accepts connections and tells nobody: gRPC, libzmq.
+"""Holds the ports of this process to their limits where a library accepts connections and tells
+nobody: gRPC, libzmq.
 
-It looks at the descriptors of the process, which the kernel lists, and shuts down what is beyond a port's limit; the
-library sees a connection that has ended. It closes no descriptor, as it owns none.
+It looks at the descriptors of the process, which the kernel lists, and shuts down what is beyond a
+port's limit; the library sees a connection that has ended. It closes no descriptor, as it owns
+none.
 """
 
 import os
@@ -12,9 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from baton.network.connection_limits import (
+    LOG_LINES_PER_SECOND,
+    PortConnection,
+    PortLimit,
+    choose_connections_to_close,
+)
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.network.connection_limits import LOG_LINES_PER_SECOND, PortConnection, PortLimit, choose_connections_to_close
 from baton.process.log_rate_limit import RateLimitedLogger
 
 _CHECK_SECONDS = 0.5  # seconds between two looks at how many descriptors there are
@@ -96,14 +103,22 @@ class ConnectionGuard:
                     counted = began
                     self.close_excess_connections()
             except OSError as error:
-                _log.error("connections are not bounded", folder=_DESCRIPTOR_FOLDER, reason=error.strerror)
+                _log.error(
+                    "connections are not bounded", folder=_DESCRIPTOR_FOLDER, reason=error.strerror
+                )
                 return
             pause = max(_CHECK_SECONDS, (self._clock() - began) / _MAX_CPU_SHARE)
 
     def _lowest_limit(self) -> int:
         """With fewer descriptors than that, no port can be beyond its limit."""
         with self._lock:
-            return min((min(one.limit.max_connections, one.limit.max_per_address) for one in self._ports.values()), default=0)
+            return min(
+                (
+                    min(one.limit.max_connections, one.limit.max_per_address)
+                    for one in self._ports.values()
+                ),
+                default=0,
+            )
 
     def close_excess_connections(self) -> None:
         """Count the connections of every port, and shut down what is beyond its limit."""
@@ -114,7 +129,11 @@ class ConnectionGuard:
         for number, port in ports.items():
             seen = {one[:3]: port.first_seen.get(one[:3], now) for one in found[number]}
             held = [PortConnection(*one, seen[one[:3]]) for one in found[number]]
-            closed = [one for one in choose_connections_to_close(held, port.limit) if _shut_down(one, number)]
+            closed = [
+                one
+                for one in choose_connections_to_close(held, port.limit)
+                if _shut_down(one, number)
+            ]
             with self._lock:
                 port.first_seen = seen
                 port.connection_count = len(held) - len(closed)
@@ -136,7 +155,8 @@ class ConnectionGuard:
 
 @contextmanager
 def _borrow_socket(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor of somebody else, who goes on owning it. Raises OSError for no socket."""
+    """A socket object for a descriptor of somebody else, who goes on owning it. Raises OSError for
+    no socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -145,7 +165,8 @@ def _borrow_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _list_connections(ports: set[int]) -> dict[int, list[tuple[int, str, int, bool]]]:
-    """Of each of these local ports: descriptor, address and port of the other end, whether it was silent."""
+    """Of each of these local ports: descriptor, address and port of the other end, whether it was
+    silent."""
     found: dict[int, list[tuple[int, str, int, bool]]] = {port: [] for port in ports}
     for name in os.listdir(_DESCRIPTOR_FOLDER):
         try:
@@ -153,7 +174,9 @@ def _list_connections(ports: set[int]) -> dict[int, list[tuple[int, str, int, bo
                 local = _local_port(one)
                 if local in ports:
                     address, port = one.getpeername()[:2]
-                    found[local].append((int(name), _without_ipv4_mapping(address), port, _is_silent(one)))
+                    found[local].append(
+                        (int(name), _without_ipv4_mapping(address), port, _is_silent(one))
+                    )
         except OSError:  # no socket, one that listens, or one that is closed by now
             continue
     return found
@@ -164,7 +187,10 @@ def _shut_down(connection: PortConnection, port: int) -> bool:
     try:
         with _borrow_socket(connection.descriptor) as one:
             address, remote = one.getpeername()[:2]
-            if _local_port(one) != port or (_without_ipv4_mapping(address), remote) != (connection.peer_address, connection.peer_port):
+            if _local_port(one) != port or (_without_ipv4_mapping(address), remote) != (
+                connection.peer_address,
+                connection.peer_port,
+            ):
                 return False
             one.shutdown(socket.SHUT_RDWR)
     except OSError:

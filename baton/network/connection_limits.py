@@ -1,7 +1,8 @@
 """How many connections each port of a process may hold, and which are closed when there are more.
 
-Every connection is a descriptor, and descriptors are the process's: without shares, idle connections to one port would
-leave none for the others, for files, and for what the process dials itself.
+Every connection is a descriptor, and descriptors are the process's: without shares, idle
+connections to one port would leave none for the others, for files, and for what the process dials
+itself.
 """
 
 from collections import Counter
@@ -14,7 +15,10 @@ from baton.network.bind_policy import is_loopback
 COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
 LOG_LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
 MAX_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
-_MIN_RESERVE, _MAX_RESERVE = 64, 4096  # descriptors that no port gets: files, memory, dialling, this process's own
+_MIN_RESERVE, _MAX_RESERVE = (
+    64,
+    4096,
+)  # descriptors that no port gets: files, memory, dialling, this process's own
 _PORT_TWELFTHS = {
     "http": 4,
     "grpc": 3,
@@ -30,17 +34,23 @@ _CLIENT_PORTS = frozenset({"http", "grpc"})  # that --max-connections is about
 @dataclass(frozen=True, slots=True)
 class PortLimit:
     max_connections: int  # connections
-    max_per_address: int  # of one address that is not loopback: all users of this machine share that one
+    max_per_address: (
+        int  # of one address that is not loopback: all users of this machine share that one
+    )
 
     @property
     def max_accepted(self) -> int:
-        """Where a library accepts by itself, what it may hold until the oldest silent ones have been closed."""
+        """Where a library accepts by itself, what it may hold until the oldest silent ones have
+        been closed."""
         return self.max_connections + max(8, self.max_connections // 4)
 
 
-def compute_port_limit(port: str, descriptors: int, *, most: int = 0, per_address: int = 0) -> PortLimit:
-    """Of the port of this name in a process that may open `descriptors`. `most` and `per_address` are what was
-    configured, 0 for what follows from the limit. Raises ConfigError for more than there can be."""
+def compute_port_limit(
+    port: str, descriptors: int, *, most: int = 0, per_address: int = 0
+) -> PortLimit:
+    """Of the port of this name in a process that may open `descriptors`. `most` and `per_address`
+    are what was configured, 0 for what follows from the limit. Raises ConfigError for more than
+    there can be."""
     counted = min(descriptors, MAX_DESCRIPTORS)
     reserve = min(max(_MIN_RESERVE, counted // 8), _MAX_RESERVE)
     possible = max(8, (counted - reserve) * _PORT_TWELFTHS[port] // 12)
@@ -67,9 +77,11 @@ class PortConnection:
     first_seen_at: float  # when it was first seen, on a steady clock
 
 
-def choose_connections_to_close(held: Sequence[PortConnection], limit: PortLimit) -> list[PortConnection]:
-    """What is beyond the limit. The first to go are those that never sent anything, the oldest first; then the newest:
-    who was here before is not pushed out."""
+def choose_connections_to_close(
+    held: Sequence[PortConnection], limit: PortLimit
+) -> list[PortConnection]:
+    """What is beyond the limit. The first to go are those that never sent anything, the oldest
+    first; then the newest: who was here before is not pushed out."""
     silent = sorted((one for one in held if one.is_silent), key=lambda one: one.first_seen_at)
     spoke = sorted((one for one in held if not one.is_silent), key=lambda one: -one.first_seen_at)
     order = [*silent, *spoke]

@@ -6,12 +6,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from baton.config.settings import Config
+from baton.errors import ConfigError
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import compute_port_limit
-from baton.process.descriptors import get_descriptor_limit
-from baton.errors import ConfigError
 from baton.network.grpc_options import grpc_server_options
 from baton.network.health_service import MAX_STREAMS, BoundedHealthServicer, add_health_service
+from baton.process.descriptors import get_descriptor_limit
 
 NO_PORT = -1  # as --health-port: none
 
@@ -24,7 +24,9 @@ class HealthPort:
         self._guard = ConnectionGuard()
         self._endpoint = f"{config.listen.rpartition(':')[0]}:{config.health_port}"
         self._is_enabled = config.health_port != NO_PORT
-        self._limit = compute_port_limit("health", get_descriptor_limit(), per_address=config.max_connections_per_address)
+        self._limit = compute_port_limit(
+            "health", get_descriptor_limit(), per_address=config.max_connections_per_address
+        )
         self._servicer: BoundedHealthServicer | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -32,13 +34,15 @@ class HealthPort:
         """Raises ConfigError when the port cannot be had."""
         if not self._is_enabled:
             return
-        server = self._server = grpc.aio.server(options=grpc_server_options(self._limit, streams=MAX_STREAMS))
+        server = self._server = grpc.aio.server(
+            options=grpc_server_options(self._limit, streams=MAX_STREAMS)
+        )
         self._servicer = add_health_service(server)
         try:
             self.port = server.add_insecure_port(self._endpoint)
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen on {self._where}: choose another --health-port, 0 for any, {NO_PORT} for none",
+                f"cannot listen on {self._endpoint}: choose another --health-port, 0 for any, {NO_PORT} for none",
                 param="health_port",
             ) from None
         await server.start()

@@ -1,4 +1,5 @@
-"""gRPC's health and reflection services, which anybody may call, with bounds on the streams that stay open."""
+"""gRPC's health and reflection services, which anybody may call, with bounds on the streams that
+stay open."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +25,9 @@ class TooManyStreams(Exception):
 class StreamLimiter:
     """Counts the streams of one server."""
 
-    def __init__(self, most: int = MAX_STREAMS, per_connection: int = MAX_STREAMS_PER_CONNECTION) -> None:
+    def __init__(
+        self, most: int = MAX_STREAMS, per_connection: int = MAX_STREAMS_PER_CONNECTION
+    ) -> None:
         self._max_streams = most
         self._max_per_connection = per_connection
         self._open: Counter[str] = Counter()
@@ -36,9 +39,11 @@ class StreamLimiter:
     def open_stream(self, peer: str) -> Iterator[None]:
         """A stream of the connection that gRPC calls `peer`. Raises TooManyStreams."""
         if self._open[peer] >= self._max_per_connection:
-            raise TooManyStreams(f"this connection has {self._per_connection} streams of health and reflection open")
+            raise TooManyStreams(
+                f"this connection has {self._max_per_connection} streams of health and reflection open"
+            )
         if len(self) >= self._max_streams:
-            raise TooManyStreams(f"{self._most} streams of health and reflection are open")
+            raise TooManyStreams(f"{self._max_streams} streams of health and reflection are open")
         self._open[peer] += 1
         try:
             yield
@@ -60,7 +65,10 @@ class BoundedHealthServicer(health.aio.HealthServicer):
         except TooManyStreams as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"a watch ends after {WATCH_SECONDS:g} s: watch again")
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE,
+                f"a watch ends after {MAX_WATCH_SECONDS:g} s: watch again",
+            )
 
 
 class _BoundedReflectionServicer(reflection.aio.ReflectionServicer):
@@ -77,14 +85,19 @@ class _BoundedReflectionServicer(reflection.aio.ReflectionServicer):
         except TooManyStreams as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"reflection ends after {REFLECTION_SECONDS:g} s")
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, f"reflection ends after {MAX_REFLECTION_SECONDS:g} s"
+            )
 
 
 def add_health_service(server: grpc.aio.Server, *services: str) -> BoundedHealthServicer:
-    """Put health and reflection on `server`, which also serves `services`. Returns the one that is told who is well."""
+    """Put health and reflection on `server`, which also serves `services`. Returns the one that is
+    told who is well."""
     streams = StreamLimiter()
     servicer = BoundedHealthServicer(streams)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_BoundedReflectionServicer(names, streams), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+        _BoundedReflectionServicer(names, streams), server
+    )
     return servicer

@@ -1,4 +1,5 @@
-"""Time. Pure cores take `now` as an argument; shells get it here. Steady clock only: wall time is for logs."""
+"""Time. Pure cores take `now` as an argument; shells get it here. Steady clock only: wall time is
+for logs."""
 
 import time
 from collections.abc import Callable

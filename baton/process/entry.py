@@ -1,23 +1,25 @@
-"""What every process of ours does before it is itself: its supervisor, its settings, its log, its limits."""
+"""What every process of ours does before it is itself: its supervisor, its settings, its log, its
+limits."""
 
 import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from baton.process import log
-from baton.process import runtime
 from baton.config.settings import Config, find_unknown_variables
-from baton.process.descriptors import raise_descriptor_limit
 from baton.errors import ConfigError
+from baton.process import log, log_capture, runtime
+from baton.process.descriptors import raise_descriptor_limit
 from baton.process.failpoints import arm_from_environment
-from baton.process import log_capture
 
 STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
 
 
-def run_process(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
-    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its supervisor."""
+def run_process(
+    settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]
+) -> int:
+    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its
+    supervisor."""
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
         runtime.exit_with_parent(int(supervisor))
@@ -34,4 +36,6 @@ def run_process(settings: Callable[[], Config], main: Callable[[Config, asyncio.
         runtime.disable_core_dumps()
     for notice in find_unknown_variables(os.environ):
         log.get_logger("settings").warning(notice)
-    return runtime.run_event_loop(lambda stop: main(config, stop), longest_stop=config.drain_timeout + STOP_GRACE_SECONDS)
+    return runtime.run_event_loop(
+        lambda stop: main(config, stop), longest_stop=config.drain_timeout + STOP_GRACE_SECONDS
+    )

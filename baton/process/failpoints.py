@@ -1,7 +1,7 @@
 """Named points where a test may make Baton misbehave. Unarmed, a hit costs one dictionary look-up.
 
-Armed by BATON_FAILPOINTS or, when the cluster runs with `--failpoints-rpc`, by the control stream. Grammar, entries
-separated by `;`:
+Armed by BATON_FAILPOINTS or, when the cluster runs with `--failpoints-rpc`, by the control stream.
+Grammar, entries separated by `;`:
 
     NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]
 
@@ -9,8 +9,9 @@ separated by `;`:
     decode.commit.before=error@0.1              one in ten, HandoffFailed
     prefill.layer.after=exit+3                  the fourth hit kills the process
 
-Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`, `duplicate` and
-`corrupt` are returned for the call site to carry out; a site that cannot refuses to be armed with them.
+Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`,
+`duplicate` and `corrupt` are returned for the call site to carry out; a site that cannot refuses to
+be armed with them.
 """
 
 import os
@@ -21,8 +22,8 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.process import log
 from baton.errors import ConfigError, HandoffFailed
+from baton.process import log
 
 _log = log.get_logger("failpoints")
 
@@ -37,9 +38,15 @@ class FailpointAction(Enum):
     STOP = "stop"
 
 
-_NON_FAILING_ACTIONS = frozenset({FailpointAction.DELAY, FailpointAction.EXIT, FailpointAction.STOP})  # where nothing may fail, only end or wait
+_NON_FAILING_ACTIONS = frozenset(
+    {FailpointAction.DELAY, FailpointAction.EXIT, FailpointAction.STOP}
+)  # where nothing may fail, only end or wait
 _BASIC_ACTIONS = _NON_FAILING_ACTIONS | {FailpointAction.ERROR}
-_FRAME_ACTIONS = _BASIC_ACTIONS | {FailpointAction.DROP, FailpointAction.DUPLICATE, FailpointAction.CORRUPT}
+_FRAME_ACTIONS = _BASIC_ACTIONS | {
+    FailpointAction.DROP,
+    FailpointAction.DUPLICATE,
+    FailpointAction.CORRUPT,
+}
 
 # Every point there is, and what it can do. A test walks this table.
 KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
@@ -57,7 +64,9 @@ KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
     "prefill.allocate.after": _BASIC_ACTIONS,
     "prefill.layer.before": _BASIC_ACTIONS,
     "prefill.layer.after": _BASIC_ACTIONS,
-    "prefill.layer.landed": frozenset({FailpointAction.DELAY}),  # hold the next layer until this one has landed
+    "prefill.layer.landed": frozenset(
+        {FailpointAction.DELAY}
+    ),  # hold the next layer until this one has landed
     "prefill.seal.before": _BASIC_ACTIONS,
     "prefill.seal.after": _NON_FAILING_ACTIONS,
     "prefill.free.before": _NON_FAILING_ACTIONS,
@@ -78,13 +87,31 @@ KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
     "pool.send.before": _BASIC_ACTIONS,  # in the other one, when it has pinned what it is to send
     "pool.disk.read": _BASIC_ACTIONS,  # of one block; an error is the disk's
     "pool.disk.write": _BASIC_ACTIONS | {FailpointAction.CORRUPT},
-    "link.node.send": frozenset({FailpointAction.DELAY, FailpointAction.DROP, FailpointAction.DUPLICATE, FailpointAction.EXIT}),
-    "link.coordinator.send": frozenset({FailpointAction.DELAY, FailpointAction.DROP, FailpointAction.DUPLICATE, FailpointAction.EXIT}),
+    "link.node.send": frozenset(
+        {
+            FailpointAction.DELAY,
+            FailpointAction.DROP,
+            FailpointAction.DUPLICATE,
+            FailpointAction.EXIT,
+        }
+    ),
+    "link.coordinator.send": frozenset(
+        {
+            FailpointAction.DELAY,
+            FailpointAction.DROP,
+            FailpointAction.DUPLICATE,
+            FailpointAction.EXIT,
+        }
+    ),
 }
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _ENTRY = re.compile(
-    r"(?P<name>[a-z_.]+)=(?P<action>[a-z]+)(\((?P<argument>" + _NUMBER + r")\))?(@(?P<probability>" + _NUMBER + r"))?"
+    r"(?P<name>[a-z_.]+)=(?P<action>[a-z]+)(\((?P<argument>"
+    + _NUMBER
+    + r")\))?(@(?P<probability>"
+    + _NUMBER
+    + r"))?"
     r"(\+(?P<skip>\d+))?(\*(?P<times>\d+))?$"
 )
 
@@ -99,7 +126,8 @@ class _ArmedFailpoint:
 
 
 class Failpoints:
-    """The armed points of one process. Thread-safe: points are hit on the event loop, compute and transfer threads."""
+    """The armed points of one process. Thread-safe: points are hit on the event loop, compute and
+    transfer threads."""
 
     def __init__(self, spec: str = "", seed: int = 0) -> None:
         self._armed: dict[str, _ArmedFailpoint] = {}
@@ -125,8 +153,8 @@ class Failpoints:
         return name in self._armed
 
     def hit(self, name: str) -> FailpointAction | None:
-        """Act on the calling thread, and say so in the log first. Returns DROP, DUPLICATE or CORRUPT for the caller to
-        carry out, else None."""
+        """Act on the calling thread, and say so in the log first. Returns DROP, DUPLICATE or
+        CORRUPT for the caller to carry out, else None."""
         if not self._armed:
             return None
         due = self._consume_hit(name)
@@ -141,14 +169,16 @@ class Failpoints:
             case FailpointAction.EXIT:
                 os._exit(70)
             case FailpointAction.STOP:
-                # To this very thread, which so does not run another instruction; sent to the process, it might.
+                # To this very thread, which so does not run another instruction; sent to the
+                # process, it might.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case frame_action:
                 return frame_action
         return None
 
     def get_argument(self, name: str) -> float | None:
-        """The argument of an armed point whose site gives it a meaning of its own; None if it is not armed."""
+        """The argument of an armed point whose site gives it a meaning of its own; None if it is
+        not armed."""
         armed = self._armed.get(name)
         return armed.argument if armed is not None else None
 
@@ -170,13 +200,19 @@ class Failpoints:
 def _parse_entry(entry: str) -> tuple[str, _ArmedFailpoint]:
     match = _ENTRY.match(entry)
     if match is None:
-        raise ConfigError(f"failpoint {entry!r} is not NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]")
+        raise ConfigError(
+            f"failpoint {entry!r} is not NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]"
+        )
     name = match["name"]
     if name not in KNOWN_FAILPOINTS:
-        raise ConfigError(f"there is no failpoint {name!r}: known are {', '.join(sorted(POINTS))}")
+        raise ConfigError(
+            f"there is no failpoint {name!r}: known are {', '.join(sorted(KNOWN_FAILPOINTS))}"
+        )
     allowed = {action.value: action for action in KNOWN_FAILPOINTS[name]}
     if match["action"] not in allowed:
-        raise ConfigError(f"failpoint {name} cannot {match['action']!r}: it can {', '.join(sorted(allowed))}")
+        raise ConfigError(
+            f"failpoint {name} cannot {match['action']!r}: it can {', '.join(sorted(allowed))}"
+        )
     return name, _ArmedFailpoint(
         action=allowed[match["action"]],
         argument=float(match["argument"] or 0.0),

@@ -1,7 +1,7 @@
 """Writes lines on a thread of its own, so that a sink which blocks or fails holds nobody up.
 
-A caller never waits and never gets an error. What the sink does not take is dropped and counted, and the first line
-that it takes again is preceded by one that says how many are missing.
+A caller never waits and never gets an error. What the sink does not take is dropped and counted,
+and the first line that it takes again is preceded by one that says how many are missing.
 """
 
 import os
@@ -16,7 +16,8 @@ from typing import Protocol
 MAX_LINES = 4096  # that wait for the sink
 MAX_LINE_BYTES = 16 << 10  # a longer line is cut
 _BATCH_LINES = 256
-_BATCH_DELAY_SECONDS = 0.005  # seconds that the first line of a batch waits for others: one write then carries them all
+# seconds that the first line of a batch waits for others: one write then carries them all
+_BATCH_DELAY_SECONDS = 0.005
 
 _writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
 
@@ -25,12 +26,14 @@ class LineSink(Protocol):
     """Where a LineWriter writes. Called on the writer's thread only."""
 
     def write(self, data: memoryview) -> int:
-        """Write the beginning of `data`, at least a byte; returns how many bytes. May block. Raises OSError."""
+        """Write the beginning of `data`, at least a byte; returns how many bytes. May block. Raises
+        OSError."""
         ...
 
 
 class DescriptorSink:
-    """A file descriptor that somebody else opened. One that is full and does not block is waited for."""
+    """A file descriptor that somebody else opened. One that is full and does not block is waited
+    for."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -46,11 +49,16 @@ class DescriptorSink:
 
 
 class LineWriter:
-    """`write` may be called by any thread, also in a finalizer. The thread starts with the first line, and again after
-    a fork. It is a daemon: a process ends while its sink blocks."""
+    """`write` may be called by any thread, also in a finalizer. The thread starts with the first
+    line, and again after a fork. It is a daemon: a process ends while its sink blocks."""
 
     def __init__(
-        self, sink: LineSink, describe_drops: Callable[[int], str], *, name: str = "log", max_lines: int = MAX_LINES
+        self,
+        sink: LineSink,
+        describe_drops: Callable[[int], str],
+        *,
+        name: str = "log",
+        max_lines: int = MAX_LINES,
     ) -> None:
         """`describe_drops` makes the line that says how many were dropped."""
         self._sink = sink
@@ -81,7 +89,8 @@ class LineWriter:
             self._count_dropped(1)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was queued before has been written or dropped, for `timeout` seconds at most."""
+        """Wait until what was queued before has been written or dropped, for `timeout` seconds at
+        most."""
         if self._thread is None:
             return True
         reached = threading.Event()
@@ -89,20 +98,25 @@ class LineWriter:
         return reached.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Flush, and end the thread. False if the sink blocks: then the thread stays, and hurts nobody."""
+        """Flush, and end the thread. False if the sink blocks: then the thread stays, and hurts
+        nobody."""
         flushed = self.flush(timeout)
         self._lines.put(None)
         return flushed
 
     def _reset_thread(self) -> None:
-        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()  # put() is reentrant
+        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = (
+            queue.SimpleQueue()
+        )  # put() is reentrant
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # a finalizer may come between
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"{self._name}-writer", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"{self._name}-writer", daemon=True
+                )
                 self._thread.start()
 
     def _count_dropped(self, lines: int) -> None:

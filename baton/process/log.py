@@ -1,7 +1,8 @@
-"""Structured logs on standard error: one line an event, with node and request ids, and never a prompt or an output.
+"""Structured logs on standard error: one line an event, with node and request ids, and never a
+prompt or an output.
 
-A line is written by a thread of its own (baton/process/line_writer.py): nothing that logs waits for the reader of
-standard error or sees its errors.
+A line is written by a thread of its own (baton/process/line_writer.py): nothing that logs waits for
+the reader of standard error or sees its errors.
 """
 
 import atexit
@@ -15,10 +16,12 @@ from typing import Any
 import structlog
 
 from baton.errors import BatonError
-from baton.process.line_writer import DescriptorSink, LineWriter, LineSink
+from baton.process.line_writer import DescriptorSink, LineSink, LineWriter
 
 _MAX_FRAMES = 8  # innermost frames that `places` names
-_WITHHELD_FIELDS = frozenset({"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"})
+_WITHHELD_FIELDS = frozenset(
+    {"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"}
+)
 _STDERR = 2
 _FINAL_FLUSH_SECONDS = 1.0  # seconds that the end of a process waits for its last lines
 _MAX_VALUE_CHARACTERS = 4096  # characters of a field
@@ -31,14 +34,19 @@ def _add_context(_: Any, __: str, event: structlog.typing.EventDict) -> structlo
     return {**_context, **event}
 
 
-def _withhold_content(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Clients' content has no business in a log: a call that tries is a programming error, shown as such."""
+def _withhold_content(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Clients' content has no business in a log: a call that tries is a programming error, shown as
+    such."""
     for key in _WITHHELD_FIELDS & event.keys():
         event[key] = "(withheld)"
     return event
 
 
-def _replace_exception(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _replace_exception(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
     """Of an exception that is logged with `exc_info`, only what `describe_error` tells."""
     raised = event.pop("exc_info", None)
     if isinstance(raised, tuple):
@@ -47,11 +55,13 @@ def _replace_exception(_: Any, __: str, event: structlog.typing.EventDict) -> st
     return {**event, **get_error_fields(error)} if error is not None else event
 
 
-def _truncate_values(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _truncate_values(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
     """A line that is too long would be cut, and be no JSON any more."""
     for key, value in event.items():
         if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS:
-            event[key] = f"{value[:_MAX_VALUE]}... ({len(value)} characters)"
+            event[key] = f"{value[:_MAX_VALUE_CHARACTERS]}... ({len(value)} characters)"
     return event
 
 
@@ -65,24 +75,32 @@ class _SafeRenderer:
         try:
             return self._renderer(logger, method, event)
         except Exception as error:
-            return f'{{"event": "a log line could not be rendered", "kind": "{type(error).__name__}"}}'
+            return (
+                f'{{"event": "a log line could not be rendered", "kind": "{type(error).__name__}"}}'
+            )
 
 
 class _LineWriterLogger:
     """What structlog hands a rendered line to, whatever its level."""
 
     def __init__(self, writer: LineWriter) -> None:
-        self.debug = self.info = self.warning = self.error = self.critical = self.exception = writer.write
+        self.debug = self.info = self.warning = self.error = self.critical = self.exception = (
+            writer.write
+        )
         self.warn = self.msg = self.log = self.fatal = self.failure = self.err = writer.write
 
 
-def configure_logging(level: str, fmt: str, *, sink: LineSink | None = None, **context: str) -> None:
-    """Set up logging for this process. `context` (node name, role) is bound to every line. Lines go to standard error
-    unless the first call names another `sink`."""
+def configure_logging(
+    level: str, fmt: str, *, sink: LineSink | None = None, **context: str
+) -> None:
+    """Set up logging for this process. `context` (node name, role) is bound to every line. Lines go
+    to standard error unless the first call names another `sink`."""
     terminal = os.isatty(_STDERR)
     console = fmt == "console" or (fmt == "auto" and terminal)
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=terminal) if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=terminal)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     writer = _get_shared_writer(sink)
     structlog.configure(
@@ -109,13 +127,18 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def get_traceback_places(error: BaseException) -> list[str]:
-    """Where it came from, innermost last. An exception's message is not for the log: it may quote a prompt."""
+    """Where it came from, innermost last. An exception's message is not for the log: it may quote a
+    prompt."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_MAX_FRAMES:]]
+    return [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        for frame in frames[-_MAX_FRAMES:]
+    ]
 
 
 def get_error_fields(error: BaseException) -> dict[str, Any]:
-    """Fields that say what was raised and where. The message is told only of errors whose messages are ours."""
+    """Fields that say what was raised and where. The message is told only of errors whose messages
+    are ours."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     ours = {"reason": error.message} if isinstance(error, BatonError) else {}
@@ -133,8 +156,8 @@ def get_log_counters() -> dict[str, float]:
 
 
 def flush_log(timeout: float = _FINAL_FLUSH_SECONDS) -> None:
-    """Wait for what was logged up to now, at most so many seconds. To be called before `os._exit`, which runs nothing
-    of what a process does at its end."""
+    """Wait for what was logged up to now, at most so many seconds. To be called before `os._exit`,
+    which runs nothing of what a process does at its end."""
     if _writer is not None:
         _writer.flush(timeout)
 

@@ -1,5 +1,5 @@
-"""What Python itself and libraries have to say goes the way of our own lines: through structlog, never blocking, and
-without the messages of exceptions, which may quote a prompt."""
+"""What Python itself and libraries have to say goes the way of our own lines: through structlog,
+never blocking, and without the messages of exceptions, which may quote a prompt."""
 
 import asyncio
 import faulthandler
@@ -15,7 +15,8 @@ _MAX_MESSAGE = 300  # characters of a library's line
 
 
 class _StructlogHandler(logging.Handler):
-    """Lines of the standard library's loggers: their first line, since others quote what was being worked on."""
+    """Lines of the standard library's loggers: their first line, since others quote what was being
+    worked on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -24,7 +25,9 @@ class _StructlogHandler(logging.Handler):
             fields = log.get_error_fields(error) if error is not None else {}
             log.get_logger(record.name).log(record.levelno, text, **fields)
         except Exception:  # arguments that do not fit the format
-            log.get_logger(record.name).log(record.levelno, "a library's log line could not be rendered")
+            log.get_logger(record.name).log(
+                record.levelno, "a library's log line could not be rendered"
+            )
 
 
 def install_log_capture() -> None:
@@ -40,25 +43,37 @@ def install_log_capture() -> None:
 
 def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The handler of an event loop for errors that nobody awaited."""
-    what = str(context.get("message", "an error in the event loop")).partition("\n")[0][:_MAX_MESSAGE]
+    what = str(context.get("message", "an error in the event loop")).partition("\n")[0][
+        :_MAX_MESSAGE
+    ]
     error = context.get("exception")
-    log.get_logger("asyncio").error(what, **(log.get_error_fields(error) if error is not None else {}))
+    log.get_logger("asyncio").error(
+        what, **(log.get_error_fields(error) if error is not None else {})
+    )
 
 
-def _on_uncaught_exception(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+def _on_uncaught_exception(
+    kind: type[BaseException], error: BaseException, _: TracebackType | None
+) -> None:
     if issubclass(kind, KeyboardInterrupt):
         return
-    log.get_logger("process").critical("ended by an error that nobody foresaw", **log.get_error_fields(error))
+    log.get_logger("process").critical(
+        "ended by an error that nobody foresaw", **log.get_error_fields(error)
+    )
     log.flush_log()
 
 
 def _on_unraisable(raised: "sys.UnraisableHookArgs") -> None:
     fields = log.get_error_fields(raised.exc_value) if raised.exc_value is not None else {}
-    log.get_logger("process").error(raised.err_msg or "an error in a finalizer or callback", **fields)
+    log.get_logger("process").error(
+        raised.err_msg or "an error in a finalizer or callback", **fields
+    )
 
 
 def _on_thread_exception(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is None:
         return
     thread = ended.thread.name if ended.thread is not None else ""
-    log.get_logger("process").error("a thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value))
+    log.get_logger("process").error(
+        "a thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value)
+    )

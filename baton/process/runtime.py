@@ -12,25 +12,30 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from baton.process import log
 from baton.errors import BatonError, ConfigError
-from baton.process import liveness, log_capture
+from baton.process import liveness, log, log_capture
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_SWITCH_INTERVAL = 0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
+_SWITCH_INTERVAL = (
+    0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
+)
 _FINAL_FLUSH_SECONDS = 0.2  # seconds to write them at a second signal
 
 
 def run_event_loop(
-    main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float | None = None, structured: bool = False
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    *,
+    longest_stop: float | None = None,
+    structured: bool = False,
 ) -> int:
-    """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one exits at once.
+    """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one
+    exits at once.
 
-    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit code 1. With
-    `structured` that line is one of the log instead of plain words. A process that
-    has not ended `longest_stop` seconds after `stop` was set is ended, with exit code 1 and the stacks of its threads
-    on standard error: whatever hangs in it, nobody has to kill it.
+    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit
+    code 1. With `structured` that line is one of the log instead of plain words. A process that has
+    not ended `longest_stop` seconds after `stop` was set is ended, with exit code 1 and the stacks
+    of its threads on standard error: whatever hangs in it, nobody has to kill it.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
@@ -44,7 +49,9 @@ def run_event_loop(
     return code
 
 
-async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longest_stop: float | None) -> None:
+async def _run_with_signals(
+    main: Callable[[asyncio.Event], Awaitable[None]], longest_stop: float | None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(log_capture.on_loop_error)
@@ -81,8 +88,8 @@ def _report_error(error: BaseException, code: int, *, structured: bool) -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when `parent`, which started it, dies: a supervisor killed outright leaves
-    nothing behind."""
+    """Ask Linux to kill this process when `parent`, which started it, dies: a supervisor killed
+    outright leaves nothing behind."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask
@@ -90,9 +97,9 @@ def exit_with_parent(parent: int) -> None:
 
 
 def disable_core_dumps() -> None:
-    """No core file of this process, and no tracer or reader of its memory among the user's other processes: prompts
-    and keys are in there. A program that this process starts inherits the limit and leaves no core file either, but may
-    be traced and read unless it asks for the same."""
+    """No core file of this process, and no tracer or reader of its memory among the user's other
+    processes: prompts and keys are in there. A program that this process starts inherits the limit
+    and leaves no core file either, but may be traced and read unless it asks for the same."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

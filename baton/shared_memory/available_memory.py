@@ -1,7 +1,8 @@
-"""How much memory segments may take here now: the least of what the segment folder's file system, the machine and this
-process's control groups have left, without a reserve for everything else.
+"""How much memory segments may take here now: the least of what the segment folder's file system,
+the machine and this process's control groups have left, without a reserve for everything else.
 
-Whoever fills more than that is not told so: the kernel ends processes until the rest fits, a neighbour's too.
+Whoever fills more than that is not told so: the kernel ends processes until the rest fits, a
+neighbour's too.
 """
 
 import os
@@ -20,7 +21,8 @@ _V2_LIMITS = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """`free_bytes` bytes, by the tightest bound, which `limited_by` describes; `reserve_bytes` of them stay free."""
+    """`free_bytes` bytes, by the tightest bound, which `limited_by` describes; `reserve_bytes` of
+    them stay free."""
 
     free_bytes: int
     limited_by: str
@@ -31,8 +33,11 @@ class AvailableMemory:
         return max(0, self.free_bytes - self.reserve_bytes)
 
 
-def measure_available_memory(folder: Path, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> AvailableMemory:
-    """What is left for segments in `folder`. `proc` and `groups` are where the kernel tells of memory."""
+def measure_available_memory(
+    folder: Path, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
+) -> AvailableMemory:
+    """What is left for segments in `folder`. `proc` and `groups` are where the kernel tells of
+    memory."""
     stat = os.statvfs(folder)
     bounds = [(stat.f_bavail * stat.f_frsize, f"free in segment folder {folder}")]
     if not _is_memory_filesystem(folder, proc):
@@ -40,18 +45,24 @@ def measure_available_memory(folder: Path, proc: Path = Path("/proc"), groups: P
     available = _meminfo_available(proc)
     if available is not None:
         bounds.append((available, "of the machine's memory available"))
-    bounds += [(left, f"left in control group {group}") for group, left in _cgroup_free_bytes(proc, groups)]
+    bounds += [
+        (left, f"left in control group {group}") for group, left in _cgroup_free_bytes(proc, groups)
+    ]
     left, bound = min(bounds)
-    return AvailableMemory(left, bound, reserve_bytes=min(MAX_RESERVE_BYTES, int(RESERVE_SHARE * left)))
+    return AvailableMemory(
+        left, bound, reserve_bytes=min(MAX_RESERVE_BYTES, int(RESERVE_SHARE * left))
+    )
 
 
-def insufficient_memory_error(folder: Path, wanted: int, room: AvailableMemory, knob: str, taken: int = 0) -> ConfigError:
+def insufficient_memory_error(
+    folder: Path, wanted: int, room: AvailableMemory, knob: str, taken: int = 0
+) -> ConfigError:
     """`taken`: what segments that others are filling in will still take."""
-    others = f", {size_text(taken)} promised to other segments" if taken else ""
+    others = f", {format_size(taken)} promised to other segments" if taken else ""
     most = max(0, room.usable_bytes - taken)
     return ConfigError(
-        f"segment folder {folder} cannot hold {wanted} bytes ({size_text(wanted)}): {size_text(room.left)} "
-        f"{room.bound}, {size_text(room.reserved)} kept in reserve{others}: lower {knob} to {size_text(most)} or less, "
+        f"segment folder {folder} cannot hold {wanted} bytes ({format_size(wanted)}): {format_size(room.free_bytes)} "
+        f"{room.limited_by}, {format_size(room.reserve_bytes)} kept in reserve{others}: lower {knob} to {format_size(most)} or less, "
         "enlarge the folder (docker: --shm-size) or the memory limit, or choose another folder with --segment-dir"
     )
 
@@ -79,7 +90,8 @@ def _is_memory_filesystem(folder: Path, proc: Path) -> bool:
 
 
 def _cgroup_free_bytes(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
-    """Bytes left in each control group, of either version, that this process is in and that has a limit."""
+    """Bytes left in each control group, of either version, that this process is in and that has a
+    limit."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -101,7 +113,9 @@ def _cgroup_free_bytes(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
                     yield "/" + "/".join(parts[:depth]), left
 
 
-def _free_bytes_of_cgroup(group: Path, limit_file: str, usage_file: str, cache_field: str) -> int | None:
+def _free_bytes_of_cgroup(
+    group: Path, limit_file: str, usage_file: str, cache_field: str
+) -> int | None:
     """None if it has no limit or is not to be seen. Page cache that nobody uses can be had."""
     try:
         limit = (group / limit_file).read_text().strip()

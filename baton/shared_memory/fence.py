@@ -1,13 +1,15 @@
 """Fences: proof that a one-sided writer can write no more.
 
-Beside each arena's segment lies a fence file, and each ticket names one byte of it. A writer holds an exclusive
-open-file-description lock on its byte while it writes, and the kernel drops the lock when the writer dies, however it
-dies. The arena's owner takes that same byte, and keeps it for ever, before it lets the ticket's blocks be used for
-anything else. So whoever holds the byte is alone with the blocks: a writer that comes late fails to lock and gives up,
-and no message, time-out or clock can stand in for the proof. docs/design/0001-fence-per-ticket.md has the reasoning.
+Beside each arena's segment lies a fence file, and each ticket names one byte of it. A writer holds
+an exclusive open-file-description lock on its byte while it writes, and the kernel drops the lock
+when the writer dies, however it dies. The arena's owner takes that same byte, and keeps it for
+ever, before it lets the ticket's blocks be used for anything else. So whoever holds the byte is
+alone with the blocks: a writer that comes late fails to lock and gives up, and no message, time-out
+or clock can stand in for the proof. docs/design/0001-fence-per-ticket.md has the reasoning.
 
-OFD locks conflict between open file descriptions, not processes, so this holds between two planes of one process too.
-They are dropped when the last copy of the description closes, so descriptors must not be inherited: Python's are not.
+OFD locks conflict between open file descriptions, not processes, so this holds between two planes
+of one process too. They are dropped when the last copy of the description closes, so descriptors
+must not be inherited: Python's are not.
 """
 
 import fcntl
@@ -43,8 +45,8 @@ class ArenaFences:
         return next(self._bytes)
 
     def try_close_byte(self, byte: int) -> bool:
-        """Take the byte and keep it. True proves that its writer writes no more and never will again; False
-        means that a writer holds it now. Idempotent."""
+        """Take the byte and keep it. True proves that its writer writes no more and never will
+        again; False means that a writer holds it now. Idempotent."""
         return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
     def close(self) -> None:
@@ -65,7 +67,8 @@ class WriterFences:
             raise PeerUnreachable(f"fence of segment {segment_name}: {error.strerror}") from error
 
     def try_lock_byte(self, byte: int) -> bool:
-        """Before a write. False: the owner has closed the ticket off, and nothing may be written."""
+        """Before a write. False: the owner has closed the ticket off, and nothing may be
+        written."""
         return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
     def unlock_byte(self, byte: int) -> None:

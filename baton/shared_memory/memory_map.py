@@ -1,5 +1,5 @@
-"""The few memory calls that Python's mmap module cannot make: reserve a range, map a file at a place,
-collapse to huge pages. Addresses are plain integers. Linux only."""
+"""The few memory calls that Python's mmap module cannot make: reserve a range, map a file at a
+place, collapse to huge pages. Addresses are plain integers. Linux only."""
 
 import ctypes
 import os
@@ -9,7 +9,13 @@ from collections.abc import Callable
 HUGE_PAGE = 2 << 20
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = (
+    0x01,
+    0x02,
+    0x10,
+    0x20,
+    0x4000,
+)
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -50,7 +56,8 @@ def release_addresses(start: int, length: int) -> None:
 
 
 def map_file(address: int, length: int, fd: int) -> None:
-    """Map the first `length` bytes of a file, shared and writable, over an address inside a reservation."""
+    """Map the first `length` bytes of a file, shared and writable, over an address inside a
+    reservation."""
     _mmap(address, length, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
 
 
@@ -66,20 +73,21 @@ def unmap_into_reservation(address: int, length: int) -> None:
 
 
 def collapse_to_huge_pages(address: int, length: int) -> bool:
-    """Ask for huge pages now. False where the kernel cannot (before 6.1, or no memory in one piece): only
-    slower."""
+    """Ask for huge pages now. False where the kernel cannot (before 6.1, or no memory in one
+    piece): only slower."""
     return bool(_libc.madvise(address, length, _MADV_COLLAPSE) == 0)
 
 
 def prefault(address: int, length: int) -> bool:
-    """Fill the page table for writing. False before kernel 5.14: pages are then faulted in as they are
-    touched."""
+    """Fill the page table for writing. False before kernel 5.14: pages are then faulted in as they
+    are touched."""
     return bool(_libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
 
 
 def view_memory(address: int, length: int, when_unused: Callable[[], None]) -> memoryview:
-    """A writable byte view of mapped memory. `when_unused` is called, on whatever thread, once the view and everything
-    made over it (arrays, tensors, other views) is gone: only then may the memory be unmapped."""
+    """A writable byte view of mapped memory. `when_unused` is called, on whatever thread, once the
+    view and everything made over it (arrays, tensors, other views) is gone: only then may the
+    memory be unmapped."""
     memory = (ctypes.c_char * length).from_address(address)
     weakref.finalize(memory, when_unused).atexit = False
     return memoryview(memory).cast("B")

@@ -1,12 +1,13 @@
-"""Shared-memory segments: files in the segment folder (/dev/shm by default) that a process creates, locks for
-life and maps, and that its peers on the same host map by name.
+"""Shared-memory segments: files in the segment folder (/dev/shm by default) that a process creates,
+locks for life and maps, and that its peers on the same host map by name.
 
-A segment file is `flock`ed by its creator until the process ends, however it ends. So a file whose lock can
-be obtained belongs to nobody, and `sweep` removes it. Every byte is allocated before it is mapped, because a
-store to a page that a full tmpfs cannot provide is a SIGBUS, not an error.
+A segment file is `flock`ed by its creator until the process ends, however it ends. So a file whose
+lock can be obtained belongs to nobody, and `sweep` removes it. Every byte is allocated before it is
+mapped, because a store to a page that a full tmpfs cannot provide is a SIGBUS, not an error.
 
-A segment's size is promised to it before it is filled in, one segment at a time: two processes that start at once
-do not both get the same room. While it is filled in, what is left is looked at again before each piece.
+A segment's size is promised to it before it is filled in, one segment at a time: two processes that
+start at once do not both get the same room. While it is filled in, what is left is looked at again
+before each piece.
 """
 
 import errno
@@ -20,9 +21,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.errors import ConfigError, ShuttingDown, PeerUnreachable
-from baton.shared_memory.memory_map import HUGE_PAGE, collapse_to_huge_pages, map_file, prefault, release_addresses, reserve_addresses, view_memory
-from baton.shared_memory.available_memory import measure_available_memory, insufficient_memory_error
+from baton.errors import ConfigError, PeerUnreachable, ShuttingDown
+from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
+from baton.shared_memory.memory_map import (
+    HUGE_PAGE,
+    collapse_to_huge_pages,
+    map_file,
+    prefault,
+    release_addresses,
+    reserve_addresses,
+    view_memory,
+)
 
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
@@ -32,15 +41,16 @@ _SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 
 
 def round_up_segment_bytes(wanted: int, block_bytes: int) -> int:
-    """`wanted` bytes rounded up to a multiple of lcm(block_bytes, huge page), so that segments mapped side by
-    side start at a whole block and at a huge page."""
+    """`wanted` bytes rounded up to a multiple of lcm(block_bytes, huge page), so that segments
+    mapped side by side start at a whole block and at a huge page."""
     unit = math.lcm(block_bytes, HUGE_PAGE)
     return max(1, -(-wanted // unit)) * unit
 
 
 def compute_host_id(folder: Path) -> str:
-    """Equal for two processes exactly if they run on the same kernel and see the same segment folder, so that
-    one can map what the other creates. It survives neither a reboot nor a different mount."""
+    """Equal for two processes exactly if they run on the same kernel and see the same segment
+    folder, so that one can map what the other creates. It survives neither a reboot nor a different
+    mount."""
     where = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return hashlib.sha256(f"{boot}/{where.st_dev}/{where.st_ino}".encode()).hexdigest()[:32]
@@ -48,8 +58,8 @@ def compute_host_id(folder: Path) -> str:
 
 @dataclass(eq=False)
 class Segment:
-    """A segment that this process created and holds. `view` is its memory, mapped for as long as anything made over it
-    lives; `has_huge_pages` says whether it got huge pages."""
+    """A segment that this process created and holds. `view` is its memory, mapped for as long as
+    anything made over it lives; `has_huge_pages` says whether it got huge pages."""
 
     path: Path
     size_bytes: int
@@ -73,20 +83,26 @@ class Segment:
 
 
 def create_segment(
-    folder: Path, kind: str, size: int, knob: str = "--kv-memory", wanted: Callable[[], bool] = lambda: True
+    folder: Path,
+    kind: str,
+    size: int,
+    knob: str = "--kv-memory",
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Segment:
-    """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked and
-    pre-faulted. That takes seconds for each few GiB.
+    """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked
+    and pre-faulted. That takes seconds for each few GiB.
 
-    Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting that its size follows
-    from, and Draining once it is not `wanted` any more.
+    Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting that
+    its size follows from, and Draining once it is not `wanted` any more.
     """
     path, fd = _create_locked(folder, kind, knob)
     address, start, whole = reserve_addresses(size, HUGE_PAGE)
     try:
         _reserve_size(folder, fd, size, knob)
         map_file(address, size, fd)
-        huge = all([_fill_piece(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)])
+        huge = all(
+            [_fill_piece(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)]
+        )
     except (OSError, ConfigError, ShuttingDown) as error:
         _unlink(path)
         os.close(fd)
@@ -94,7 +110,9 @@ def create_segment(
         if isinstance(error, OSError):
             raise _creation_error(folder, size, error, knob) from error
         raise
-    return Segment(path, size, huge, view_memory(address, size, lambda: release_addresses(start, whole)), fd)
+    return Segment(
+        path, size, huge, view_memory(address, size, lambda: release_addresses(start, whole)), fd
+    )
 
 
 def _pieces(size: int) -> Iterator[range]:
@@ -102,13 +120,15 @@ def _pieces(size: int) -> Iterator[range]:
 
 
 def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
-    """Give a new segment its size, if there is room for it beside what was promised to others. Raises ConfigError."""
+    """Give a new segment its size, if there is room for it beside what was promised to others.
+    Raises ConfigError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         promised = unfilled_bytes(folder)
         room = measure_available_memory(folder)
-        # A size that was cut to what was usable a moment ago may take a part of the reserve, as in `_fill`.
+        # A size that was cut to what was usable a moment ago may take a part of the reserve, as in
+        # `_fill`.
         if size > room.free_bytes - room.reserve_bytes // 2 - promised:
             raise insufficient_memory_error(folder, size, room, knob, promised)
         os.ftruncate(fd, size)
@@ -119,7 +139,7 @@ def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
 def unfilled_bytes(folder: Path) -> int:
     """What the segments there will still take: their sizes without what is filled in."""
     promised = 0
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in folder.glob(f"{SEGMENT_PREFIX}*"):
         if _SEGMENT_NAME.fullmatch(path.name):
             try:
                 stat = path.stat()
@@ -129,8 +149,11 @@ def unfilled_bytes(folder: Path) -> int:
     return promised
 
 
-def _fill_piece(folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]) -> bool:
-    """Whether it consists of huge pages. Raises ConfigError if others have taken what was promised to it."""
+def _fill_piece(
+    folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]
+) -> bool:
+    """Whether it consists of huge pages. Raises ConfigError if others have taken what was promised
+    to it."""
     if not wanted():
         raise ShuttingDown("what the memory was for has ended")
     room = measure_available_memory(folder)
@@ -144,10 +167,10 @@ def _fill_piece(folder: Path, fd: int, address: int, piece: range, knob: str, wa
 
 
 def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
-    """A new, empty file that was never seen unlocked with its final name by anyone who then removed it:
-    `sweep` may win the race between creation and lock, and we then begin again."""
+    """A new, empty file that was never seen unlocked with its final name by anyone who then removed
+    it: `sweep` may win the race between creation and lock, and we then begin again."""
     while True:
-        path = folder / f"{PREFIX}{kind}-{secrets.token_hex(16)}"
+        path = folder / f"{SEGMENT_PREFIX}{kind}-{secrets.token_hex(16)}"
         if _SEGMENT_NAME.fullmatch(path.name) is None:
             raise ValueError(f"segment kind {kind!r} is not 1 to 16 lower-case letters")
         try:
@@ -160,8 +183,8 @@ def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
 
 
 def _touch_huge_pages(fd: int, piece: range) -> None:
-    """Allocate one small page in each huge one: collapsing then has one page to copy, not 512 (measured: 7
-    times faster than collapsing a filled file)."""
+    """Allocate one small page in each huge one: collapsing then has one page to copy, not 512
+    (measured: 7 times faster than collapsing a filled file)."""
     for offset in piece[::HUGE_PAGE]:
         os.pwrite(fd, b"\0", offset)
 
@@ -174,14 +197,16 @@ def free_bytes(folder: Path) -> int:
 def _creation_error(folder: Path, size: int, error: OSError, knob: str) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         return insufficient_memory_error(folder, size, measure_available_memory(folder), knob)
-    return ConfigError(f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir")
+    return ConfigError(
+        f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir"
+    )
 
 
 def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple[int, int]:
     """Open a peer's segment by the name that it sent. Returns (file descriptor, size in bytes).
 
-    Raises PeerGone when the name is not one of ours, the file is not there, is not this user's regular file,
-    or is not `size` bytes long.
+    Raises PeerGone when the name is not one of ours, the file is not there, is not this user's
+    regular file, or is not `size` bytes long.
     """
     if _SEGMENT_NAME.fullmatch(name) is None:
         raise PeerUnreachable(f"{name[:80]!r} is not a segment name")
@@ -190,9 +215,15 @@ def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple
     except OSError as error:
         raise PeerUnreachable(f"segment {name} in {folder}: {error.strerror}") from error
     stat = os.fstat(fd)
-    if stat.st_uid != os.geteuid() or (size is not None and stat.st_size != size) or stat.st_size % HUGE_PAGE:
+    if (
+        stat.st_uid != os.geteuid()
+        or (size is not None and stat.st_size != size)
+        or stat.st_size % HUGE_PAGE
+    ):
         os.close(fd)
-        raise PeerUnreachable(f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected")
+        raise PeerUnreachable(
+            f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected"
+        )
     return fd, stat.st_size
 
 
@@ -209,10 +240,14 @@ def is_holder_alive(folder: Path, name: str) -> bool:
 
 
 def remove_stale_segments(folder: Path) -> list[str]:
-    """Remove the segments, and the fence files beside them, whose holder is gone. Returns their names."""
+    """Remove the segments, and the fence files beside them, whose holder is gone. Returns their
+    names."""
     removed = []
-    for path in sorted(folder.glob(f"{PREFIX}*")):
-        if _SEGMENT_NAME.fullmatch(path.name) is None and _SEGMENT_NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None:
+    for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*")):
+        if (
+            _SEGMENT_NAME.fullmatch(path.name) is None
+            and _SEGMENT_NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None
+        ):
             continue
         if _remove_if_stale(path):
             removed.append(path.name)
@@ -221,13 +256,21 @@ def remove_stale_segments(folder: Path) -> list[str]:
 
 def list_stale_segments(folder: Path) -> list[str]:
     """The segments of this user whose holder is gone: what `sweep` would remove."""
-    ours = [path.name for path in sorted(folder.glob(f"{PREFIX}*")) if _SEGMENT_NAME.fullmatch(path.name)]
-    return [name for name in ours if (folder / name).stat().st_uid == os.geteuid() and not is_holder_alive(folder, name)]
+    ours = [
+        path.name
+        for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*"))
+        if _SEGMENT_NAME.fullmatch(path.name)
+    ]
+    return [
+        name
+        for name in ours
+        if (folder / name).stat().st_uid == os.geteuid() and not is_holder_alive(folder, name)
+    ]
 
 
 def _remove_if_stale(path: Path) -> bool:
-    """A fence file is stale when its segment is gone; segments sort before their fence files, so one pass
-    takes both."""
+    """A fence file is stale when its segment is gone; segments sort before their fence files, so
+    one pass takes both."""
     if path.name.endswith(FENCE_SUFFIX):
         stale = not path.with_name(path.name.removesuffix(FENCE_SUFFIX)).exists()
         return stale and _unlink(path)

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.clusters.instant_front`: both front doors with nobody behind them, as cheap as they can be made.
+"""`python -m benchmarks.clusters.instant_front`: both front doors with nobody behind them, as cheap
+as they can be made.
 
-What a client sees here is what it costs to be a client of anything on this machine: its own time, a connection, the
-kernel and the framing. It is subtracted from what is seen of a coordinator. Prints its two ports on one line, and ends
-when it is terminated.
+What a client sees here is what it costs to be a client of anything on this machine: its own time, a
+connection, the kernel and the framing. It is subtracted from what is seen of a coordinator. Prints
+its two ports on one line, and ends when it is terminated.
 """
 
 import asyncio
@@ -32,16 +33,28 @@ class _InstantHttpProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._read += data
         head, complete, body = self._read.partition(_END_OF_HEAD)
-        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0) if complete else 1
+        length = (
+            int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0)
+            if complete
+            else 1
+        )
         if len(body) >= length:
-            self._transport.write(_RESPONSE_HEAD + b"".join(_event_chunks(msgspec.json.decode(body)["max_tokens"])) + _LAST_CHUNK)
+            self._transport.write(
+                _RESPONSE_HEAD
+                + b"".join(_event_chunks(msgspec.json.decode(body)["max_tokens"]))
+                + _LAST_CHUNK
+            )
             self._transport.close()
 
 
 def _event_chunks(tokens: int) -> list[bytes]:
-    chunk = msgspec.json.encode({"choices": [{"index": 0, "text": " token", "finish_reason": None}]})
+    chunk = msgspec.json.encode(
+        {"choices": [{"index": 0, "text": " token", "finish_reason": None}]}
+    )
     usage = msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}})
-    return [_encode_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")]
+    return [
+        _encode_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")
+    ]
 
 
 def _encode_chunk(payload: bytes) -> bytes:
@@ -49,7 +62,9 @@ def _encode_chunk(payload: bytes) -> bytes:
 
 
 class _InstantGenerationService(generation_pb2_grpc.GenerationServicer):
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         for token in range(request.max_tokens):
             await context.write(pb.GenerateResponse(token_ids=[token]))
 

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.clusters.instant_nodes`: a prefill and a decode node that compute nothing and answer at once.
+"""`python -m benchmarks.clusters.instant_nodes`: a prefill and a decode node that compute nothing
+and answer at once.
 
-They speak the node link with its real codec, so that what is left of a request's time is the coordinator's. Decode
-sends one message a step, with a token of every sequence, as a real one does; steps follow each other after `--step`
-seconds, or as fast as the stream takes them. It ends with the coordinator.
+They speak the node link with its real codec, so that what is left of a request's time is the
+coordinator's. Decode sends one message a step, with a token of every sequence, as a real one does;
+steps follow each other after `--step` seconds, or as fast as the stream takes them. It ends with
+the coordinator.
 """
 
 import argparse
@@ -15,10 +17,10 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link import pb_conversion as wire
-from baton.kv.kv_layout import KVLayout
+from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import CoordinatorDialer
+from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import Role, mint_id
@@ -27,11 +29,15 @@ _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtyp
 _MAX_SEQUENCES = 4096
 _TOTAL_BLOCKS = 1 << 20
 _MAX_CONTEXT = 1 << 16
-_RETRY_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))  # it may start after us
+_RETRY_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 100),
+)  # it may start after us
 
 
 class InstantNode:
-    """One stream to the coordinator. What is sent goes out in order; a heartbeat when nothing else does."""
+    """One stream to the coordinator. What is sent goes out in order; a heartbeat when nothing else
+    does."""
 
     def __init__(self, role: Role, vocabulary: int) -> None:
         self._role = role
@@ -112,9 +118,15 @@ class InstantPrefill(InstantNode):
     def on_message(self, message: pb.CoordinatorMessage) -> None:
         if message.HasField("prefill"):
             work = message.prefill.work
-            self.send_report(prefill_ended=pb.PrefillEnded(key=work.key, computed_tokens=len(work.prompt.ids)))
+            self.send_report(
+                prefill_ended=pb.PrefillEnded(key=work.key, computed_tokens=len(work.prompt.ids))
+            )
             if message.prefill.alone:
-                token = pb.Token(key=work.key, index=len(work.emitted.ids), finish=common_pb2.FINISH_REASON_LENGTH)
+                token = pb.Token(
+                    key=work.key,
+                    index=len(work.emitted.ids),
+                    finish=common_pb2.FINISH_REASON_LENGTH,
+                )
                 self.send_report(tokens=pb.Tokens(tokens=[token]))
         elif message.HasField("ticket"):
             key = message.ticket.ticket.key
@@ -138,7 +150,9 @@ class InstantDecode(InstantNode):
             work = message.submit.work
             self._submitted[work.key.request_id] = work
             if message.submit.HasField("writer"):
-                self.send_report(reserved=pb.Reserved(key=work.key, ticket=self._make_ticket(message.submit)))
+                self.send_report(
+                    reserved=pb.Reserved(key=work.key, ticket=self._make_ticket(message.submit))
+                )
             else:
                 self.start_decoding(work.key)
         elif message.HasField("cancel"):
@@ -168,19 +182,32 @@ class InstantDecode(InstantNode):
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             await self._all_sent.wait()
             self._send_tokens(list(self._running.values()))
-            self._running = {name: one for name, one in self._running.items() if one[1][0] <= one[1][1]}
+            self._running = {
+                name: one for name, one in self._running.items() if one[1][0] <= one[1][1]
+            }
 
     def _send_tokens(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
         tokens = pb.Tokens()
         for key, place in sequences:
             index, last = place
-            finish = common_pb2.FINISH_REASON_LENGTH if index == last else common_pb2.FINISH_REASON_UNSPECIFIED
-            tokens.tokens.add(key=key, index=index, token=index * 7 % self._vocabulary, finish=finish)
+            finish = (
+                common_pb2.FINISH_REASON_LENGTH
+                if index == last
+                else common_pb2.FINISH_REASON_UNSPECIFIED
+            )
+            tokens.tokens.add(
+                key=key, index=index, token=index * 7 % self._vocabulary, finish=finish
+            )
             place[0] += 1
         self.send_report(tokens=tokens)
 
     def _make_ticket(self, submit: pb.Submit) -> pb.Ticket:
-        me = pb.Peer(name="instant-decode", incarnation=self._incarnation, host_id="bench", transfer_endpoint="none")
+        me = pb.Peer(
+            name="instant-decode",
+            incarnation=self._incarnation,
+            host_id="bench",
+            transfer_endpoint="none",
+        )
         return pb.Ticket(
             id=mint_id(),
             key=submit.work.key,
@@ -205,12 +232,21 @@ async def run_instant_nodes(address: str, token: str, vocabulary: int, step: flo
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clusters.instant_nodes", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.clusters.instant_nodes", description=__doc__
+    )
     parser.add_argument("address", help="HOST:PORT of the coordinator's cluster port")
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--step", type=float, default=0.0, help="seconds (default 0)")
     options = parser.parse_args(arguments)
-    asyncio.run(run_instant_nodes(options.address, os.environ.get("BATON_CLUSTER_TOKEN", ""), options.vocabulary, options.step))
+    asyncio.run(
+        run_instant_nodes(
+            options.address,
+            os.environ.get("BATON_CLUSTER_TOKEN", ""),
+            options.vocabulary,
+            options.step,
+        )
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""A cluster of real processes for the length of a measurement: the machinery of `baton up`, on free ports."""
+"""A cluster of real processes for the length of a measurement: the machinery of `baton up`, on free
+ports."""
 
 import asyncio
 import shutil
@@ -12,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli.supervisor.supervisor import child_specs as plan
-from baton.cli.supervisor.supervisor import ports
+from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import ports
 from baton.cli.supervisor.child_output import LogFiles
 from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.config.settings import Config
@@ -31,8 +32,9 @@ async def start_local_cluster(
     own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Supervisor]:
-    """A ready cluster that serves a random model of `shape`, called `name`; `own` are variables of single processes, by
-    name. Leaves nothing behind; logs are kept, and their folder is named, when it fails."""
+    """A ready cluster that serves a random model of `shape`, called `name`; `own` are variables of
+    single processes, by name. Leaves nothing behind; logs are kept, and their folder is named, when
+    it fails."""
     folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
     failed = True
     held: list[socket.socket] = []
@@ -40,8 +42,12 @@ async def start_local_cluster(
     try:
         model = await asyncio.to_thread(build_random_model, folder / name, shape)
         free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
-        free["pool_memory"] = "256MiB"  # the default takes seconds to fill in, beside what is measured
-        config, _ = plan.complete_config(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
+        free["pool_memory"] = (
+            "256MiB"  # the default takes seconds to fill in, beside what is measured
+        )
+        config, _ = plan.complete_config(
+            Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)})
+        )
         config, held = ports.reserve_ports(config)
         async with running_cluster(config, logs, console.print, own) as cluster:
             async with asyncio.timeout(START_TIMEOUT):

@@ -15,7 +15,15 @@ from pathlib import Path
 from types import ModuleType
 
 _END_TOKEN = "<|end|>"
-_TEXT_MODULES: tuple[ModuleType, ...] = (argparse, asyncio, inspect, json, shutil, statistics, tempfile)
+_TEXT_MODULES: tuple[ModuleType, ...] = (
+    argparse,
+    asyncio,
+    inspect,
+    json,
+    shutil,
+    statistics,
+    tempfile,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +43,17 @@ class ModelShape:
 
 
 DEMO_SHAPE = ModelShape(256, 704, 8, 8, 4, 32, 2048, 4096, has_eos=True)
-# 24 layers give a hand-off many steps to hide behind, and little arithmetic in each keeps it from hiding much.
+# 24 layers give a hand-off many steps to hide behind, and little arithmetic in each keeps it from
+# hiding much.
 NARROW_SHAPE = ModelShape(128, 256, 24, 4, 2, 32, 512, 2048, has_eos=False)
-# Of the size of Qwen2.5-0.5B: 387 million parameters, 12 KiB of KV a token, and seconds to compute 4k tokens on a CPU.
+# Of the size of Qwen2.5-0.5B: 387 million parameters, 12 KiB of KV a token, and seconds to compute
+# 4k tokens on a CPU.
 SMALL_SHAPE = ModelShape(896, 4864, 24, 14, 2, 64, 32768, 8192, has_eos=False, dtype="bfloat16")
 
 
 def build_random_model(folder: Path, shape: ModelShape, seed: int = 0) -> Path:
-    """Write the model and a byte-level BPE tokenizer to `folder`, unless it is there; whole or not at all."""
+    """Write the model and a byte-level BPE tokenizer to `folder`, unless it is there; whole or not
+    at all."""
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -102,4 +113,6 @@ def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
 def _texts() -> Iterator[str]:
     for module in _TEXT_MODULES:
         yield module.__doc__ or ""
-        yield from (text for _, member in sorted(vars(module).items()) if (text := inspect.getdoc(member)))
+        yield from (
+            text for _, member in sorted(vars(module).items()) if (text := inspect.getdoc(member))
+        )

@@ -19,7 +19,10 @@ def measure_memcpy_rate() -> float:
 def measure_loopback_tcp_rate() -> float:
     """Bytes per second through one TCP connection over loopback, the best of some rounds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        with socket.create_connection(listening.getsockname()) as sender, listening.accept()[0] as receiver:
+        with (
+            socket.create_connection(listening.getsockname()) as sender,
+            listening.accept()[0] as receiver,
+        ):
             return _COPY_BYTES / min(_timed_send(sender, receiver) for _ in range(_ROUNDS))
 
 

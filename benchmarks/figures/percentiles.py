@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between closest ranks (Hyndman and Fan's type 7, numpy's default).
+    """The q-th percentile (0 to 100), linear between closest ranks (Hyndman and Fan's type 7,
+    numpy's default).
 
     Raises ValueError for an empty sample.
     """
@@ -36,4 +37,6 @@ def summarize(values: Sequence[float]) -> PercentileSummary | None:
     if not values:
         return None
     p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
-    return PercentileSummary(len(values), math.fsum(values) / len(values), p50, p90, p99, max(values))
+    return PercentileSummary(
+        len(values), math.fsum(values) / len(values), p50, p90, p99, max(values)
+    )

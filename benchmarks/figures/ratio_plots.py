@@ -18,7 +18,8 @@ class GoodputCurve:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimeline:
-    """One run: `slo_shares` within the objective for each of the `bin_seconds` seconds, and when which ratio was there."""
+    """One run: `slo_shares` within the objective for each of the `bin_seconds` seconds, and when
+    which ratio was there."""
 
     title: str
     bin_seconds: float
@@ -27,7 +28,9 @@ class LoadTimeline:
     load_changes: Sequence[float]  # moments when the load changes
 
 
-def plot_ratio_sweep(curves: Mapping[str, GoodputCurve], median: Mapping[str, Mapping[RoleSplit, float]], path: Path) -> None:
+def plot_ratio_sweep(
+    curves: Mapping[str, GoodputCurve], median: Mapping[str, Mapping[RoleSplit, float]], path: Path
+) -> None:
     figure, save = _new_figure((10, 6))
     for place, (name, curve) in enumerate(curves.items()):
         axes = figure.add_subplot(2, (len(curves) + 1) // 2, place + 1)
@@ -36,7 +39,9 @@ def plot_ratio_sweep(curves: Mapping[str, GoodputCurve], median: Mapping[str, Ma
         axes.plot(x, [median[name][split] for split in splits], "-", color="tab:blue")
         for at, split in enumerate(splits):
             axes.plot([at] * len(curve.runs[split]), list(curve.runs[split]), ".", color="tab:blue")
-        axes.axvline(splits.index(curve.advised_split), color="tab:orange", linestyle="--", label="advised")
+        axes.axvline(
+            splits.index(curve.advised_split), color="tab:orange", linestyle="--", label="advised"
+        )
         axes.set_xticks(x, [str(split) for split in splits])
         axes.set(title=name, ylabel="goodput, requests/s", ylim=(0, None))
         axes.legend(loc="lower center")
@@ -49,14 +54,32 @@ def plot_timelines(courses: Sequence[LoadTimeline], path: Path) -> None:
         left = figure.add_subplot(len(courses), 1, place + 1)
         right = left.twinx()
         x = [(number + 0.5) * course.bin_seconds for number in range(len(course.slo_shares))]
-        left.plot(x, [100 * share for share in course.slo_shares], "o-", color="tab:blue", label="within the SLO")
+        left.plot(
+            x,
+            [100 * share for share in course.slo_shares],
+            "o-",
+            color="tab:blue",
+            label="within the SLO",
+        )
         end = len(course.slo_shares) * course.bin_seconds
         moments = [at for at, _ in course.splits] + [end]
         prefill = [split.prefill_nodes for _, split in course.splits]
-        right.step(moments, [*prefill, prefill[-1]], where="post", color="tab:orange", label="prefill nodes")
+        right.step(
+            moments,
+            [*prefill, prefill[-1]],
+            where="post",
+            color="tab:orange",
+            label="prefill nodes",
+        )
         for turn in course.load_changes:
             left.axvline(turn, color="tab:gray", linestyle=":")
-        left.set(title=course.title, xlabel="seconds", ylabel="% of requests", ylim=(-3, 103), xlim=(0, end))
+        left.set(
+            title=course.title,
+            xlabel="seconds",
+            ylabel="% of requests",
+            ylim=(-3, 103),
+            xlim=(0, end),
+        )
         right.set(ylabel="prefill nodes", ylim=(0, 8))
         handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
         left.legend(handles=handles, loc="lower right")

@@ -14,8 +14,8 @@ _SECRET_OPTION = "--api-key"
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """One figure. `limit` is what it is held against, in the same unit, and `share` their ratio: a target (below 1 is
-    met) or what the hardware allows. `command` reproduces it."""
+    """One figure. `limit` is what it is held against, in the same unit, and `share` their ratio: a
+    target (below 1 is met) or what the hardware allows. `command` reproduces it."""
 
     name: str
     value: float
@@ -25,7 +25,9 @@ class ResultRow:
     command: str
 
 
-def make_row(name: str, value: float, unit: str, command: str, limit: float | None = None) -> ResultRow:
+def make_row(
+    name: str, value: float, unit: str, command: str, limit: float | None = None
+) -> ResultRow:
     share = value / limit if limit else None
     return ResultRow(name, value, unit, limit, share, command)
 
@@ -36,8 +38,8 @@ def reproducing_command(arguments: Sequence[str]) -> str:
     for place, word in enumerate(arguments):
         if word == _SECRET_OPTION and place + 1 < len(shown):
             shown[place + 1] = "KEY"
-        elif word.startswith(f"{_SECRET}="):
-            shown[place] = f"{_SECRET}=KEY"
+        elif word.startswith(f"{_SECRET_OPTION}="):
+            shown[place] = f"{_SECRET_OPTION}=KEY"
     return "python -m benchmarks " + shlex.join(shown)
 
 

@@ -1,4 +1,5 @@
-"""A client of POST /v1/completions for load generation, against Baton or any other OpenAI-compatible endpoint."""
+"""A client of POST /v1/completions for load generation, against Baton or any other
+OpenAI-compatible endpoint."""
 
 import asyncio
 import json
@@ -9,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load.run_load import http_stream
-from benchmarks.load.run_load import request_plan as schedule
-from benchmarks.load.http_stream import HttpError, StreamedResponse, HttpTarget
+from benchmarks.load import http_stream
+from benchmarks.load import request_plan as schedule
+from benchmarks.load.http_stream import HttpError, HttpTarget, StreamedResponse
 from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
@@ -64,7 +65,8 @@ _OPTIONAL_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class CompletionsClient:
-    """One endpoint. `vocab_size` bounds the ids of random prompts; `timeout_seconds` is seconds for one whole request."""
+    """One endpoint. `vocab_size` bounds the ids of random prompts; `timeout_seconds` is seconds for
+    one whole request."""
 
     target: HttpTarget
     model: str
@@ -74,8 +76,11 @@ class CompletionsClient:
     features: EndpointFeatures = EndpointFeatures()
 
     async def measure_request(self, request: PlannedRequest, due: float) -> RequestMeasurement:
-        """Send one request and watch its tokens arrive. Failures are told by the measurement, never raised."""
-        seen = RequestMeasurement(due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens)
+        """Send one request and watch its tokens arrive. Failures are told by the measurement, never
+        raised."""
+        seen = RequestMeasurement(
+            due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens
+        )
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 await self._record_answer(request, seen)
@@ -87,8 +92,8 @@ class CompletionsClient:
         return seen
 
     async def probe_features(self) -> "CompletionsClient":
-        """This client with a dialect that the endpoint accepts. Raises ValueError with its answer when there is none,
-        OSError or HttpError when it cannot be reached."""
+        """This client with a dialect that the endpoint accepts. Raises ValueError with its answer
+        when there is none, OSError or HttpError when it cannot be reached."""
         client = self
         for _ in range(len(_OPTIONAL_FIELDS) + 1):
             async with client._post(PlannedRequest(0.0, 4, 2, seed=1)) as response:
@@ -106,7 +111,9 @@ class CompletionsClient:
         """The optional feature that an error names."""
         named = _blamed_field(answer)
         for field, feature in _OPTIONAL_FIELDS.items():
-            if getattr(self.features, feature) and (named == field or (named is None and field in answer)):
+            if getattr(self.features, feature) and (
+                named == field or (named is None and field in answer)
+            ):
                 return feature
         return None
 
@@ -115,11 +122,17 @@ class CompletionsClient:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         path = "/completions" if self.target.base_path.endswith("/v1") else "/v1/completions"
-        return http_stream.open_request(self.target, "POST", path, headers, json.dumps(self._request_body(request)).encode())
+        return http_stream.open_request(
+            self.target, "POST", path, headers, json.dumps(self._request_body(request)).encode()
+        )
 
     def _request_body(self, request: PlannedRequest) -> dict[str, Any]:
         tokens = self.features.token_prompts
-        prompt = schedule.make_token_prompt(request, self.vocab_size) if tokens else schedule.make_text_prompt(request)
+        prompt = (
+            schedule.make_token_prompt(request, self.vocab_size)
+            if tokens
+            else schedule.make_text_prompt(request)
+        )
         body: dict[str, Any] = {
             "prompt": prompt,
             "max_tokens": request.output_tokens,
@@ -147,7 +160,9 @@ class CompletionsClient:
             seen.error = seen.error or "no [DONE]"
 
 
-def _record_event(seen: RequestMeasurement, moment: float, event: _StreamEvent, dialect: EndpointFeatures) -> None:
+def _record_event(
+    seen: RequestMeasurement, moment: float, event: _StreamEvent, dialect: EndpointFeatures
+) -> None:
     if event.error is not None:
         seen.error = "error event"
     if event.usage is not None:
@@ -169,7 +184,7 @@ async def read_events(response: StreamedResponse) -> AsyncIterator[tuple[float, 
         moment = time.perf_counter()
         *lines, pending = (pending + piece).split(b"\n")
         if len(pending) > _MAX_EVENT_BYTES:
-            raise HttpError(f"an event is longer than {_MAX_EVENT} bytes")
+            raise HttpError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
         for line in lines:
             if line.startswith(_DATA):
                 yield moment, line[len(_DATA) :].strip()

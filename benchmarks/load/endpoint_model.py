@@ -1,17 +1,19 @@
-"""What an endpoint serves, as far as it must be equal for figures to compare: model, dtype, quantisation."""
+"""What an endpoint serves, as far as it must be equal for figures to compare: model, dtype,
+quantisation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import msgspec
 
-from benchmarks.load.run_load import http_stream
+from benchmarks.load import http_stream
 from benchmarks.load.http_stream import HttpError, HttpTarget
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointModel:
-    """`digest` is of weights and architecture, "" where an endpoint tells none: then names are compared."""
+    """`digest` is of weights and architecture, "" where an endpoint tells none: then names are
+    compared."""
 
     model: str
     dtype: str
@@ -30,8 +32,11 @@ class _ModelList(msgspec.Struct):
     data: list[_ListedModel]
 
 
-async def fetch_endpoint_model(target: HttpTarget, api_key: str, model: str, declared: Mapping[str, str]) -> EndpointModel:
-    """By GET /v1/models. `declared` says what the endpoint does not: it never contradicts it. Raises ValueError."""
+async def fetch_endpoint_model(
+    target: HttpTarget, api_key: str, model: str, declared: Mapping[str, str]
+) -> EndpointModel:
+    """By GET /v1/models. `declared` says what the endpoint does not: it never contradicts it.
+    Raises ValueError."""
     path = "/models" if target.base_path.endswith("/v1") else "/v1/models"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     where = f"{target.host}:{target.port}"
@@ -39,13 +44,17 @@ async def fetch_endpoint_model(target: HttpTarget, api_key: str, model: str, dec
         async with http_stream.open_request(target, "GET", path, headers) as response:
             body = await response.read_body()
             if response.status != 200:
-                raise ValueError(f"{where} answers {response.status} to {path}: {body[:200].decode(errors='replace')}")
+                raise ValueError(
+                    f"{where} answers {response.status} to {path}: {body[:200].decode(errors='replace')}"
+                )
         models = msgspec.json.decode(body, type=_ModelList).data
     except (OSError, HttpError, msgspec.DecodeError) as error:
         raise ValueError(f"{where} does not say what it serves: {error}") from None
     served = next((one for one in models if model in ("", one.id)), None)
     if served is None:
-        raise ValueError(f"{where} does not serve {model!r}: it has {', '.join(one.id for one in models) or 'nothing'}")
+        raise ValueError(
+            f"{where} does not serve {model!r}: it has {', '.join(one.id for one in models) or 'nothing'}"
+        )
     told = {"dtype": served.dtype, "quantization": served.quantization}
     for name, value in declared.items():
         if told.get(name) not in ("", value):
@@ -70,4 +79,6 @@ def require_same_model(found: Mapping[str, EndpointModel]) -> None:
                 continue
             mine, theirs = getattr(one, field.name), getattr(other, field.name)
             if mine != theirs:
-                raise ValueError(f"{first} and {name} do not compare: {field.name} is {mine!r} and {theirs!r}")
+                raise ValueError(
+                    f"{first} and {name} do not compare: {field.name} is {mine!r} and {theirs!r}"
+                )

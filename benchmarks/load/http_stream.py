@@ -1,7 +1,8 @@
-"""A small HTTP/1.1 client for one thing: POST a JSON body, read the answer piece by piece as it arrives.
+"""A small HTTP/1.1 client for one thing: POST a JSON body, read the answer piece by piece as it
+arrives.
 
-A load generator shares the machine with what it measures, so it does no more per message than it must; every request
-has a connection of its own.
+A load generator shares the machine with what it measures, so it does no more per message than it
+must; every request has a connection of its own.
 """
 
 import asyncio
@@ -36,13 +37,17 @@ def parse_url(url: str) -> HttpTarget:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
     tls = parts.scheme == "https"
-    return HttpTarget(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+    return HttpTarget(
+        parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/")
+    )
 
 
 class StreamedResponse:
     """Status and headers have been read; `pieces()` gives the body as it arrives."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
+    def __init__(
+        self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader
+    ) -> None:
         self.status = status
         self.headers = headers
         self._reader = reader
@@ -69,7 +74,7 @@ class StreamedResponse:
             except ValueError:
                 raise HttpError("a chunk has no size") from None
             if not 0 <= size <= MAX_CHUNK_BYTES:
-                raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK} are read")
+                raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK_BYTES} are read")
             if size == 0:
                 return
             piece = await _read_exactly(self._reader, size + 2)
@@ -91,9 +96,12 @@ class StreamedResponse:
 async def open_request(
     target: HttpTarget, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[StreamedResponse]:
-    """Send and yield the response; the connection closes with the block. Raises OSError, HttpError."""
+    """Send and yield the response; the connection closes with the block. Raises OSError,
+    HttpError."""
     context = ssl.create_default_context() if target.uses_tls else None
-    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context, limit=MAX_HEAD_BYTES)
+    reader, writer = await asyncio.open_connection(
+        target.host, target.port, ssl=context, limit=MAX_HEAD_BYTES
+    )
     try:
         writer.write(_request_head(target, method, path, headers, len(body)) + body)
         await writer.drain()
@@ -102,10 +110,20 @@ async def open_request(
         writer.close()
 
 
-def _request_head(target: HttpTarget, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
+def _request_head(
+    target: HttpTarget, method: str, path: str, headers: Mapping[str, str], length: int
+) -> bytes:
     host = f"[{target.host}]" if ":" in target.host else target.host
-    fields = {"Host": f"{host}:{target.port}", "Connection": "close", "Content-Length": str(length), **headers}
-    lines = [f"{method} {target.base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    fields = {
+        "Host": f"{host}:{target.port}",
+        "Connection": "close",
+        "Content-Length": str(length),
+        **headers,
+    }
+    lines = [
+        f"{method} {target.base_path}{path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in fields.items()),
+    ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

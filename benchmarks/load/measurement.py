@@ -1,4 +1,5 @@
-"""What was seen of one request, and what follows from many. Pure; times are seconds of one steady clock."""
+"""What was seen of one request, and what follows from many. Pure; times are seconds of one steady
+clock."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,11 +11,14 @@ from benchmarks.figures.percentiles import PercentileSummary, summarize
 
 @dataclass(slots=True)
 class RequestMeasurement:
-    """One request. `due_at` is when it was to be sent: under open load a late sender must not flatter the answer."""
+    """One request. `due_at` is when it was to be sent: under open load a late sender must not
+    flatter the answer."""
 
     due_at: float
     requested_tokens: int
-    token_arrivals: list[tuple[float, int]] = field(default_factory=list)  # (moment, tokens in this message)
+    token_arrivals: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (moment, tokens in this message)
     ended_at: float = 0.0
     usage_tokens: int | None = None  # completion tokens as the endpoint counts them
     error: str = ""  # "" for a request that ended well
@@ -35,7 +39,9 @@ class RequestMeasurement:
     def tpot(self) -> float | None:
         """Time per output token after the first message; None when there was only one."""
         later = self.received_tokens - self.token_arrivals[0][1]
-        return (self.token_arrivals[-1][0] - self.token_arrivals[0][0]) / later if later > 0 else None
+        return (
+            (self.token_arrivals[-1][0] - self.token_arrivals[0][0]) / later if later > 0 else None
+        )
 
     @property
     def inter_token_gaps(self) -> list[float]:
@@ -46,7 +52,8 @@ class RequestMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """One cell of a benchmark. Rates are per second of `seconds`, from the first request due to the last one ended."""
+    """One cell of a benchmark. Rates are per second of `seconds`, from the first request due to the
+    last one ended."""
 
     name: str
     seconds: float
@@ -61,11 +68,14 @@ class CellResult:
     tokens_per_second: float
     requests_per_second: float
     goodput: float  # good requests per second
-    cached_share: float | None  # of the prompt tokens, by the endpoint's word; None if it says nothing
+    cached_share: (
+        float | None
+    )  # of the prompt tokens, by the endpoint's word; None if it says nothing
 
 
 def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Slo) -> CellResult:
-    """Errors are counted apart and are no part of any latency; they make their requests not good."""
+    """Errors are counted apart and are no part of any latency; they make their requests not
+    good."""
     well = [one for one in measurements if not one.error and one.token_arrivals]
     errors: dict[str, int] = {}
     for one in measurements:
@@ -92,5 +102,7 @@ def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Sl
         tokens_per_second=sum(one.received_tokens for one in well) * per_second,
         requests_per_second=len(well) * per_second,
         goodput=good * per_second,
-        cached_share=sum(one.cached_tokens for one in well) / prompt_tokens if prompt_tokens else None,
+        cached_share=sum(one.cached_tokens for one in well) / prompt_tokens
+        if prompt_tokens
+        else None,
     )

@@ -17,8 +17,9 @@ _WORDS = (
 class LengthDistribution:
     """A distribution of lengths in tokens, each between 1 and `max_tokens`.
 
-    `fixed`: always `low_or_median`. `uniform`: integers from `low_or_median` to `high_or_sigma`. `lognormal`: median `low_or_median`, and `high_or_sigma` the standard deviation of
-    the logarithm.
+    `fixed`: always `low_or_median`. `uniform`: integers from `low_or_median` to `high_or_sigma`.
+    `lognormal`: median `low_or_median`, and `high_or_sigma` the standard deviation of the
+    logarithm.
     """
 
     kind: Literal["fixed", "uniform", "lognormal"]
@@ -33,12 +34,15 @@ class LengthDistribution:
             case "uniform":
                 drawn = random_source.randint(round(self.low_or_median), round(self.high_or_sigma))
             case "lognormal":
-                drawn = random_source.lognormvariate(math.log(self.low_or_median), self.high_or_sigma)
+                drawn = random_source.lognormvariate(
+                    math.log(self.low_or_median), self.high_or_sigma
+                )
         return max(1, min(self.max_tokens, round(drawn)))
 
 
 def parse_lengths(text: str) -> LengthDistribution:
-    """`512`, `uniform:100:800`, `lognormal:256:0.8` or `lognormal:256:0.8:2048` (the last is the most).
+    """`512`, `uniform:100:800`, `lognormal:256:0.8` or `lognormal:256:0.8:2048` (the last is the
+    most).
 
     Raises ValueError naming the text and the forms.
     """
@@ -55,10 +59,17 @@ def parse_lengths(text: str) -> LengthDistribution:
                 found = LengthDistribution("lognormal", float(median), float(sigma), int(most))
             case _:
                 raise ValueError
-        if found.low_or_median < 1 or found.max_tokens < 1 or found.high_or_sigma < 0 or (found.kind == "uniform" and found.high_or_sigma < found.low_or_median):
+        if (
+            found.low_or_median < 1
+            or found.max_tokens < 1
+            or found.high_or_sigma < 0
+            or (found.kind == "uniform" and found.high_or_sigma < found.low_or_median)
+        ):
             raise ValueError
     except ValueError:
-        raise ValueError(f"{text!r} is not N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]") from None
+        raise ValueError(
+            f"{text!r} is not N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]"
+        ) from None
     return found
 
 
@@ -74,18 +85,19 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class PoissonArrivals:
-    """Requests arrive by themselves, `requests_per_second` a second on average, however slow the answers are."""
+    """Requests arrive by themselves, `requests_per_second` a second on average, however slow the
+    answers are."""
 
     requests_per_second: float
 
     def __str__(self) -> str:
-        return f"r{self.rate:g}"
+        return f"r{self.requests_per_second:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompt:
-    """A prompt made of blocks of `block_tokens` tokens: equal ids are equal blocks, different ids differ within their first
-    tokens. `max_block_id` is the highest id of the run."""
+    """A prompt made of blocks of `block_tokens` tokens: equal ids are equal blocks, different ids
+    differ within their first tokens. `max_block_id` is the highest id of the run."""
 
     salt: str
     block_ids: tuple[int, ...]
@@ -95,8 +107,8 @@ class BlockPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send, `start_seconds` seconds after the start (always 0 in a closed loop). Its prompt is drawn from `salt`
-    and `seed`, or is what `block_prompt` says."""
+    """One request to send, `start_seconds` seconds after the start (always 0 in a closed loop). Its
+    prompt is drawn from `salt` and `seed`, or is what `block_prompt` says."""
 
     start_seconds: float
     prompt_tokens: int
@@ -106,10 +118,21 @@ class PlannedRequest:
     salt: str = ""
 
 
-def plan_requests(load: ClosedLoop | PoissonArrivals, prompt: LengthDistribution, output: LengthDistribution, count: int, seed: str) -> list[PlannedRequest]:
-    """`count` requests. The same seed gives the same plan; every request has a prompt of its own."""
+def plan_requests(
+    load: ClosedLoop | PoissonArrivals,
+    prompt: LengthDistribution,
+    output: LengthDistribution,
+    count: int,
+    seed: str,
+) -> list[PlannedRequest]:
+    """`count` requests. The same seed gives the same plan; every request has a prompt of its
+    own."""
     source = random.Random(seed)
-    times = poisson_times(load.requests_per_second, source) if isinstance(load, PoissonArrivals) else iter(lambda: 0.0, None)
+    times = (
+        poisson_times(load.requests_per_second, source)
+        if isinstance(load, PoissonArrivals)
+        else iter(lambda: 0.0, None)
+    )
     return [
         PlannedRequest(at, prompt.sample(source), output.sample(source), source.getrandbits(63))
         for _, at in zip(range(count), times, strict=False)
@@ -125,13 +148,19 @@ def poisson_times(rate: float, source: random.Random) -> Iterator[float]:
 
 
 def make_token_prompt(request: PlannedRequest, vocabulary: int) -> list[int]:
-    """Random token ids. Low ids are left out: special tokens tend to live there. Raises ValueError for shared blocks
-    that are too short to tell themselves apart."""
+    """Random token ids. Low ids are left out: special tokens tend to live there. Raises ValueError
+    for shared blocks that are too short to tell themselves apart."""
     ids = range(min(16, vocabulary // 2), vocabulary)
     if request.block_prompt is None:
         return _random_source(request).choices(ids, k=request.prompt_tokens)
     shared = request.block_prompt
-    found = [token for block in shared.block_ids for token in _block_token_ids(shared.salt, block, shared.block_tokens, shared.max_block_id, ids)]
+    found = [
+        token
+        for block in shared.block_ids
+        for token in _block_token_ids(
+            shared.salt, block, shared.block_tokens, shared.max_block_id, ids
+        )
+    ]
     return found[: request.prompt_tokens]
 
 

@@ -1,4 +1,5 @@
-"""Sends a plan to an endpoint, in a closed loop, as a Poisson process or as recorded, bounded in count and in time."""
+"""Sends a plan to an endpoint, in a closed loop, as a Poisson process or as recorded, bounded in
+count and in time."""
 
 import asyncio
 import time
@@ -14,9 +15,11 @@ UNFINISHED_ERROR = "unfinished"
 LoadPattern = ClosedLoop | PoissonArrivals | TraceReplay
 
 
-async def run_load(client: CompletionsClient, load: LoadPattern, plan: Sequence[PlannedRequest], seconds: float) -> list[RequestMeasurement]:
-    """One measurement per request that was due within `seconds`. What runs when the time is up is cut off and counted
-    as unfinished."""
+async def run_load(
+    client: CompletionsClient, load: LoadPattern, plan: Sequence[PlannedRequest], seconds: float
+) -> list[RequestMeasurement]:
+    """One measurement per request that was due within `seconds`. What runs when the time is up is
+    cut off and counted as unfinished."""
     seen: list[RequestMeasurement] = []
     started = time.perf_counter()
     try:
@@ -32,14 +35,20 @@ async def run_load(client: CompletionsClient, load: LoadPattern, plan: Sequence[
     return seen
 
 
-async def _run_closed_loop_client(client: CompletionsClient, rest: Iterator[PlannedRequest], seen: list[RequestMeasurement]) -> None:
+async def _run_closed_loop_client(
+    client: CompletionsClient, rest: Iterator[PlannedRequest], seen: list[RequestMeasurement]
+) -> None:
     """One client of a closed loop."""
     for request in rest:
         await _measure_one(client, request, time.perf_counter(), seen)
 
 
 async def _send_at_arrivals(
-    client: CompletionsClient, plan: Sequence[PlannedRequest], started: float, seen: list[RequestMeasurement], group: asyncio.TaskGroup
+    client: CompletionsClient,
+    plan: Sequence[PlannedRequest],
+    started: float,
+    seen: list[RequestMeasurement],
+    group: asyncio.TaskGroup,
 ) -> None:
     for request in plan:
         due = started + request.start_seconds
@@ -47,11 +56,18 @@ async def _send_at_arrivals(
         group.create_task(_measure_one(client, request, due, seen))
 
 
-async def _measure_one(client: CompletionsClient, request: PlannedRequest, due: float, seen: list[RequestMeasurement]) -> None:
+async def _measure_one(
+    client: CompletionsClient, request: PlannedRequest, due: float, seen: list[RequestMeasurement]
+) -> None:
     try:
         seen.append(await client.measure_request(request, due))
     except asyncio.CancelledError:
-        cut = RequestMeasurement(due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens, error=UNFINISHED_ERROR)
+        cut = RequestMeasurement(
+            due,
+            request.output_tokens,
+            requested_prompt_tokens=request.prompt_tokens,
+            error=UNFINISHED_ERROR,
+        )
         cut.ended_at = time.perf_counter()
         seen.append(cut)
         raise

@@ -1,10 +1,13 @@
-"""Replaying a recorded workload: when requests came, how long they were, and which prefixes they shared. No text.
+"""Replaying a recorded workload: when requests came, how long they were, and which prefixes they
+shared. No text.
 
 Two public formats:
 
-- Mooncake's JSON lines: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, one id
+- Mooncake's JSON lines: `{"timestamp": ms, "input_length": tokens, "output_length": tokens,
+  "hash_ids": [...]}`, one id
   for each 512-token block of the prompt; equal ids are equal blocks. (Qin et al., FAST 2025.)
-- Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`. Nothing is known of what its prompts share: nothing here.
+- Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`. Nothing is known of what its prompts
+  share: nothing here.
   (Patel et al., ISCA 2024.)
 """
 
@@ -17,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.load.request_plan import PlannedRequest, BlockPrompt
+from benchmarks.load.request_plan import BlockPrompt, PlannedRequest
 
 MOONCAKE_BLOCK = 512  # tokens
 MAX_REQUESTS = 1_000_000
@@ -38,7 +41,8 @@ class TraceReplay:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace: seconds on the trace's own clock, lengths in tokens, ids of its 512-token blocks."""
+    """One line of a trace: seconds on the trace's own clock, lengths in tokens, ids of its
+    512-token blocks."""
 
     arrival_seconds: float
     prompt_tokens: int
@@ -54,8 +58,8 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, limit: int = 0) -> list[TraceRequest]:
-    """The first `limit` requests of a trace (0: all), in order of time. Its first line tells the format. Raises
-    ValueError naming file and line."""
+    """The first `limit` requests of a trace (0: all), in order of time. Its first line tells the
+    format. Raises ValueError naming file and line."""
     most = min(limit or MAX_REQUESTS, MAX_REQUESTS)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -72,9 +76,11 @@ def read_trace(path: Path, limit: int = 0) -> list[TraceRequest]:
     return sorted(found, key=lambda one: one.arrival_seconds)
 
 
-def plan_from_trace(trace: list[TraceRequest], seed: str, speed: float = 1.0, scale: float = 1.0) -> list[PlannedRequest]:
-    """What to send: `speed` compresses time, `scale` every length, blocks included. Raises ValueError for a scale that
-    leaves a block no room for its id."""
+def plan_from_trace(
+    trace: list[TraceRequest], seed: str, speed: float = 1.0, scale: float = 1.0
+) -> list[PlannedRequest]:
+    """What to send: `speed` compresses time, `scale` every length, blocks included. Raises
+    ValueError for a scale that leaves a block no room for its id."""
     if speed <= 0 or scale <= 0:
         raise ValueError(f"--speed {speed:g} and --scale-lengths {scale:g} must be above 0")
     block = max(1, round(MOONCAKE_BLOCK * scale))
@@ -93,7 +99,8 @@ def plan_from_trace(trace: list[TraceRequest], seed: str, speed: float = 1.0, sc
 
 
 def repeated_prefix_share(plan: Sequence[PlannedRequest]) -> float:
-    """Share of prompt tokens in leading blocks that an earlier request had too: the most that a prefix cache saves."""
+    """Share of prompt tokens in leading blocks that an earlier request had too: the most that a
+    prefix cache saves."""
     seen: set[int] = set()
     repeated = 0
     for request in plan:
@@ -120,20 +127,30 @@ def _parse_mooncake(lines: Iterator[str], name: str) -> Iterator[TraceRequest]:
             continue
         try:
             said = decode(line)
-            _require(said.timestamp >= 0 and said.input_length >= 1 and said.output_length >= 0, "a value below 0")
+            _require(
+                said.timestamp >= 0 and said.input_length >= 1 and said.output_length >= 0,
+                "a value below 0",
+            )
             wanted = -(-said.input_length // MOONCAKE_BLOCK)
             _require(len(said.hash_ids) == wanted, f"{len(said.hash_ids)} hash_ids, not {wanted}")
             _require(min(said.hash_ids) >= 0, "a hash id below 0")
         except (msgspec.DecodeError, ValueError) as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
-        yield TraceRequest(said.timestamp / 1e3, said.input_length, max(1, said.output_length), tuple(said.hash_ids))
+        yield TraceRequest(
+            said.timestamp / 1e3,
+            said.input_length,
+            max(1, said.output_length),
+            tuple(said.hash_ids),
+        )
 
 
 def _parse_azure(lines: Iterator[str], name: str) -> Iterator[TraceRequest]:
     rows = csv.reader(lines)
     header = tuple(next(rows, []))
     if header != _AZURE_COLUMNS:
-        raise ValueError(f"{name} is no trace: it begins neither with an object nor with {','.join(_AZURE_COLUMNS)}")
+        raise ValueError(
+            f"{name} is no trace: it begins neither with an object nor with {','.join(_AZURE_COLUMNS)}"
+        )
     for number, row in enumerate(rows, 2):
         if not row:
             continue
@@ -149,7 +166,7 @@ def _parse_azure(lines: Iterator[str], name: str) -> Iterator[TraceRequest]:
 def _bounded_lines(readline: Callable[[int], str]) -> Iterator[str]:
     while line := readline(_MAX_LINE_CHARACTERS):
         if len(line) == _MAX_LINE_CHARACTERS:
-            raise ValueError(f"a line is longer than {_MAX_LINE} characters")
+            raise ValueError(f"a line is longer than {_MAX_LINE_CHARACTERS} characters")
         yield line
 
 

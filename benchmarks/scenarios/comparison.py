@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.slo import Slo
-from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.figures.percentiles import percentile
+from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest, poisson_times
 
 SLO_SLACK = 2.0  # times the idle figure
@@ -44,7 +44,8 @@ class IdleLatency:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonCell:
-    """One load of a workload: `load` is the requests that arrive in the time that one takes when it is alone."""
+    """One load of a workload: `load` is the requests that arrive in the time that one takes when it
+    is alone."""
 
     workload: str
     load: float
@@ -55,14 +56,18 @@ class ComparisonCell:
 
 def idle_latency(seen: Sequence[RequestMeasurement]) -> IdleLatency:
     """Raises ValueError if one of them failed or had a single token."""
-    failed = next((one.error or "no tokens" for one in seen if one.error or not one.token_arrivals), "")
+    failed = next(
+        (one.error or "no tokens" for one in seen if one.error or not one.token_arrivals), ""
+    )
     tpots = [one.tpot for one in seen if one.token_arrivals and one.tpot is not None]
     if failed or len(tpots) < len(seen):
         raise ValueError(f"a request on an idle system failed: {failed or 'it had one token'}")
     return IdleLatency(percentile([one.ttft for one in seen], 50), percentile(tpots, 50))
 
 
-def best_idle_latency(arms: Mapping[str, Mapping[int, IdleLatency]], fixed: Sequence[str]) -> dict[int, IdleLatency]:
+def best_idle_latency(
+    arms: Mapping[str, Mapping[int, IdleLatency]], fixed: Sequence[str]
+) -> dict[int, IdleLatency]:
     """For each length of prompt, the better figures of the fixed systems."""
     lengths = {length for name in fixed for length in arms[name]}
     return {
@@ -79,23 +84,38 @@ def slos_by_length(idle: Mapping[int, IdleLatency]) -> dict[int, Slo]:
     return {length: Slo(SLO_SLACK * one.ttft, SLO_SLACK * one.tpot) for length, one in idle.items()}
 
 
-def arrival_rate(workload: ComparisonWorkload, load: float, idle: Mapping[int, IdleLatency]) -> float:
+def arrival_rate(
+    workload: ComparisonWorkload, load: float, idle: Mapping[int, IdleLatency]
+) -> float:
     """Requests a second."""
-    alone = sum(idle[length].request_seconds(workload.output_tokens) for length in workload.prompt_lengths) / len(workload.prompt_lengths)
+    alone = sum(
+        idle[length].request_seconds(workload.output_tokens) for length in workload.prompt_lengths
+    ) / len(workload.prompt_lengths)
     return load / alone
 
 
-def plan_arrivals(workload: ComparisonWorkload, per_second: float, seconds: float, seed: str) -> list[PlannedRequest]:
+def plan_arrivals(
+    workload: ComparisonWorkload, per_second: float, seconds: float, seed: str
+) -> list[PlannedRequest]:
     """Poisson arrivals; equal for every system."""
     source = random.Random(seed)
     lengths = itertools.cycle(workload.prompt_lengths)
     times = itertools.takewhile(lambda at: at < seconds, poisson_times(per_second, source))
-    return [PlannedRequest(at, next(lengths), workload.output_tokens, source.getrandbits(63), salt=seed) for at in times]
+    return [
+        PlannedRequest(at, next(lengths), workload.output_tokens, source.getrandbits(63), salt=seed)
+        for at in times
+    ]
 
 
-def compute_goodput(seen: Sequence[RequestMeasurement], bounds: Mapping[int, Slo], seconds: float) -> float:
+def compute_goodput(
+    seen: Sequence[RequestMeasurement], bounds: Mapping[int, Slo], seconds: float
+) -> float:
     """Requests a second of the offering that ended well within the bounds of their length."""
-    good = sum(bounds[one.requested_prompt_tokens].is_met(one.ttft, one.tpot) for one in seen if not one.error and one.token_arrivals)
+    good = sum(
+        bounds[one.requested_prompt_tokens].is_met(one.ttft, one.tpot)
+        for one in seen
+        if not one.error and one.token_arrivals
+    )
     return good / seconds
 
 
@@ -129,8 +149,11 @@ def share_of_best_other(results: GoodputBySystem, system: str, value: Mapping[st
     return value[system] / best if best else 1.0
 
 
-def losing_cells(results: GoodputBySystem, loser: str, winner: str) -> Iterator[tuple[ComparisonCell, float]]:
-    """Cells in which one has less goodput than the other by more than LOSS, and what it has of it."""
+def losing_cells(
+    results: GoodputBySystem, loser: str, winner: str
+) -> Iterator[tuple[ComparisonCell, float]]:
+    """Cells in which one has less goodput than the other by more than LOSS, and what it has of
+    it."""
     for cell, other in results[winner].items():
         share = results[loser][cell].median / other.median if other.median else 1.0
         if share < 1.0 - LOSS_THRESHOLD:

@@ -1,4 +1,5 @@
-"""A sweep over concurrency: throughput and TTFT on one picture, and the ceiling for a TTFT bound."""
+"""A sweep over concurrency: throughput and TTFT on one picture, and the ceiling for a TTFT
+bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ class SweepPoint:
 
 def find_ceiling(points: Sequence[SweepPoint], bound: float) -> SweepPoint | None:
     """The point with the most tokens a second that holds `bound`; None if no point does."""
-    return max((one for one in points if one.meets_ttft(bound)), key=lambda one: one.result.tokens_per_second, default=None)
+    return max(
+        (one for one in points if one.meets_ttft(bound)),
+        key=lambda one: one.result.tokens_per_second,
+        default=None,
+    )
 
 
 def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
@@ -39,9 +44,12 @@ def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
 
 
 def check_plot_path(path: Path) -> None:
-    """Before anything is measured. Raises ValueError for a format that is none, or without the library."""
+    """Before anything is measured. Raises ValueError for a format that is none, or without the
+    library."""
     if path.suffix not in PLOT_FORMATS:
-        raise ValueError(f"--plot {path}: a picture is a file that ends in {' or '.join(FORMATS)}")
+        raise ValueError(
+            f"--plot {path}: a picture is a file that ends in {' or '.join(PLOT_FORMATS)}"
+        )
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -49,7 +57,8 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, title: str) -> None:
-    """Throughput on the left axis, the p50 and p90 of TTFT on the right one, over concurrency; `bound` in seconds."""
+    """Throughput on the left axis, the p50 and p90 of TTFT on the right one, over concurrency;
+    `bound` in seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +68,13 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
     FigureCanvasAgg(figure)
     left = figure.add_subplot()
     right = left.twinx()
-    left.plot(x, [one.result.tokens_per_second for one in shown], "o-", color="tab:blue", label="output tokens/s")
+    left.plot(
+        x,
+        [one.result.tokens_per_second for one in shown],
+        "o-",
+        color="tab:blue",
+        label="output tokens/s",
+    )
     for quantile, style in (("p50", "s--"), ("p90", "^-")):
         values = [getattr(one.result.ttft, quantile) * 1e3 for one in shown]
         right.plot(x, values, style, color="tab:red", label=f"TTFT {quantile}")

@@ -12,14 +12,14 @@ from rich.console import Console
 from baton.pb import cluster_pb2, cluster_pb2_grpc
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from benchmarks.scenarios import ratio_workloads as workloads
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.clusters.random_models import NARROW_SHAPE
 from benchmarks.load.completions_client import CompletionsClient
 from benchmarks.load.http_stream import parse_url
-from benchmarks.load.run_load import run_load
-from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.load.measurement import RequestMeasurement
-from benchmarks.clusters.random_models import NARROW_SHAPE
 from benchmarks.load.request_plan import PlannedRequest, PoissonArrivals
+from benchmarks.load.run_load import run_load
+from benchmarks.scenarios import ratio_workloads as workloads
 
 GRACE_SECONDS = 10.0  # seconds after the last arrival until what still runs is cut off
 _RPC_TIMEOUT = 60.0
@@ -31,11 +31,15 @@ _AS_PLANNED = PoissonArrivals(1.0)  # open arrivals, at the moments of the plan
 class PacedCluster:
     client: CompletionsClient
     stub: cluster_pb2_grpc.ClusterStub
-    ratio_history: list[tuple[float, RoleSplit]] = field(default_factory=list)  # when which ratio was there, while it is watched
+    ratio_history: list[tuple[float, RoleSplit]] = field(
+        default_factory=list
+    )  # when which ratio was there, while it is watched
 
     async def set_ratio(self, split: RoleSplit) -> None:
         """Returns when the nodes have their roles."""
-        request = cluster_pb2.SetRatioRequest(prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=0.0)
+        request = cluster_pb2.SetRatioRequest(
+            prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=0.0
+        )
         asked = await self.stub.SetRatio(request, timeout=_RPC_TIMEOUT)
         async with asyncio.timeout(_RPC_TIMEOUT):
             async for status in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.1)):
@@ -58,9 +62,16 @@ class PacedCluster:
         status = await self.stub.Status(cluster_pb2.StatusRequest(), timeout=_RPC_TIMEOUT)
         return int(status.counters.get("baton_ratio_moves_total", 0.0))
 
-    async def send_plan(self, plan: Sequence[PlannedRequest], seconds: float, salt: str) -> list[RequestMeasurement]:
+    async def send_plan(
+        self, plan: Sequence[PlannedRequest], seconds: float, salt: str
+    ) -> list[RequestMeasurement]:
         """Send it, with prompts that no cache has."""
-        return await run_load(self.client, _AS_PLANNED, [replace(one, salt=salt) for one in plan], seconds + GRACE_SECONDS)
+        return await run_load(
+            self.client,
+            _AS_PLANNED,
+            [replace(one, salt=salt) for one in plan],
+            seconds + GRACE_SECONDS,
+        )
 
     async def record_ratio_changes(self) -> None:
         """Write down the ratio whenever it changes, until cancelled."""
@@ -72,8 +83,12 @@ class PacedCluster:
 
 @asynccontextmanager
 async def paced_cluster(console: Console) -> AsyncIterator[PacedCluster]:
-    async with start_local_cluster(console, NARROW_SHAPE, "paced", **workloads.cluster_settings()) as cluster:
-        client = CompletionsClient(parse_url(f"http://{cluster.endpoints.http}"), "", "", _VOCABULARY, _RPC_TIMEOUT)
+    async with start_local_cluster(
+        console, NARROW_SHAPE, "paced", **workloads.cluster_settings()
+    ) as cluster:
+        client = CompletionsClient(
+            parse_url(f"http://{cluster.endpoints.http}"), "", "", _VOCABULARY, _RPC_TIMEOUT
+        )
         client = await client.probe_features()
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             made = PacedCluster(client, cluster_pb2_grpc.ClusterStub(channel))

@@ -1,11 +1,12 @@
 """A trace through the pool's own index and eviction policies, and through what no policy can beat.
 
-Each request matches its prompt and publishes the blocks that are missing; who publishes holds on to the path. Blocks
-are the trace's, of 512 tokens; the last one of a prompt is mostly not full and counts as a block all the same.
+Each request matches its prompt and publishes the blocks that are missing; who publishes holds on to
+the path. Blocks are the trace's, of 512 tokens; the last one of a prompt is mostly not full and
+counts as a block all the same.
 
-Belady's optimum (1966) knows the future: of all blocks it evicts the one whose next use is farthest away, which is
-always a leaf, since whoever uses a block uses those before it. It may also evict what has just been published. So its
-hits are an upper bound for every policy, leaves first or not.
+Belady's optimum (1966) knows the future: of all blocks it evicts the one whose next use is farthest
+away, which is always a leaf, since whoever uses a block uses those before it. It may also evict
+what has just been published. So its hits are an upper bound for every policy, leaves first or not.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from itertools import takewhile
 
 from baton.kv.block_hash import BlockHash
 from benchmarks.load.traces import MOONCAKE_BLOCK, TraceRequest
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.eviction.cost_evictor import QUADRATIC_CONTEXT_TOKENS, CostEvictor
 from kv_pool.core.eviction.evictor import Evictor, LruEvictor
+from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.index.radix_index import ROOT
-from kv_pool.core.blocks.cache_tier import CacheTier
 
 POLICIES = ("lru", "cost")
 _ROOT = BlockHash(bytes(32))
@@ -28,8 +29,8 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HitRatios:
-    """`block_hit_ratio` of the blocks of all prompts; `saved_cost_share` of what computing all of them would have cost, in which a token
-    costs more the more stands before it."""
+    """`block_hit_ratio` of the blocks of all prompts; `saved_cost_share` of what computing all of
+    them would have cost, in which a token costs more the more stands before it."""
 
     block_hit_ratio: float
     saved_cost_share: float
@@ -42,12 +43,16 @@ class TracePrompts:
         self.arrival_times = [one.arrival_seconds for one in trace]
         self.prompts = [PromptChain.from_tokens(_ROOT, one.block_ids, 1) for one in trace]
         self.block_count = sum(map(len, self.prompts))
-        self.distinct_block_count = len({prompt.block_hash(number) for prompt in self.prompts for number in range(len(prompt))})
+        self.distinct_block_count = len(
+            {prompt.block_hash(number) for prompt in self.prompts for number in range(len(prompt))}
+        )
         self.total_cost = sum(prefill_cost(len(prompt)) for prompt in self.prompts)
 
     def compute_hit_ratios(self, found: Sequence[int]) -> HitRatios:
         """`found`: of each prompt, the leading blocks that were there."""
-        return HitRatios(sum(found) / self.block_count, sum(map(prefill_cost, found)) / self.total_cost)
+        return HitRatios(
+            sum(found) / self.block_count, sum(map(prefill_cost, found)) / self.total_cost
+        )
 
 
 def prefill_cost(blocks: int) -> float:
@@ -63,7 +68,9 @@ def make_evictor(policy: str, capacity: int) -> Evictor:
 def replay_policy(work: TracePrompts, capacity: int, policy: str) -> HitRatios:
     capacity = min(capacity, work.distinct_block_count)
     tier = CacheTier(capacity, 1, make_evictor(policy, capacity))
-    return work.compute_hit_ratios([_serve_prompt(tier, *one) for one in zip(work.prompts, work.arrival_times, strict=True)])
+    return work.compute_hit_ratios(
+        [_serve_prompt(tier, *one) for one in zip(work.prompts, work.arrival_times, strict=True)]
+    )
 
 
 def _serve_prompt(tier: CacheTier, prompt: PromptChain, now: float) -> int:
@@ -118,20 +125,25 @@ def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
 
 
 def compute_partial_gain(trace: Sequence[TraceRequest], block: int) -> tuple[float, float]:
-    """What sharing partly matching blocks can save at most, as shares of all prompt tokens: (in whole blocks of `block`
-    tokens, with copy on write beyond them).
+    """What sharing partly matching blocks can save at most, as shares of all prompt tokens: (in
+    whole blocks of `block` tokens, with copy on write beyond them).
 
-    The trace tells whether blocks of 512 tokens are equal and not where they begin to differ. A prompt that leaves the
-    path of an earlier one where that ended, in the middle of a block, is taken to go on from there. The first block
-    does not count: nearly all prompts have the same.
+    The trace tells whether blocks of 512 tokens are equal and not where they begin to differ. A
+    prompt that leaves the path of an earlier one where that ended, in the middle of a block, is
+    taken to go on from there. The first block does not count: nearly all prompts have the same.
     """
-    ends: dict[tuple[int, int], int] = {}  # (blocks before, the last of them) -> tokens in the block that ends a prompt
+    ends: dict[
+        tuple[int, int], int
+    ] = {}  # (blocks before, the last of them) -> tokens in the block that ends a prompt
     seen: set[int] = set()
     whole = beyond = 0
     for one in trace:
         known = len(list(takewhile(seen.__contains__, one.block_ids)))
         if 2 <= known < len(one.block_ids):
-            shared = min(ends.get((known, one.block_ids[known - 1]), 0), one.prompt_tokens - known * MOONCAKE_BLOCK)
+            shared = min(
+                ends.get((known, one.block_ids[known - 1]), 0),
+                one.prompt_tokens - known * MOONCAKE_BLOCK,
+            )
             whole += shared // block * block
             beyond += shared % block
         seen.update(one.block_ids)

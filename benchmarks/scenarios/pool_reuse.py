@@ -1,5 +1,6 @@
-"""What a pooled prefix saves: the first token of a prompt that nobody has computed, and of one most of which is in the
-pool, in turns on the same two nodes. And how soon after it is computed decode's KV is found there, under load."""
+"""What a pooled prefix saves: the first token of a prompt that nobody has computed, and of one most
+of which is in the pool, in turns on the same two nodes. And how soon after it is computed decode's
+KV is found there, under load."""
 
 import asyncio
 import statistics
@@ -13,19 +14,22 @@ import grpc.aio
 from rich.console import Console
 
 from baton.pb import cluster_pb2, cluster_pb2_grpc
-from benchmarks.load.completions_client import CompletionsClient
-from benchmarks.load.http_stream import parse_url
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import SMALL_SHAPE
 from benchmarks.figures.report import ResultRow, make_row
-from benchmarks.load.request_plan import PlannedRequest, BlockPrompt
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import parse_url
+from benchmarks.load.request_plan import BlockPrompt, PlannedRequest
 from kv_pool.common.protocol import LATE_PUBLICATION_SECONDS
 
 PIECE_TOKENS = 512  # tokens of which prompts are made
 PIECES_PER_PROMPT, POOLED_PIECES = 8, 7  # of a prompt, and of those in the pool
 PROMPT_TOKENS = PIECE_TOKENS * PIECES_PER_PROMPT  # tokens
 GAIN_LIMIT = 5.0
-STREAM_COUNT, OUTPUT_TOKENS = 4, 64  # of the load under which decode publishes; prompts of CHAT tokens
+STREAM_COUNT, OUTPUT_TOKENS = (
+    4,
+    64,
+)  # of the load under which decode publishes; prompts of CHAT tokens
 CHAT_PROMPT_TOKENS = 128
 _MAX_PIECES = 1 << 20  # numbers of pieces
 _TIMEOUT = 300.0  # seconds
@@ -52,16 +56,27 @@ class _ReuseBench:
 
     async def measure_ttft(self, pieces: list[int]) -> tuple[float, int]:
         """Seconds, and how many tokens of the prompt were not computed."""
-        asked = PlannedRequest(0.0, PROMPT_TOKENS, 2, seed=0, block_prompt=BlockPrompt("reuse", tuple(pieces), PIECE_TOKENS, _MAX_PIECES))
+        asked = PlannedRequest(
+            0.0,
+            PROMPT_TOKENS,
+            2,
+            seed=0,
+            block_prompt=BlockPrompt("reuse", tuple(pieces), PIECE_TOKENS, _MAX_PIECES),
+        )
         seen = await self.client.measure_request(asked, time.perf_counter())
         if seen.error or not seen.token_arrivals:
-            raise ValueError(f"a prompt of {PROMPT} tokens was not answered: {seen.error or 'no token'}")
+            raise ValueError(
+                f"a prompt of {PROMPT_TOKENS} tokens was not answered: {seen.error or 'no token'}"
+            )
         return seen.ttft, seen.cached_tokens
 
     async def stream_chat(self, seed: int) -> None:
-        seen = await self.client.measure_request(PlannedRequest(0.0, CHAT_PROMPT_TOKENS, OUTPUT_TOKENS, seed, salt="chat"), time.perf_counter())
+        seen = await self.client.measure_request(
+            PlannedRequest(0.0, CHAT_PROMPT_TOKENS, OUTPUT_TOKENS, seed, salt="chat"),
+            time.perf_counter(),
+        )
         if seen.error:
-            raise ValueError(f"a stream of {OUTPUT} tokens ended with {seen.error}")
+            raise ValueError(f"a stream of {OUTPUT_TOKENS} tokens ended with {seen.error}")
 
     async def get_counters(self) -> dict[str, float]:
         """Of both nodes' use of the pool, by their last heartbeats."""
@@ -84,10 +99,15 @@ async def measure_reuse(console: Console, rounds: int, command: str) -> list[Res
     """Raises ValueError or TimeoutError when it cannot be measured."""
     async with start_local_cluster(console, SMALL_SHAPE, "small", **_SETTINGS) as cluster:
         target = parse_url(f"http://{cluster.endpoints.http}")
-        client = await CompletionsClient(target, "", "", SMALL_SHAPE.vocabulary // 2, _TIMEOUT).probe_features()
+        client = await CompletionsClient(
+            target, "", "", SMALL_SHAPE.vocabulary // 2, _TIMEOUT
+        ).probe_features()
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             bench = _ReuseBench(client, cluster_pb2_grpc.ClusterStub(channel), count())
-            return [*await _measure_gain(bench, rounds, command), *await _measure_publish_lag(bench, command)]
+            return [
+                *await _measure_gain(bench, rounds, command),
+                *await _measure_publish_lag(bench, command),
+            ]
 
 
 async def _measure_gain(bench: _ReuseBench, rounds: int, command: str) -> list[ResultRow]:
@@ -100,9 +120,13 @@ async def _measure_gain(bench: _ReuseBench, rounds: int, command: str) -> list[R
             raise ValueError(f"{cached} tokens of a prompt that nobody had asked for were cached")
         cold.append(seconds)
         await bench.wait_until_published(before + POOLED_PIECES * PIECE_TOKENS // 16)
-        seconds, cached = await bench.measure_ttft([*pieces[:POOLED_PIECES], next(bench.fresh_pieces)])
+        seconds, cached = await bench.measure_ttft(
+            [*pieces[:POOLED_PIECES], next(bench.fresh_pieces)]
+        )
         if cached < POOLED_PIECES * PIECE_TOKENS:
-            raise ValueError(f"only {cached} tokens of a prompt with {POOLED * PIECE} in the pool were found")
+            raise ValueError(
+                f"only {cached} tokens of a prompt with {POOLED_PIECES * PIECE_TOKENS} in the pool were found"
+            )
         warm.append(seconds)
     gains = [slow / quick for slow, quick in zip(cold, warm, strict=True)]
     return [
@@ -117,13 +141,22 @@ async def _measure_publish_lag(bench: _ReuseBench, command: str) -> list[ResultR
     began = time.perf_counter()
     await asyncio.gather(*(bench.stream_chat(seed) for seed in range(STREAM_COUNT)))
     seconds = time.perf_counter() - began
-    await bench.wait_until_published(before[_PUBLISHED_METRIC] + STREAM_COUNT * ((CHAT_PROMPT_TOKENS + OUTPUT_TOKENS) // 16 - 1))
+    await bench.wait_until_published(
+        before[_PUBLISHED_METRIC] + STREAM_COUNT * ((CHAT_PROMPT_TOKENS + OUTPUT_TOKENS) // 16 - 1)
+    )
     after = await bench.get_counters()
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     lag = grown["baton_pool_publish_lag_seconds_total"] / grown["baton_pool_publications_total"]
     late, every = (grown[f"baton_pool_publications_{which}total"] for which in ("late_", ""))
     return [
         make_row("pool/publish_lag_mean", lag, "s", command, LATE_PUBLICATION_SECONDS),
-        make_row(f"pool/published_later_than_{LATE:g}_s", late, f"of {every:.0f} publications", command),
-        make_row("pool/published_under_load", grown[_PUBLISHED_METRIC] / seconds, "blocks/s", command),
+        make_row(
+            f"pool/published_later_than_{LATE_PUBLICATION_SECONDS:g}_s",
+            late,
+            f"of {every:.0f} publications",
+            command,
+        ),
+        make_row(
+            "pool/published_under_load", grown[_PUBLISHED_METRIC] / seconds, "blocks/s", command
+        ),
     ]

@@ -1,4 +1,5 @@
-"""Four loads that want different ratios of eight nodes, and the nodes that they are made for. Pure."""
+"""Four loads that want different ratios of eight nodes, and the nodes that they are made for.
+Pure."""
 
 import random
 from collections.abc import Sequence
@@ -12,14 +13,17 @@ from benchmarks.load.request_plan import LengthDistribution, PlannedRequest, poi
 NODE_COUNT = 8
 SLO = Slo(ttft_seconds=3.0, tpot_seconds=0.07)
 # So slow that two cores carry all eight nodes, and what is measured is the ratio.
-PACED_COSTS = MappingProxyType({"paced_prefill_us_per_token": 2000.0, "paced_step_ms": 40.0, "paced_sequence_us": 2000.0})
+PACED_COSTS = MappingProxyType(
+    {"paced_prefill_us_per_token": 2000.0, "paced_step_ms": 40.0, "paced_sequence_us": 2000.0}
+)
 SEQUENCES_PER_NODE = 16  # sequences of a node
 _CYCLE, _BURST = 12.0, 3.0  # seconds; times the rate, for that part of a cycle
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """Poisson arrivals of `requests_per_second` a second; with `is_bursty` all of a cycle of 12 s come within its first 4."""
+    """Poisson arrivals of `requests_per_second` a second; with `is_bursty` all of a cycle of 12 s
+    come within its first 4."""
 
     requests_per_second: float
     prompt_lengths: LengthDistribution
@@ -38,13 +42,23 @@ class OfferedLoad:
         raise AssertionError("arrivals have no end")
 
 
-_LONG, _SHORT = LengthDistribution("lognormal", 600, 0.5, 2048), LengthDistribution("lognormal", 100, 0.5, 2048)
+_LONG, _SHORT = (
+    LengthDistribution("lognormal", 600, 0.5, 2048),
+    LengthDistribution("lognormal", 100, 0.5, 2048),
+)
 _FEW, _MANY = LengthDistribution("uniform", 8, 24), LengthDistribution("uniform", 80, 160)
 RATIO_WORKLOADS = {
     "prompt-heavy": OfferedLoad(3.5, _LONG, _FEW),
     "output-heavy": OfferedLoad(6.5, _SHORT, _MANY),
-    "balanced": OfferedLoad(4.5, LengthDistribution("lognormal", 350, 0.5, 2048), LengthDistribution("uniform", 40, 80)),
-    "bursty": OfferedLoad(3.3, LengthDistribution("lognormal", 300, 0.8, 2048), LengthDistribution("uniform", 20, 120), is_bursty=True),
+    "balanced": OfferedLoad(
+        4.5, LengthDistribution("lognormal", 350, 0.5, 2048), LengthDistribution("uniform", 40, 80)
+    ),
+    "bursty": OfferedLoad(
+        3.3,
+        LengthDistribution("lognormal", 300, 0.8, 2048),
+        LengthDistribution("uniform", 20, 120),
+        is_bursty=True,
+    ),
 }
 SWINGING_LOADS = (OfferedLoad(3.0, _LONG, _FEW), OfferedLoad(5.5, _SHORT, _MANY))
 
@@ -62,5 +76,18 @@ def plan_phases(loads: Sequence[tuple[OfferedLoad, float]], seed: str) -> list[P
 def cluster_settings() -> dict[str, Any]:
     """Of the cluster, which begins with half of the nodes in each role."""
     half = NODE_COUNT // 2
-    cluster = {"engine": "paced", "prefill": half, "decode": half, "max_num_seqs": SEQUENCES_PER_NODE, "kv_memory": "64MiB"}
-    return {**cluster, **PACED_COSTS, "slo": str(SLO), "heartbeat": 0.5, "log_level": "warning", "flip_timeout": 10.0}
+    cluster = {
+        "engine": "paced",
+        "prefill": half,
+        "decode": half,
+        "max_num_seqs": SEQUENCES_PER_NODE,
+        "kv_memory": "64MiB",
+    }
+    return {
+        **cluster,
+        **PACED_COSTS,
+        "slo": str(SLO),
+        "heartbeat": 0.5,
+        "log_level": "warning",
+        "flip_timeout": 10.0,
+    }

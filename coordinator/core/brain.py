@@ -1,5 +1,5 @@
-"""The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/node_links/dispatcher.py`;
-a simulator is another."""
+"""The whole brain behind one door: inputs with the time, effects in order. Its shell is
+`coordinator/node_links/dispatcher.py`; a simulator is another."""
 
 import math
 from collections.abc import Sequence
@@ -10,54 +10,72 @@ from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Principal
+from baton.types import FinishReason, Incarnation, NodeName, Principal, Request, RequestId
 from coordinator.core.admission.admission_controller import AdmissionRequest
-from coordinator.core.placement.breakers import CircuitBreakers
-from coordinator.core.common.counters import Counters
 from coordinator.core.admission.degradation import DegradationController
+from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.common.counters import Counters
+from coordinator.core.common.messages import (
+    DegradationChanged,
+    Effect,
+    Heartbeat,
+    MemberLost,
+    NodeReport,
+    PeerLostNotice,
+    RatioChanged,
+    SendOrder,
+)
+from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.drains import NodeServiceState, is_node_empty
-from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
 from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.common.messages import DegradationChanged, Effect, Heartbeat, MemberLost, NodeReport, PeerLostNotice, SendOrder, RatioChanged
-from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
-from coordinator.core.ratio.controller import RatioController
-from coordinator.core.placement.interface import PlacementPolicy
+from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.membership.pool_membership import PoolMembership
 from coordinator.core.membership.pool_registry import PoolJoinInfo, PoolMember
-from coordinator.core.requests.request_admitter import SubmittedRequest, RequestAdmitter
-from coordinator.core.requests.record import RequestState
-from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
-from coordinator.core.requests.node_reports import NodeReportHandler
-from coordinator.core.requests.table import RequestTable
-from coordinator.core.requests.retries import RetryScheduler
-from coordinator.core.common.settings import BrainSettings
-from coordinator.core.requests.pressure import PressureMonitor
+from coordinator.core.placement.breakers import CircuitBreakers
+from coordinator.core.placement.interface import PlacementPolicy
+from coordinator.core.placement.placement_state import PlacementState
+from coordinator.core.ratio.controller import RatioController
 from coordinator.core.ratio.role_switcher import RoleSwitcher
-from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
+from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
+from coordinator.core.requests.node_reports import NodeReportHandler
+from coordinator.core.requests.pressure import PressureMonitor
+from coordinator.core.requests.record import RequestState
+from coordinator.core.requests.request_admitter import RequestAdmitter, SubmittedRequest
+from coordinator.core.requests.retries import RetryScheduler
+from coordinator.core.requests.table import RequestTable
 
 
 class Brain:
-    def __init__(self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings) -> None:
+    def __init__(
+        self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
+    ) -> None:
         self.node_registry = registry
         self._table = RequestTable(registry, placement, settings)
         self._request_admitter = RequestAdmitter(self._table, settings)
         self._report_handler = NodeReportHandler(registry, self._table)
         self.role_switcher = RoleSwitcher(registry, self._table, settings.mode, self._drop_node)
-        self.ratio_controller = RatioController(registry, self._table, self.role_switcher, settings.default_slo)
+        self.ratio_controller = RatioController(
+            registry, self._table, self.role_switcher, settings.default_slo
+        )
         self._pressure_monitor = PressureMonitor(self._table, settings)
         self._pool_membership = PoolMembership(registry, self._table)
 
     # inputs
 
-    def submit_request(self, request: Request, now: float, *, internal: bool = False) -> list[Effect]:
-        """Take a request in. `AdmitRequest` follows at once, or when nodes that can serve it have come; else it ends with
-        Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises Draining, Overloaded, Unavailable or TooLong, counted."""
+    def submit_request(
+        self, request: Request, now: float, *, internal: bool = False
+    ) -> list[Effect]:
+        """Take a request in. `AdmitRequest` follows at once, or when nodes that can serve it have
+        come; else it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises Draining,
+        Overloaded, Unavailable or TooLong, counted."""
         return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
 
-    def submit_requests(self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False) -> list[Effect]:
-        """Take all of them in, in this order, or none of them: `submit_request`'s errors, each counted once, and InvalidRequest
-        if the queue could never hold so many."""
+    def submit_requests(
+        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
+    ) -> list[Effect]:
+        """Take all of them in, in this order, or none of them: `submit_request`'s errors, each
+        counted once, and InvalidRequest if the queue could never hold so many."""
         self._request_admitter.admit_requests(arrivals, now, internal=internal)
         return self._take_effects(now)
 
@@ -65,9 +83,12 @@ class Brain:
         """Count a request that is turned away before it is submitted."""
         self._request_admitter.count_rejection(error, tenant_class, now)
 
-    def require_admission(self, standing: Principal, count: int, timeout: float, now: float) -> None:
-        """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
-        anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
+    def require_admission(
+        self, standing: Principal, count: int, timeout: float, now: float
+    ) -> None:
+        """Whether `count` requests would be let in, as far as can be said without a look at their
+        prompts: before anything is spent on them. Raises Draining, Overloaded or InvalidRequest;
+        not counted."""
         self._request_admitter.check_admission(standing, AdmissionRequest(count, timeout), now)
 
     def reload_tenants(self, tenants: TenantTable, now: float) -> list[Effect]:
@@ -77,10 +98,13 @@ class Brain:
         return self._take_effects(now)
 
     def join_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError, counted: see
-        `NodeRegistry.check_join`. The first node of another model ends the requests that were admitted under the former one."""
+        """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError,
+        counted: see `NodeRegistry.check_join`. The first node of another model ends the requests
+        that were admitted under the former one."""
         try:
-            replaced = self.node_registry.check_join(info, now, count_bound_requests(self._table.records.values()))
+            replaced = self.node_registry.check_join(
+                info, now, count_bound_requests(self._table.records.values())
+            )
         except BatonError:
             self.counters.joins["refused"] += 1
             raise
@@ -117,7 +141,9 @@ class Brain:
             self.role_switcher.on_heartbeat()
         return self._take_effects(now)
 
-    def remove_member(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
+    def remove_member(
+        self, incarnation: Incarnation, error: BatonError, now: float
+    ) -> list[Effect]:
         """Also of a pool. Idempotent."""
         self._pool_membership.remove_pool(incarnation, error)
         node = self.node_registry.nodes.get(incarnation)
@@ -144,8 +170,8 @@ class Brain:
         self._request_admitter.is_draining = True
 
     def drain_node(self, name: NodeName, timeout: float | None, now: float) -> list[Effect]:
-        """Give the node no new work. What it still holds after `timeout` seconds (None: however long it takes) is
-        placed again. Raises NotFound."""
+        """Give the node no new work. What it still holds after `timeout` seconds (None: however
+        long it takes) is placed again. Raises NotFound."""
         self.get_node(name)
         self.node_registry.drains.start_drain(name, None if timeout is None else now + timeout)
         self._table.needs_placement = True
@@ -153,7 +179,8 @@ class Brain:
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
-        """A no-op for a node that is in service. Raises NotFound for a name that is neither a node's nor drained."""
+        """A no-op for a node that is in service. Raises NotFound for a name that is neither a
+        node's nor drained."""
         if not self.node_registry.drains.end_drain(name):
             self.get_node(name)
         self._table.needs_placement = True
@@ -161,16 +188,16 @@ class Brain:
         return self._take_effects(now)
 
     def set_ratio(self, target: RoleSplit, patience: float, now: float) -> list[Effect]:
-        """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
-        after it was chosen is placed again elsewhere. Ends `set_auto_ratio`. Raises InvalidRequest, naming the splits that
-        are possible."""
+        """Switch nodes in place until they have this ratio, and keep them so. What a node still
+        does `patience` seconds after it was chosen is placed again elsewhere. Ends
+        `set_auto_ratio`. Raises InvalidRequest, naming the splits that are possible."""
         self.role_switcher.set_target(target, patience, now)
         self.ratio_controller.disable_auto()
         return self._take_effects(now)
 
     def set_auto_ratio(self, slo: Slo | None, patience: float, now: float) -> list[Effect]:
-        """Change the ratio so that an objective is kept, the default one if it is None, until `set_manual_ratio` or
-        `set_ratio`."""
+        """Change the ratio so that an objective is kept, the default one if it is None, until
+        `set_manual_ratio` or `set_ratio`."""
         self.ratio_controller.enable_auto(slo, patience, now)
         return self._take_effects(now)
 
@@ -179,8 +206,8 @@ class Brain:
         self.ratio_controller.disable_auto()
 
     def tick(self, now: float) -> list[Effect]:
-        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience; and a slice of what is to be
-        tidied up."""
+        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience; and a
+        slice of what is to be tidied up."""
         self.placement_state.prefix_directory.sweep_slice()
         for node, error in self.node_registry.find_expired(now, self._table.loads.busy_nodes()):
             self._drop_node(node, error, now)
@@ -189,7 +216,9 @@ class Brain:
         for name in self.node_registry.drains.pop_due(now):
             drained = self.node_registry.by_name(name)
             if drained is not None:
-                self._table.evacuate_node(drained.incarnation, NodeDrained(f"node {name} is being drained"), now)
+                self._table.evacuate_node(
+                    drained.incarnation, NodeDrained(f"node {name} is being drained"), now
+                )
         for pair in self._table.breakers.half_open_due_pairs(now):
             self._table.on_breaker_changed(pair)
         self.role_switcher.run_due(now)
@@ -202,9 +231,21 @@ class Brain:
 
     def next_tick_at(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        members = self.node_registry.next_silence_at(), self.node_registry.drains.next_deadline(), self.placement_state.pools.next_silence_at()
-        tidying = -math.inf if self.placement_state.prefix_directory.needs_sweep else None  # as soon as others have had their turn
-        times = (*members, self.role_switcher.next_due_at(), self.ratio_controller.next_evaluation_at(), tidying, *self._table.next_due_times())
+        members = (
+            self.node_registry.next_silence_at(),
+            self.node_registry.drains.next_deadline(),
+            self.placement_state.pools.next_silence_at(),
+        )
+        tidying = (
+            -math.inf if self.placement_state.prefix_directory.needs_sweep else None
+        )  # as soon as others have had their turn
+        times = (
+            *members,
+            self.role_switcher.next_due_at(),
+            self.ratio_controller.next_evaluation_at(),
+            tidying,
+            *self._table.next_due_times(),
+        )
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -246,7 +287,8 @@ class Brain:
         return len(self._table.records) - self.queued_requests
 
     def seconds_without_progress(self, now: float) -> float:
-        """Seconds for which requests have been here and none of them got further than it had been."""
+        """Seconds for which requests have been here and none of them got further than it had
+        been."""
         return now - self._table.last_progress_at if self._table.records else 0.0
 
     @property
@@ -269,14 +311,14 @@ class Brain:
         return self._table.ended_requests.timelines.get(request)
 
     def explain_request(self, request: RequestId, now: float) -> ExplainResponse:
-        """Of a request that is here or has ended not long ago, with the others of its answer if it is the first. Raises
-        NotFound."""
+        """Of a request that is here or has ended not long ago, with the others of its answer if it
+        is the first. Raises NotFound."""
         told = self._find_explanation(request, now)
         if told is None:
             most = self._table.ended_requests.explanations.max_kept
             raise NotFound(
                 f"there is no request {request[:64]!r}: the last {most} that have ended are "
-                f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
+                f"kept (--explain-keep), for {MAX_AGE_SECONDS / 3600:g} h at most"
             )
         for other in told.others:
             known = self._find_explanation(RequestId(other.request_id), now)
@@ -293,15 +335,24 @@ class Brain:
         """Raises NotFound."""
         node = self.node_registry.by_name(name)
         if node is None:
-            names = ", ".join(sorted(node.info.name for node in self.node_registry.nodes.values())) or "none"
+            names = (
+                ", ".join(sorted(node.info.name for node in self.node_registry.nodes.values()))
+                or "none"
+            )
             raise NotFound(f"there is no node {name[:64]!r}: nodes are {names}", param="node")
         return node
 
     def get_service_state(self, node: NodeMember) -> NodeServiceState:
         if node.info.name not in self.node_registry.drains:
-            return NodeServiceState.SWITCHING if node.info.name in self.node_registry.switching_drains else NodeServiceState.IN_SERVICE
+            return (
+                NodeServiceState.SWITCHING
+                if node.info.name in self.node_registry.switching_drains
+                else NodeServiceState.IN_SERVICE
+            )
         loads, incarnation = self._table.loads, node.incarnation
-        empty = is_node_empty(loads.count_attempts(incarnation), loads.count_quiet_reports(incarnation), node.stats)
+        empty = is_node_empty(
+            loads.count_attempts(incarnation), loads.count_quiet_reports(incarnation), node.stats
+        )
         return NodeServiceState.DRAINED if empty else NodeServiceState.DRAINING
 
     def why_not_serving(self) -> str:
@@ -329,7 +380,11 @@ class Brain:
 
     def _find_explanation(self, request: RequestId, now: float) -> ExplainResponse | None:
         record = self._table.records.get(request)
-        return build_explanation(record, now) if record else self._table.ended_requests.explanations.get(request, now)
+        return (
+            build_explanation(record, now)
+            if record
+            else self._table.ended_requests.explanations.get(request, now)
+        )
 
     def _take_effects(self, now: float) -> list[Effect]:
         self.role_switcher.advance_switches(now)
@@ -340,11 +395,17 @@ class Brain:
 
     def _update_degradation(self, now: float) -> None:
         degradation = self._table.degradation
-        change = degradation.apply_sample(self._pressure_monitor.sample(now), now) if degradation.is_sample_due(now) else None
+        change = (
+            degradation.apply_sample(self._pressure_monitor.sample(now), now)
+            if degradation.is_sample_due(now)
+            else None
+        )
         if change is not None:
             self._table.needs_placement = True
             self._table.admission.on_degradation_changed(now)
-            self._table.effects.append(DegradationChanged(change.step.value, change.is_taken, change.pressure))
+            self._table.effects.append(
+                DegradationChanged(change.step.value, change.is_taken, change.pressure)
+            )
 
     def _drop_node(self, node: NodeMember, error: BatonError, now: float) -> None:
         self.node_registry.remove_node(node.incarnation)
@@ -355,6 +416,8 @@ class Brain:
         if not expected:
             self.counters.lost_nodes[error.code] += 1
         self._table.effects.append(MemberLost(node.incarnation, node.info.name, error, expected))
-        self._table.effects += [SendOrder(other, PeerLostNotice(node.incarnation)) for other in self.node_registry.nodes]
+        self._table.effects += [
+            SendOrder(other, PeerLostNotice(node.incarnation)) for other in self.node_registry.nodes
+        ]
         self._table.on_node_lost(node.incarnation, error, now)
         self.role_switcher.on_node_lost(node, now)

@@ -11,8 +11,11 @@ from coordinator.core.admission.tenants import DEFAULT_TENANT, Tenant, TenantTab
 
 _NO_TENANTS = TenantTable()
 
-# What proxies add to a request that they pass on: RFC 7239, RFC 9110, and what was usual before them.
-_PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
+# What proxies add to a request that they pass on: RFC 7239, RFC 9110, and what was usual before
+# them.
+_PROXY_HEADERS = frozenset(
+    {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
+)
 
 
 class BearerKey:
@@ -31,7 +34,7 @@ class BearerKey:
         if not self._key:
             return
         if not hmac.compare_digest(_parse_bearer_key(authorization, self._flag), self._key):
-            raise Unauthenticated(f"the key is not valid here ({self._knob})")
+            raise Unauthenticated(f"the key is not valid here ({self._flag})")
 
 
 def _parse_bearer_key(authorization: bytes | None, knob: str) -> bytes:
@@ -44,8 +47,9 @@ def _parse_bearer_key(authorization: bytes | None, knob: str) -> bytes:
 
 
 class ClientAuthenticator:
-    """Who calls a front door. With a file of tenants every caller needs one of its keys; else all are one tenant, and
-    need --api-key if that is set. `tenants` may be replaced while calls come in."""
+    """Who calls a front door. With a file of tenants every caller needs one of its keys; else all
+    are one tenant, and need --api-key if that is set. `tenants` may be replaced while calls come
+    in."""
 
     def __init__(self, api_key: str = "", tenants: TenantTable | None = None) -> None:
         self._key = BearerKey(api_key, "--api-key")
@@ -87,9 +91,10 @@ def parse_allowed_origins(setting: str) -> frozenset[str]:
 
 
 def is_origin_allowed(origin: str | None, host: str, origins: frozenset[str]) -> bool:
-    """Whether a call that needs no key may come from a web page of this origin: one of this machine, one that this very
-    port serves under a name that nobody can give it from outside, or one that is allowed. `origin` and `host` are
-    headers; calls that are no web page's have no origin."""
+    """Whether a call that needs no key may come from a web page of this origin: one of this
+    machine, one that this very port serves under a name that nobody can give it from outside, or
+    one that is allowed. `origin` and `host` are headers; calls that are no web page's have no
+    origin."""
     if origin is None or origin in origins:
         return True
     try:
@@ -101,7 +106,8 @@ def is_origin_allowed(origin: str | None, host: str, origins: frozenset[str]) ->
 
 
 class AdminAuthenticator:
-    """Admin calls need the admin token; without a configured token they must come from this machine."""
+    """Admin calls need the admin token; without a configured token they must come from this
+    machine."""
 
     def __init__(self, token: str) -> None:
         self._key = BearerKey(token, "--admin-token")
@@ -111,11 +117,13 @@ class AdminAuthenticator:
         if self._key.is_required:
             self._key.check_authorization(authorization)
         elif peer is None or not is_loopback(peer):
-            raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
+            raise Unauthenticated(
+                "admin calls from another host need --admin-token to be set and sent"
+            )
 
     def check_not_proxied(self, header_names: Iterable[str]) -> None:
-        """Without a token, a call that a proxy passed on is refused: the address that is judged is the proxy's, and
-        says nothing of the caller. Raises Unauthenticated."""
+        """Without a token, a call that a proxy passed on is refused: the address that is judged is
+        the proxy's, and says nothing of the caller. Raises Unauthenticated."""
         if self._key.is_required:
             return
         passed_on = _PROXY_HEADERS.intersection(name.lower() for name in header_names)
@@ -125,8 +133,9 @@ class AdminAuthenticator:
             )
 
     def check_same_origin(self, host: str, origin: str | None) -> None:
-        """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this machine's browser to
-        call, not under a name that it made to point here either. Raises Unauthenticated."""
+        """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this
+        machine's browser to call, not under a name that it made to point here either. Raises
+        Unauthenticated."""
         if self._key.is_required:
             return
         try:

@@ -1,9 +1,11 @@
-"""What the bodies of requests may hold while they arrive and are decoded: bounded in number, bytes and time.
+"""What the bodies of requests may hold while they arrive and are decoded: bounded in number, bytes
+and time.
 
-Small bodies, large ones and those over gRPC have room of their own, so that none of them takes that of another kind.
-A body is charged the bytes that have come of it. Who finds no room waits for a moment: bodies that have begun before
-those that have not, then whoever has the fewest there. Meanwhile a body of which nothing has come lately, or that has
-been arriving for longer than most ever do, gives up its room, so that nobody is kept out by half-sent bodies.
+Small bodies, large ones and those over gRPC have room of their own, so that none of them takes that
+of another kind. A body is charged the bytes that have come of it. Who finds no room waits for a
+moment: bodies that have begun before those that have not, then whoever has the fewest there.
+Meanwhile a body of which nothing has come lately, or that has been arriving for longer than most
+ever do, gives up its room, so that nobody is kept out by half-sent bodies.
 """
 
 import asyncio
@@ -17,9 +19,9 @@ from baton.errors import Overloaded
 from baton.limits import (
     MAX_BODY_BYTES,
     MAX_CONCURRENT_GRPC_BODIES,
-    MAX_GRPC_BODIES_PER_CONNECTION,
     MAX_CONCURRENT_LARGE_BODY_BYTES,
     MAX_CONCURRENT_SMALL_BODIES,
+    MAX_GRPC_BODIES_PER_CONNECTION,
     MAX_SMALL_BODY_BYTES,
 )
 from coordinator.frontend.decoding_pacer import DecodingPacer
@@ -27,15 +29,17 @@ from coordinator.frontend.decoding_pacer import DecodingPacer
 MAX_WAIT_SECONDS = 1.0  # seconds for which a body waits for room
 STALL_SECONDS = 0.5  # seconds without a byte after which a body gives way to one that waits
 DISPLACE_SECONDS = 2.0  # seconds of arriving after which it does so whatever comes of it
-_SWEEP_INTERVAL_SECONDS = 0.05  # seconds between two looks for bodies that give way, while others wait
+_SWEEP_INTERVAL_SECONDS = (
+    0.05  # seconds between two looks for bodies that give way, while others wait
+)
 _MAX_DISPLACED_PER_SWEEP = 64  # bodies that one look displaces
 _RETRY_SECONDS = 1.0  # seconds
 
 
 @dataclass(eq=False, slots=True)
 class IncomingBody:
-    """One body of `client`'s, and the bytes that it is charged. `timer` is that of whoever reads it, until it is
-    complete; `last_received_at` is when something came of it last."""
+    """One body of `client`'s, and the bytes that it is charged. `timer` is that of whoever reads
+    it, until it is complete; `last_received_at` is when something came of it last."""
 
     budget: "BodyBudget"
     client: str
@@ -62,7 +66,8 @@ class IncomingBody:
         await self.budget.grow_body(self, size)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether it gives way to one that waits. One that waits itself cannot be blamed for receiving nothing."""
+        """Whether it gives way to one that waits. One that waits itself cannot be blamed for
+        receiving nothing."""
         if self.timer is None:
             return False
         stalled = not self.is_waiting and now - self.last_received_at >= STALL_SECONDS
@@ -70,21 +75,26 @@ class IncomingBody:
 
     def displaced_error(self) -> Overloaded:
         """What the client of a body that was displaced is told."""
-        return Overloaded(f"{self.room.what} came while this one was still arriving: send it again", retry_after=_RETRY_SECONDS)
+        return Overloaded(
+            f"{self.budget.description} came while this one was still arriving: send it again",
+            retry_after=_RETRY_SECONDS,
+        )
 
 
 @dataclass(eq=False, slots=True)
 class _BodyWaiter:
-    """For room of `wanted_bytes` bytes: for a new body of `client`'s, or for so much more of `body`."""
+    """For room of `wanted_bytes` bytes: for a new body of `client`'s, or for so much more of
+    `body`."""
 
     client: str
     wanted_bytes: int
-    granted: "asyncio.Future[ArrivingBody]"
+    granted: "asyncio.Future[IncomingBody]"
     body: IncomingBody | None = None
 
 
 class BodyBudget:
-    """Room for bodies of one kind, at most `per_owner` of them of one owner's. All on one event loop."""
+    """Room for bodies of one kind, at most `per_owner` of them of one owner's. All on one event
+    loop."""
 
     def __init__(
         self,
@@ -111,9 +121,12 @@ class BodyBudget:
 
     @asynccontextmanager
     async def reserve_body(self, size: int, owner: str = "") -> AsyncIterator[IncomingBody]:
-        """Room for `size` bytes, for as long as the block runs. Raises Overloaded if there is none for a second."""
+        """Room for `size` bytes, for as long as the block runs. Raises Overloaded if there is none
+        for a second."""
         if self._next_waiter() is not None or not self._make_room(size, owner):
-            body = await self._wait_for_room(_BodyWaiter(owner, size, asyncio.get_running_loop().create_future()))
+            body = await self._wait_for_room(
+                _BodyWaiter(owner, size, asyncio.get_running_loop().create_future())
+            )
         else:
             body = self._add_body(size, owner)
         try:
@@ -141,9 +154,14 @@ class BodyBudget:
         """`owner` is None for more of a body that is here."""
         if self.used_bytes + size > self._max_bytes:
             return False
-        return owner is None or (len(self._bodies) < self._max_bodies and self._bodies_per_client[owner] < self._max_bodies_per_client)
+        return owner is None or (
+            len(self._bodies) < self._max_bodies
+            and self._bodies_per_client[owner] < self._max_bodies_per_client
+        )
 
-    def _make_room(self, size: int, owner: str | None = None, growing: IncomingBody | None = None) -> bool:
+    def _make_room(
+        self, size: int, owner: str | None = None, growing: IncomingBody | None = None
+    ) -> bool:
         """Displace those that are overdue as far as that is what it takes."""
         if self._fits(size, owner):
             return True
@@ -157,10 +175,15 @@ class BodyBudget:
         return False
 
     def _overdue_bodies(self) -> list[IncomingBody]:
-        """The first to be displaced: of the owner with the most, what has received nothing for longest."""
+        """The first to be displaced: of the owner with the most, what has received nothing for
+        longest."""
         now = asyncio.get_running_loop().time()
         overdue = (body for body in self._bodies if body.is_overdue(now))
-        return heapq.nsmallest(_MAX_DISPLACED_PER_SWEEP, overdue, lambda body: (-self._bodies_per_client[body.client], body.last_received_at))
+        return heapq.nsmallest(
+            _MAX_DISPLACED_PER_SWEEP,
+            overdue,
+            lambda body: (-self._bodies_per_client[body.client], body.last_received_at),
+        )
 
     def _displace(self, body: IncomingBody) -> None:
         assert body.timer is not None
@@ -169,7 +192,11 @@ class BodyBudget:
         self._remove_body(body)
 
     async def _wait_for_room(self, entry: _BodyWaiter) -> IncomingBody:
-        line = self._waiting_to_grow if entry.body else self._waiting_to_enter.setdefault(entry.client, deque())
+        line = (
+            self._waiting_to_grow
+            if entry.body
+            else self._waiting_to_enter.setdefault(entry.client, deque())
+        )
         line.append(entry)
         self._schedule_sweep()
         turn = entry.granted
@@ -179,7 +206,9 @@ class BodyBudget:
         except TimeoutError:
             if turn.done() and not turn.cancelled():  # at the last moment
                 return turn.result()
-            if not self._make_room(entry.wanted_bytes, None if entry.body else entry.client, entry.body):
+            if not self._make_room(
+                entry.wanted_bytes, None if entry.body else entry.client, entry.body
+            ):
                 raise self._budget_exceeded(entry) from None
             return self._admit_waiter(entry)
         except asyncio.CancelledError:
@@ -241,23 +270,38 @@ class BodyBudget:
                 entry.granted.set_result(self._admit_waiter(entry))
 
     def _next_waiter(self) -> _BodyWaiter | None:
-        """Who has begun goes first; else the owner with the fewest, unless it has all that it may."""
+        """Who has begun goes first; else the owner with the fewest, unless it has all that it
+        may."""
         if self._waiting_to_grow:
             return self._waiting_to_grow[0]
-        owners = [owner for owner in self._waiting_to_enter if self._bodies_per_client[owner] < self._max_bodies_per_client]
-        return self._waiting_to_enter[min(owners, key=lambda owner: self._bodies_per_client[owner])][0] if owners else None
+        owners = [
+            owner
+            for owner in self._waiting_to_enter
+            if self._bodies_per_client[owner] < self._max_bodies_per_client
+        ]
+        return (
+            self._waiting_to_enter[min(owners, key=lambda owner: self._bodies_per_client[owner])][0]
+            if owners
+            else None
+        )
 
     def _schedule_sweep(self) -> None:
         if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_INTERVAL_SECONDS, self._sweep_overdue)
+            self._sweep_timer = asyncio.get_running_loop().call_later(
+                _SWEEP_INTERVAL_SECONDS, self._sweep_overdue
+            )
 
     def _sweep_overdue(self) -> None:
-        """Let those who wait in at the cost of bodies that are overdue, each owner's own where it has all it may."""
+        """Let those who wait in at the cost of bodies that are overdue, each owner's own where it
+        has all it may."""
         self._sweep_timer = None
         for body in self._overdue_bodies():
             self._admit_waiters()
             blocked = self._next_waiter()
-            is_own = body.client in self._waiting_to_enter and self._bodies_per_client[body.client] >= self._max_bodies_per_client
+            is_own = (
+                body.client in self._waiting_to_enter
+                and self._bodies_per_client[body.client] >= self._max_bodies_per_client
+            )
             if is_own or (blocked is not None and blocked.body is not body):
                 self._displace(body)
         self._admit_waiters()
@@ -266,21 +310,29 @@ class BodyBudget:
 
     def _budget_exceeded(self, entry: _BodyWaiter) -> Overloaded:
         return Overloaded(
-            f"{len(self._bodies)} {self.what} with {self.bytes} bytes are arriving and {entry.size} bytes more would"
-            f" come: at most {self._most} and {self._most_bytes} bytes at once, {self._per_owner} of one client's",
+            f"{len(self._bodies)} {self.description} with {self.used_bytes} bytes are arriving and {entry.wanted_bytes} bytes more would"
+            f" come: at most {self._max_bodies} and {self._max_bytes} bytes at once, {self._max_bodies_per_client} of one client's",
             retry_after=_RETRY_SECONDS,
         )
 
 
 class BodyBudgets:
-    """Of both front doors. `most_connections` is what the HTTP port may hold: half-sent bodies are on fewer."""
+    """Of both front doors. `most_connections` is what the HTTP port may hold: half-sent bodies are
+    on fewer."""
 
     def __init__(self, most_connections: int = 2 * MAX_CONCURRENT_SMALL_BODIES) -> None:
         most_small = max(1, min(MAX_CONCURRENT_SMALL_BODIES, most_connections // 2))
         most_large = max(1, min(MAX_CONCURRENT_SMALL_BODIES, most_connections // 4))
         pacer = DecodingPacer()
-        self._small = BodyBudget("small bodies", most_small, MAX_CONCURRENT_SMALL_BODIES * MAX_SMALL_BODY_BYTES, pacer=pacer)
-        self._large = BodyBudget("large bodies", most_large, MAX_CONCURRENT_LARGE_BODY_BYTES, pacer=pacer)
+        self._small = BodyBudget(
+            "small bodies",
+            most_small,
+            MAX_CONCURRENT_SMALL_BODIES * MAX_SMALL_BODY_BYTES,
+            pacer=pacer,
+        )
+        self._large = BodyBudget(
+            "large bodies", most_large, MAX_CONCURRENT_LARGE_BODY_BYTES, pacer=pacer
+        )
         self.grpc_budget = create_grpc_budget(pacer)
 
     def get_budget(self, size: int | None) -> BodyBudget:
@@ -289,6 +341,13 @@ class BodyBudgets:
 
 
 def create_grpc_budget(pacer: DecodingPacer | None = None) -> BodyBudget:
-    """For requests over gRPC, which do not say how long they will be. The library shows only whole ones."""
+    """For requests over gRPC, which do not say how long they will be. The library shows only whole
+    ones."""
     most_bytes = MAX_CONCURRENT_GRPC_BODIES * MAX_BODY_BYTES
-    return BodyBudget("gRPC requests", MAX_CONCURRENT_GRPC_BODIES, most_bytes, MAX_GRPC_BODIES_PER_CONNECTION, pacer)
+    return BodyBudget(
+        "gRPC requests",
+        MAX_CONCURRENT_GRPC_BODIES,
+        most_bytes,
+        MAX_GRPC_BODIES_PER_CONNECTION,
+        pacer,
+    )

@@ -1,17 +1,17 @@
 """Spaces out the decoding of large request bodies.
 
-A decoder of JSON or protobuf holds Python's lock for about 10 ms per MiB, and nothing else in the process runs
-meanwhile. Each class of sizes has a token bucket of bytes: one client's largest bodies take a few percent of the time,
-and bodies of a moderate size do not queue behind them.
+A decoder of JSON or protobuf holds Python's lock for about 10 ms per MiB, and nothing else in the
+process runs meanwhile. Each class of sizes has a token bucket of bytes: one client's largest bodies
+take a few percent of the time, and bodies of a moderate size do not queue behind them.
 """
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import Overloaded
 from baton.limits import MAX_SMALL_BODY_BYTES
+from baton.process.clock import Clock, monotonic_clock
 from coordinator.core.admission.token_bucket import TokenBucket
 
 MODERATE_BODY = 512 << 10  # bytes of the largest body that is not kept behind larger ones
@@ -28,8 +28,8 @@ class DecodingPacer:
         self._large = _Queue(LARGE_RATE, clock)
 
     async def wait_turn(self, size: int) -> None:
-        """Return when a body of `size` bytes may be decoded, at once if it is small. Raises Overloaded when it would
-        wait for more than MAX_WAIT."""
+        """Return when a body of `size` bytes may be decoded, at once if it is small. Raises
+        Overloaded when it would wait for more than MAX_WAIT."""
         if size > MAX_SMALL_BODY_BYTES:
             await (self._moderate if size <= MODERATE_BODY else self._large).wait_turn(size)
 

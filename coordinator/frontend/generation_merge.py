@@ -3,20 +3,27 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from coordinator.generation import FinishedEvent, GenerationEvent, Generation
+from coordinator.generation import FinishedEvent, Generation, GenerationEvent
 
 
-async def merge_generations(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, GenerationEvent]]:
-    """Every event with the number of its generation, in order for each. The first error of any ends it.
+async def merge_generations(
+    generations: Sequence[Generation],
+) -> AsyncIterator[tuple[int, GenerationEvent]]:
+    """Every event with the number of its generation, in order for each. The first error of any ends
+    it.
 
-    What waits to be read stays in the bounded buffers of the generations: this one holds one event of each at most.
+    What waits to be read stays in the bounded buffers of the generations: this one holds one event
+    of each at most.
     """
     if len(generations) == 1:
         async for event in generations[0]:
             yield 0, event
         return
     queue: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(len(generations))
-    readers = [asyncio.create_task(_read_generation(*numbered, queue)) for numbered in enumerate(generations)]
+    readers = [
+        asyncio.create_task(_read_generation(*numbered, queue))
+        for numbered in enumerate(generations)
+    ]
     left = len(readers)
     try:
         while left:
@@ -31,7 +38,11 @@ async def merge_generations(generations: Sequence[Generation]) -> AsyncIterator[
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read_generation(number: int, generation: Generation, queue: "asyncio.Queue[tuple[int, Event | Exception]]") -> None:
+async def _read_generation(
+    number: int,
+    generation: Generation,
+    queue: "asyncio.Queue[tuple[int, GenerationEvent | Exception]]",
+) -> None:
     try:
         async for event in generation:
             await queue.put((number, event))

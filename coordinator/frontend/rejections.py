@@ -1,4 +1,5 @@
-"""Requests turned away at the front doors, before the brain saw them: one count each, and a log line at a bounded rate.
+"""Requests turned away at the front doors, before the brain saw them: one count each, and a log
+line at a bounded rate.
 
 The brain counts what it refuses itself, so this wraps only what comes before it.
 """
@@ -6,8 +7,8 @@ The brain counts what it refuses itself, so this wraps only what comes before it
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from baton.process import log
 from baton.errors import RequestRejected
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from coordinator.core.common.counters import DEFAULT_TENANT_CLASS
 

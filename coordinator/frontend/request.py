@@ -1,7 +1,7 @@
 """The one translation from what a client sent, over either front door, to a `Submission`.
 
-HTTP and gRPC each turn their wire format into an `Ask` and know nothing of defaults, bounds or tokenizing; so the two
-cannot drift apart.
+HTTP and gRPC each turn their wire format into an `Ask` and know nothing of defaults, bounds or
+tokenizing; so the two cannot drift apart.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from baton import limits
 from baton.errors import InvalidRequest, RequestRejected
-from baton.models.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.types import DEFAULT_PRINCIPAL, SamplingParams, Principal
-from coordinator.text.chat_template import ChatPrompt
+from baton.models.generation_defaults import GenerationDefaults
+from baton.types import DEFAULT_PRINCIPAL, Principal, SamplingParams
 from coordinator.generation import Submission
+from coordinator.text.chat_template import ChatPrompt
 
 Value = TypeVar("Value")
 Prompt = str | Sequence[int]
@@ -27,11 +27,13 @@ MAX_CLIENT_REQUEST_ID_CHARS = 128  # characters of a client's own request id
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request as it was worded: None is "not given". `timeout_seconds` is the seconds that the client is willing to wait.
+    """A request as it was worded: None is "not given". `timeout_seconds` is the seconds that the
+    client is willing to wait.
 
-    `logprobs` scores the output, and with `echo` the prompt. A `max_tokens` of 0 is for `echo` alone. `param_names` gives
-    this front door's own names of fields, where they differ, for what is said about them. `priority` is what the body
-    asks for; `principal` and `cache_salt` are what the caller's key allows and makes of it."""
+    `logprobs` scores the output, and with `echo` the prompt. A `max_tokens` of 0 is for `echo`
+    alone. `param_names` gives this front door's own names of fields, where they differ, for what is
+    said about them. `priority` is what the body asks for; `principal` and `cache_salt` are what the
+    caller's key allows and makes of it."""
 
     prompts: Sequence[Prompt] | ChatPrompt | None
     model: str | None = None
@@ -62,7 +64,8 @@ class GenerationRequest:
 
     @property
     def is_echo_only(self) -> bool:
-        """Nothing but the prompt is to be told. One token is generated, because that is what computes the prompt."""
+        """Nothing but the prompt is to be told. One token is generated, because that is what
+        computes the prompt."""
         return self.echo and self.max_tokens == 0
 
 
@@ -80,7 +83,9 @@ def check_request(ask: GenerationRequest) -> None:
         for number, prompt in enumerate(ask.prompts):
             name = f"prompt[{number}]" if len(ask.prompts) > 1 else "prompt"
             if not prompt:  # also text, around which a tokenizer would put special tokens
-                raise InvalidRequest(f"{name} is empty: it needs at least one token", param="prompt")
+                raise InvalidRequest(
+                    f"{name} is empty: it needs at least one token", param="prompt"
+                )
     limits.check_stop_strings(ask.stop)
 
 
@@ -89,10 +94,14 @@ def count_prompts(ask: GenerationRequest) -> int:
 
 
 def to_submission(
-    ask: GenerationRequest, prompt: tuple[int, ...], timeout: float, bounds: ModelBounds, defaults: GenerationDefaults
+    ask: GenerationRequest,
+    prompt: tuple[int, ...],
+    timeout: float,
+    bounds: ModelBounds,
+    defaults: GenerationDefaults,
 ) -> Submission:
-    """The first choice for one tokenized prompt; `timeout` is the seconds left, `defaults` the model's own for what
-    the request does not say. Raises InvalidRequest or TooLong."""
+    """The first choice for one tokenized prompt; `timeout` is the seconds left, `defaults` the
+    model's own for what the request does not say. Raises InvalidRequest or TooLong."""
     limits.check_prompt(prompt, bounds)
     sampling = SamplingParams(
         max_tokens=_max_tokens(ask, bounds.max_output_tokens(len(prompt)), defaults),
@@ -127,7 +136,11 @@ def _max_tokens(ask: GenerationRequest, room: int, defaults: GenerationDefaults)
         return 1
     if ask.max_tokens is not None:
         return ask.max_tokens
-    usual = _default_if_none(defaults.max_new_tokens, room) if isinstance(ask.prompts, ChatPrompt) else limits.DEFAULT_MAX_TOKENS
+    usual = (
+        _default_if_none(defaults.max_new_tokens, room)
+        if isinstance(ask.prompts, ChatPrompt)
+        else limits.DEFAULT_MAX_TOKENS
+    )
     return min(usual, room)
 
 
@@ -141,22 +154,30 @@ def rename_error_params(wording: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         message = error.message.replace(error.param or "", name, 1)
-        raise type(error)(message, param=name.partition("[")[0], retry_after=error.retry_after) from None
+        raise type(error)(
+            message, param=name.partition("[")[0], retry_after=error.retry_after
+        ) from None
 
 
 def check_timeout(seconds: float, name: str) -> float:
     """Raises InvalidRequest unless `seconds` is a positive, finite number."""
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidRequest(f"{name} is {seconds}: it must be a positive number of seconds", param=name)
+        raise InvalidRequest(
+            f"{name} is {seconds}: it must be a positive number of seconds", param=name
+        )
     return seconds
 
 
 def check_client_request_id(text: str | None, name: str = "x-request-id") -> str | None:
-    """A client's own request id is echoed and logged, never used as a key. `name` is where the client gave it. Raises
-    InvalidRequest."""
-    if text is None or (0 < len(text) <= MAX_CLIENT_REQUEST_ID_CHARS and text.isascii() and text.isprintable()):
+    """A client's own request id is echoed and logged, never used as a key. `name` is where the
+    client gave it. Raises InvalidRequest."""
+    if text is None or (
+        0 < len(text) <= MAX_CLIENT_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+    ):
         return text
-    raise InvalidRequest(f"{name} must be 1 to {MAX_CLIENT_ID} printable ASCII characters", param=name)
+    raise InvalidRequest(
+        f"{name} must be 1 to {MAX_CLIENT_REQUEST_ID_CHARS} printable ASCII characters", param=name
+    )
 
 
 def _default_if_none(given: Value | None, default: Value) -> Value:

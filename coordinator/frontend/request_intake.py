@@ -1,4 +1,5 @@
-"""The way from either front door to the brain and back: tokenize, check, submit; then tokens to text."""
+"""The way from either front door to the brain and back: tokenize, check, submit; then tokens to
+text."""
 
 import asyncio
 import time
@@ -7,22 +8,30 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 
 from baton import limits
+from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServiceUnavailable
+from baton.limits import TextLimit
+from baton.models.generation_defaults import GenerationDefaults
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServiceUnavailable
-from baton.models.generation_defaults import GenerationDefaults
-from baton.limits import TextLimit
 from baton.types import RequestId
-from coordinator.frontend.response_stream import ResponseStream, ChoiceStream, PromptEcho
 from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.request import GenerationRequest, Prompt, check_request, check_timeout, count_prompts, to_submission, rename_error_params
-from coordinator.text.chat_template import ChatPrompt
-from coordinator.generation import GenerationBackend, Submission
-from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.output import OutputProcessor
+from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import (
+    GenerationRequest,
+    Prompt,
+    check_request,
+    check_timeout,
+    count_prompts,
+    rename_error_params,
+    to_submission,
+)
+from coordinator.frontend.response_stream import ChoiceStream, PromptEcho, ResponseStream
+from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.generation import GenerationBackend, Submission
+from coordinator.text.chat_template import ChatPrompt
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 
 QUANTIZATION = "none"  # of weights, in this version
 _LOADING_RETRY_SECONDS = 1.0  # seconds
@@ -61,15 +70,22 @@ class RequestIntake:
         self._on_client_id = on_client_id
 
     def effective_timeout(self, wanted: float | None, name: str = "timeout") -> float:
-        """Seconds that a request may take: what its client asks, up to --request-timeout. Raises InvalidRequest."""
-        return self._max_timeout_seconds if wanted is None else min(check_timeout(wanted, name), self._max_timeout_seconds)
+        """Seconds that a request may take: what its client asks, up to --request-timeout. Raises
+        InvalidRequest."""
+        return (
+            self._max_timeout_seconds
+            if wanted is None
+            else min(check_timeout(wanted, name), self._max_timeout_seconds)
+        )
 
     def get_served_model(self) -> tuple[str, int]:
-        """The model's name and its longest context in tokens. Raises Unavailable while no node has joined."""
+        """The model's name and its longest context in tokens. Raises Unavailable while no node has
+        joined."""
         return self._model, self._backend.get_model_bounds().max_context
 
     def get_model_identity(self) -> tuple[str, str, str]:
-        """Digest of the model, dtype of its weights and cache, and their quantisation. Raises as `get_served_model`."""
+        """Digest of the model, dtype of its weights and cache, and their quantisation. Raises as
+        `get_served_model`."""
         bounds = self._backend.get_model_bounds()
         return bounds.model_digest, bounds.dtype, QUANTIZATION
 
@@ -77,15 +93,25 @@ class RequestIntake:
         """Raises ModelNotFound."""
         if name is not None and name != self._model:
             served = repr(self._model)
-            raise ModelNotFound(f"model is {_shown(name)}: the model served here is {served}", param="model")
+            raise ModelNotFound(
+                f"model is {_quote_truncated(name)}: the model served here is {served}",
+                param="model",
+            )
 
     async def start_request(self, ask: GenerationRequest) -> ResponseStream:
-        """Admit a request, all of its choices or none. Raises what the client did wrong (Rejected) or DeadlineExceeded;
-        then nothing is held."""
-        with self.rejections.count_rejections(ask.principal.tenant_class), rename_error_params(ask.param_names):
+        """Admit a request, all of its choices or none. Raises what the client did wrong (Rejected)
+        or DeadlineExceeded; then nothing is held."""
+        with (
+            self.rejections.count_rejections(ask.principal.tenant_class),
+            rename_error_params(ask.param_names),
+        ):
             self.check_model(ask.model)
             check_request(ask)
-            self._backend.require_admission(ask.principal, ask.n * count_prompts(ask), self.effective_timeout(ask.timeout_seconds))
+            self._backend.require_admission(
+                ask.principal,
+                ask.n * count_prompts(ask),
+                self.effective_timeout(ask.timeout_seconds),
+            )
             text, firsts, echoes = await self._prepare_submissions(ask)
         submissions = [choice for first in firsts for choice in _expand_choices(first, ask.n)]
         generations = await self._backend.submit_requests(submissions)
@@ -110,16 +136,17 @@ class RequestIntake:
     async def tokenize(
         self, wording: Prompt | ChatPrompt, special: bool | None, limit: float
     ) -> tuple[Tokenizer, tuple[int, ...]]:
-        """`special` None is as it is done for a request. Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded;
-        Unavailable while no node has joined or the tokenizer loads."""
+        """`special` None is as it is done for a request. Raises InvalidRequest, TooLong,
+        Overloaded, DeadlineExceeded; Unavailable while no node has joined or the tokenizer
+        loads."""
         most = limits.get_tokenize_limit(self._backend.get_model_bounds())
         async with _deadline(limit):
             text = self._loaded_tokenizer()
             return text, await _encode_prompt(text, wording, most, special=special)
 
     async def detokenize(self, tokens: Sequence[int], limit: float) -> str:
-        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node has joined or the
-        tokenizer loads."""
+        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node
+        has joined or the tokenizer loads."""
         bounds = self._backend.get_model_bounds()
         with rename_error_params({"prompt": "tokens"}):
             limits.get_tokenize_limit(bounds).check_token_count(len(tokens))
@@ -128,12 +155,17 @@ class RequestIntake:
             return await self._loaded_tokenizer().decode(tokens)
 
     def _loaded_tokenizer(self) -> Tokenizer:
-        """Raises Unavailable until the tokenizer is there: what waits for it would hold prompts without any bound."""
+        """Raises Unavailable until the tokenizer is there: what waits for it would hold prompts
+        without any bound."""
         if not self._tokenizer.done():
-            raise ServiceUnavailable("the tokenizer is still being loaded", retry_after=_LOADING_RETRY_SECONDS)
+            raise ServiceUnavailable(
+                "the tokenizer is still being loaded", retry_after=_LOADING_RETRY_SECONDS
+            )
         return self._tokenizer.result()
 
-    async def _prepare_submissions(self, ask: GenerationRequest) -> tuple[Tokenizer, list[Submission], list[PromptEcho]]:
+    async def _prepare_submissions(
+        self, ask: GenerationRequest
+    ) -> tuple[Tokenizer, list[Submission], list[PromptEcho]]:
         """The first choice of each prompt, and the prompts to be given back."""
         assert ask.prompts is not None
         wordings: Sequence[Prompt | ChatPrompt]
@@ -143,7 +175,9 @@ class RequestIntake:
         async with _deadline(limit):
             text = self._loaded_tokenizer()
             if ask.stop and not text.has_text:
-                raise InvalidRequest("stop is given, but tokens have no text here: use stop_token_ids", param="stop")
+                raise InvalidRequest(
+                    "stop is given, but tokens have no text here: use stop_token_ids", param="stop"
+                )
             prompts = await self._encode_prompts(text, wordings)
         left, bounds = max(limit - (self._clock() - began), 0.0), self._backend.get_model_bounds()
         firsts = []
@@ -155,9 +189,18 @@ class RequestIntake:
             limits.check_prompt_logprobs(sum(map(len, prompts)), ask.logprobs)
         echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
         scored = ask.logprobs is not None
-        return text, firsts, [await _build_prompt_echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
+        return (
+            text,
+            firsts,
+            [
+                await _build_prompt_echo(text, wording, prompt, placed=scored)
+                for wording, prompt in echoed
+            ],
+        )
 
-    async def _encode_prompts(self, text: Tokenizer, wordings: Sequence[Prompt | ChatPrompt]) -> list[tuple[int, ...]]:
+    async def _encode_prompts(
+        self, text: Tokenizer, wordings: Sequence[Prompt | ChatPrompt]
+    ) -> list[tuple[int, ...]]:
         """One after another, so that others have their turn between two of many prompts."""
         bounds = self._backend.get_model_bounds()
         most, prompts = limits.get_prompt_limit(bounds), list[tuple[int, ...]]()
@@ -166,13 +209,17 @@ class RequestIntake:
                 if not isinstance(wording, str | ChatPrompt):
                     limits.check_prompt_length(len(wording), bounds)
                 prompt = await _encode_prompt(text, wording, most)
-                limits.check_prompt_length(len(prompt), bounds)  # before any time goes into the others
+                limits.check_prompt_length(
+                    len(prompt), bounds
+                )  # before any time goes into the others
                 prompts.append(prompt)
             await asyncio.sleep(0)
         return prompts
 
 
-def _name_prompt_in_errors(number: int, all_of_them: Sequence[object]) -> AbstractContextManager[None]:
+def _name_prompt_in_errors(
+    number: int, all_of_them: Sequence[object]
+) -> AbstractContextManager[None]:
     """A refusal inside says which of several prompts it is about."""
     return rename_error_params({"prompt": f"prompt[{number}]"} if len(all_of_them) > 1 else {})
 
@@ -188,7 +235,8 @@ def _expand_choices(first: Submission, n: int) -> Iterator[Submission]:
 async def _encode_prompt(
     text: Tokenizer, wording: Prompt | ChatPrompt, limit: TextLimit, *, special: bool | None = None
 ) -> tuple[int, ...]:
-    """A chat template writes the special tokens itself; around any other text go those that its model expects."""
+    """A chat template writes the special tokens itself; around any other text go those that its
+    model expects."""
     if isinstance(wording, ChatPrompt):
         return await text.encode_chat(wording, special=bool(special), limit=limit)
     if isinstance(wording, str):
@@ -196,7 +244,9 @@ async def _encode_prompt(
     return tuple(wording)
 
 
-async def _build_prompt_echo(text: Tokenizer, wording: Prompt | ChatPrompt, tokens: tuple[int, ...], *, placed: bool) -> PromptEcho:
+async def _build_prompt_echo(
+    text: Tokenizer, wording: Prompt | ChatPrompt, tokens: tuple[int, ...], *, placed: bool
+) -> PromptEcho:
     """`placed`: where each token begins is asked for."""
     if isinstance(wording, str):
         return PromptEcho(wording, await text.compute_token_offsets(wording) if placed else ())
@@ -220,7 +270,9 @@ async def _deadline(limit: float) -> AsyncIterator[None]:
         async with asyncio.timeout(limit):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"the deadline of {limit:g} s passed before the prompt was tokenized") from None
+        raise DeadlineExceeded(
+            f"the deadline of {limit:g} s passed before the prompt was tokenized"
+        ) from None
 
 
 def _quote_truncated(name: str) -> str:

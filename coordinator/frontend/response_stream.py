@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId, TokenLogprobs
-from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent, Generation, PromptLogprobsEvent
 from coordinator.frontend.generation_merge import merge_generations
 from coordinator.frontend.output import OutputChunk, OutputProcessor
+from coordinator.generation import (
+    FinishedEvent,
+    Generation,
+    GenerationEvent,
+    PromptLogprobsEvent,
+    TokensEvent,
+)
 from coordinator.text.tokenizer import Tokenizer
 
 
@@ -22,8 +28,9 @@ class PromptEcho:
 
 @dataclass(slots=True)
 class ChoiceStream:
-    """`has_started` once its first piece is: until then, events wait in `buffered_events` for the scores of its prompt. `is_passthrough` if from
-    then on each step is one piece, whatever it brings."""
+    """`has_started` once its first piece is: until then, events wait in `buffered_events` for the
+    scores of its prompt. `is_passthrough` if from then on each step is one piece, whatever it
+    brings."""
 
     generation: Generation
     output_processor: OutputProcessor
@@ -35,9 +42,9 @@ class ChoiceStream:
 
 @dataclass(slots=True)
 class ResponseStream:
-    """`choices` in the order of their indices, those of one prompt side by side, the first of them with the scores of
-    the prompt. `prompt_tokens`, `completion_tokens` and `cached_tokens` are of all of them, the last one complete at
-    the end; `timeline` is the first's.
+    """`choices` in the order of their indices, those of one prompt side by side, the first of them
+    with the scores of the prompt. `prompt_tokens`, `completion_tokens` and `cached_tokens` are of
+    all of them, the last one complete at the end; `timeline` is the first's.
 
     With `is_echo_only` nothing that was generated is told."""
 
@@ -52,7 +59,9 @@ class ResponseStream:
     cached_tokens: int = 0
     timeline: Timeline = field(default_factory=Timeline)
     prompt_tokens: int = field(init=False)
-    completion_tokens: int = field(init=False, default=0)  # up to the last piece: each event may ask for it
+    completion_tokens: int = field(
+        init=False, default=0
+    )  # up to the last piece: each event may ask for it
 
     def __post_init__(self) -> None:
         self.prompt_tokens = sum(map(len, self.prompt_token_ids))
@@ -62,19 +71,25 @@ class ResponseStream:
         return self.choices[0].generation.id
 
     async def output_chunks(self) -> AsyncIterator[OutputChunk]:
-        """The last piece of each choice has its `finish`. The first error of any choice is raised, and ends the
-        others."""
+        """The last piece of each choice has its `finish`. The first error of any choice is raised,
+        and ends the others."""
         try:
-            async for index, event in merge_generations([choice.generation for choice in self.choices]):
+            async for index, event in merge_generations(
+                [choice.generation for choice in self.choices]
+            ):
                 choice = self.choices[index]
-                if choice.is_passthrough and type(event) is TokensEvent:  # nearly all there is: no generators for these
+                if (
+                    choice.is_passthrough and type(event) is TokensEvent
+                ):  # nearly all there is: no generators for these
                     self.completion_tokens += len(event.token_ids)
                     yield choice.output_processor.process_passthrough(event)
                     continue
                 for piece in self._process_event(choice, event):
                     yield piece
                     if piece.is_prompt_echo:
-                        await asyncio.sleep(0)  # a long prompt takes long to word: other requests have their turn
+                        await asyncio.sleep(
+                            0
+                        )  # a long prompt takes long to word: other requests have their turn
         except Exception:
             self.cancel()
             raise
@@ -97,7 +112,9 @@ class ResponseStream:
             yield from self._start_choice(choice, ())
             yield from self._process_output(choice, event)
 
-    def _on_prompt_logprobs(self, prompt: int, scores: Sequence[TokenLogprobs]) -> Iterator[OutputChunk]:
+    def _on_prompt_logprobs(
+        self, prompt: int, scores: Sequence[TokenLogprobs]
+    ) -> Iterator[OutputChunk]:
         """The scores of a prompt have come, which all of its choices wait for."""
         for choice in self.choices:
             if choice.prompt_index == prompt and not choice.has_started:
@@ -106,14 +123,20 @@ class ResponseStream:
                     yield from self._process_output(choice, event)
                 choice.buffered_events.clear()
 
-    def _start_choice(self, choice: ChoiceStream, scores: Sequence[TokenLogprobs | None]) -> Iterator[OutputChunk]:
+    def _start_choice(
+        self, choice: ChoiceStream, scores: Sequence[TokenLogprobs | None]
+    ) -> Iterator[OutputChunk]:
         choice.has_started = True
         choice.is_passthrough = choice.output_processor.is_passthrough and not self.is_echo_only
         if self.prompt_echoes:
             echo = self.prompt_echoes[choice.prompt_index]
-            yield from choice.output_processor.echo_prompt(echo.text, self.prompt_token_ids[choice.prompt_index], scores, echo.token_offsets)
+            yield from choice.output_processor.echo_prompt(
+                echo.text, self.prompt_token_ids[choice.prompt_index], scores, echo.token_offsets
+            )
 
-    def _process_output(self, choice: ChoiceStream, event: GenerationEvent) -> Iterator[OutputChunk]:
+    def _process_output(
+        self, choice: ChoiceStream, event: GenerationEvent
+    ) -> Iterator[OutputChunk]:
         teller = choice.output_processor
         if isinstance(event, TokensEvent):
             if self.is_echo_only:
@@ -130,7 +153,13 @@ class ResponseStream:
             if rest is not None:
                 yield rest
             self._count_cached_tokens(choice, event)
-            reason = FinishReason.STOP if teller.is_stopped else FinishReason.LENGTH if self.is_echo_only else event.finish_reason
+            reason = (
+                FinishReason.STOP
+                if teller.is_stopped
+                else FinishReason.LENGTH
+                if self.is_echo_only
+                else event.finish_reason
+            )
             yield OutputChunk(teller.choice_index, "", finish_reason=reason)
 
     def _count_cached_tokens(self, choice: ChoiceStream, end: FinishedEvent) -> None:

@@ -1,4 +1,5 @@
-"""The file of tenants, in TOML: docs/tenants.md describes it. Names, weights, rates and hashes of keys, never a key."""
+"""The file of tenants, in TOML: docs/tenants.md describes it. Names, weights, rates and hashes of
+keys, never a key."""
 
 import re
 import tomllib
@@ -9,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigError
-from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt
+from coordinator.core.common.counters import INTERNAL_CLASS
 
 MAX_CLASSES, MAX_TENANTS, MAX_KEYS = 8, 1024, 4096
 DEFAULT_CLASSES = ("premium", "standard", "batch")
@@ -22,7 +23,9 @@ _DIGEST = re.compile(r"(sha256:)?(?P<hex>[0-9a-f]{64})")
 PositiveRate = Annotated[float, Meta(gt=0, le=1e12)]
 
 
-class _TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"tenant_class": "class"}):
+class _TenantEntry(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"tenant_class": "class"}
+):
     name: str
     keys: list[str]
     tenant_class: str = "standard"
@@ -62,15 +65,23 @@ def parse_tenants(data: dict[str, Any]) -> TenantTable:
     classes = tuple(read.classes)
     for name in (*classes, *(entry.name for entry in read.tenants)):
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name[:64]!r} is no name: lower-case letters, digits, '_', '.', '-', at most 64")
+            raise ValueError(
+                f"{name[:64]!r} is no name: lower-case letters, digits, '_', '.', '-', at most 64"
+            )
     _require_distinct("class", classes)
     _require_distinct("tenant", [entry.name for entry in read.tenants])
     for name in (*read.max_wait, *(entry.tenant_class for entry in read.tenants)):
         if name not in classes:
             raise ValueError(f"there is no class {name[:64]!r}: classes are {', '.join(classes)}")
     if INTERNAL_CLASS in classes:
-        raise ValueError(f"class {INTERNAL!r} is the name of the cluster's own requests: choose another")
-    keys = [(_parse_key_digest(key, entry.name), entry.name) for entry in read.tenants for key in entry.keys]
+        raise ValueError(
+            f"class {INTERNAL_CLASS!r} is the name of the cluster's own requests: choose another"
+        )
+    keys = [
+        (_parse_key_digest(key, entry.name), entry.name)
+        for entry in read.tenants
+        for key in entry.keys
+    ]
     if len(keys) > MAX_KEYS:
         raise ValueError(f"there are {len(keys)} keys: at most {MAX_KEYS}")
     if len({digest for digest, _ in keys}) < len(keys):
@@ -103,7 +114,9 @@ def _build_tenant(entry: _TenantEntry) -> Tenant:
 def _parse_key_digest(text: str, tenant: str) -> bytes:
     match = _DIGEST.fullmatch(text)
     if match is None:
-        raise ValueError(f"a key of tenant {tenant} is no SHA-256 in hex: `baton tenants hash-key` makes one")
+        raise ValueError(
+            f"a key of tenant {tenant} is no SHA-256 in hex: `baton tenants hash-key` makes one"
+        )
     return bytes.fromhex(match["hex"])
 
 

@@ -1,26 +1,29 @@
-"""Is the cluster ready? A warm-up request went through the real path, decode nodes are here, and what runs moves on."""
+"""Is the cluster ready? A warm-up request went through the real path, decode nodes are here, and
+what runs moves on."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.process import log
 from baton.config.settings import Config
 from baton.errors import BatonError
+from baton.process import log
 from baton.types import SamplingParams
-from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.generation import Submission
+from coordinator.node_links.dispatcher import Dispatcher
 
 WARMUP_PROMPT_TOKENS = 4
 WARMUP_OUTPUT_TOKENS = 2  # one by prefill, one by decode
-PREFILL_WAIT_SECONDS = 30.0  # seconds that it waits for a prefill node which may be starting still, once decode serves
+PREFILL_WAIT_SECONDS = (
+    30.0  # seconds that it waits for a prefill node which may be starting still, once decode serves
+)
 
 _log = log.get_logger("warmup")
 
 
 class ClusterReadiness:
-    """`run` is a task that warms the cluster up once. `state` may be asked at any time; `on_change` callbacks are
-    called with (ready, reason) when it has changed."""
+    """`run` is a task that warms the cluster up once. `state` may be asked at any time; `on_change`
+    callbacks are called with (ready, reason) when it has changed."""
 
     def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
         self.on_change: list[Callable[[bool, str], None]] = []
@@ -37,8 +40,8 @@ class ClusterReadiness:
         return not reason, reason
 
     async def run(self) -> None:
-        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a prefill node comes in
-        time; after a failure, again when a node has come or reported."""
+        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a
+        prefill node comes in time; after a failure, again when a node has come or reported."""
         brain = self._dispatcher.brain
         while self._not_warm_reason:
             await self._wait_while(brain.why_not_serving)
@@ -85,7 +88,7 @@ class ClusterReadiness:
             return missing or self._not_warm_reason
         quiet = brain.seconds_without_progress(self._dispatcher.clock())
         if quiet > self._config.stall:
-            here = f"{brain.running} requests run, {brain.queued} wait"
+            here = f"{brain.running_requests} requests run, {brain.queued_requests} wait"
             return f"{here}, and none has got any further for {quiet:.0f} s (--stall {self._config.stall:g})"
         return ""
 

@@ -1,4 +1,5 @@
-"""The brain's shell: it carries out effects, keeps the one timer, and joins readers, nodes and brain on one event loop.
+"""The brain's shell: it carries out effects, keeps the one timer, and joins readers, nodes and
+brain on one event loop.
 
 Nothing here decides anything.
 """
@@ -8,44 +9,52 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.process import log
-from baton.process.clock import Clock, monotonic_clock
 from baton.config.settings import Config
-from baton.errors import BatonError, Cancelled, ConfigError, ShuttingDown, InvalidRequest, RequestRejected, SlowReader
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    RequestRejected,
+    ShuttingDown,
+    SlowReader,
+)
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.process import log
+from baton.process.clock import Clock, monotonic_clock
 from baton.role_split import RoleSplit
 from baton.slo import Slo, parse_slo
-from baton.types import Incarnation, NodeName, Request, RequestId, Principal, mint_id
+from baton.types import Incarnation, NodeName, Principal, Request, RequestId, mint_id
+from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
 from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import ServedModel, JoinInfo
 from coordinator.core.common.messages import (
     AdmitRequest,
+    AttemptReplaced,
+    BreakerChanged,
     DegradationChanged,
     Effect,
-    EmitTokens,
     EmitPromptLogprobs,
+    EmitTokens,
     EndRequest,
     FinishedResult,
     Heartbeat,
-    NodeLeaving,
     MemberLost,
+    NodeLeaving,
     NodeReport,
-    BreakerChanged,
-    AttemptReplaced,
-    SendOrder,
     RatioChanged,
     RoleSwitchReport,
+    SendOrder,
 )
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.requests.request_admitter import SubmittedRequest
-from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.generation import TokensEvent, FinishedEvent, PromptLogprobsEvent, Submission
-from coordinator.node_links.message_codec import order_to_pb, build_welcome
+from coordinator.core.membership.join_checks import JoinInfo, ServedModel
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.pool_registry import PoolJoinInfo
+from coordinator.core.placement.policies import POLICIES
+from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
+from coordinator.node_links.message_codec import build_welcome, order_to_pb
 
 _MIN_TIMER_SECONDS = 0.001  # seconds: event loops round to milliseconds
 
@@ -65,10 +74,14 @@ class NodeConnection(Protocol):
 
 
 class Dispatcher:
-    """A `GenerationBackend` for the front doors and the member list for the node link. One event loop, no locks."""
+    """A `GenerationBackend` for the front doors and the member list for the node link. One event
+    loop, no locks."""
 
-    def __init__(self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None) -> None:
-        """`served`: what is known of the model, for nodes to be compared with. Raises ConfigError."""
+    def __init__(
+        self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
+    ) -> None:
+        """`served`: what is known of the model, for nodes to be compared with. Raises
+        ConfigError."""
         mode = config.mode if config.prefill else "colocated"
         settings = BrainSettings(
             mode,
@@ -84,12 +97,18 @@ class Dispatcher:
             config.max_queue_tokens,
         )
         self._config = config
-        self.brain = Brain(NodeRegistry(config.silence, config.stall, served), POLICIES[config.placement](), settings)
+        self.brain = Brain(
+            NodeRegistry(config.silence, config.stall, served),
+            POLICIES[config.placement](),
+            settings,
+        )
         self.clock = clock
         self.mode = mode
         self.node_connections: dict[Incarnation, NodeConnection] = {}
         self.on_request_end: list[Callable[[EndRequest], None]] = []
-        self.on_cluster_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
+        self.on_cluster_change: list[
+            Callable[[], None]
+        ] = []  # a node came, went, reported or switched
         self.on_role_switch: list[Callable[[RoleSwitchReport], None]] = []
         self._generation_streams: dict[RequestId, GenerationStream] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -107,16 +126,24 @@ class Dispatcher:
     def get_model_bounds(self) -> ModelBounds:
         return self.brain.get_model_bounds()
 
-    async def submit_request(self, submission: Submission, *, internal: bool = False) -> GenerationStream:
-        """See `GenerationBackend.submit_request`. `internal` requests are counted in a class of their own."""
+    async def submit_request(
+        self, submission: Submission, *, internal: bool = False
+    ) -> GenerationStream:
+        """See `GenerationBackend.submit_request`. `internal` requests are counted in a class of
+        their own."""
         (stream,) = await self.submit_requests([submission], internal=internal)
         return stream
 
-    async def submit_requests(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[GenerationStream]:
+    async def submit_requests(
+        self, submissions: Sequence[Submission], *, internal: bool = False
+    ) -> list[GenerationStream]:
         """See `GenerationBackend.submit_requests`."""
         arrivals = _build_arrivals(submissions, internal=internal)
         effects = self.brain.submit_requests(arrivals, self.clock(), internal=internal)
-        streams = [GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client) for arrival in arrivals]
+        streams = [
+            GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client)
+            for arrival in arrivals
+        ]
         self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
         self._apply_effects(effects)
@@ -141,14 +168,17 @@ class Dispatcher:
         self.brain.count_rejection(error, tenant_class, self.clock())
 
     async def drain_requests(self, patience: float) -> None:
-        """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
+        """Refuse new requests, wait for those that run, and after `patience` seconds end the rest
+        with Draining."""
         self.brain.start_draining()
         self._notify_cluster_change()
         try:
             async with asyncio.timeout(patience):
                 await self._idle.wait()
         except TimeoutError:
-            error = ShuttingDown(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
+            error = ShuttingDown(
+                f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)"
+            )
             for request in self.brain.list_active_requests():
                 self._cancel_request(request, error)
 
@@ -181,7 +211,9 @@ class Dispatcher:
         """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
         seconds = self._config.flip_timeout if patience is None else patience
         self._apply_effects(self.brain.set_auto_ratio(slo, seconds, self.clock()))
-        _log.info("ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds)
+        _log.info(
+            "ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds
+        )
         self._notify_cluster_change()
 
     def set_manual_ratio(self) -> None:
@@ -200,12 +232,19 @@ class Dispatcher:
     # for the node link
 
     def join_node(self, info: JoinInfo, link: NodeConnection) -> Incarnation:
-        """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if it may not join."""
+        """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if
+        it may not join."""
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_node(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
         link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
-        _log.info("node joined", node=info.name, role=info.role.value, incarnation=incarnation, pid=info.pid)
+        _log.info(
+            "node joined",
+            node=info.name,
+            role=info.role.value,
+            incarnation=incarnation,
+            pid=info.pid,
+        )
         self._apply_effects(effects)
         self._notify_cluster_change()
         return incarnation
@@ -242,7 +281,8 @@ class Dispatcher:
         self._apply_effects(self.brain.cancel_request(request, error, self.clock()))
 
     def _apply_effects(self, effects: list[Effect]) -> None:
-        """In the order in which the brain decided them, also when carrying one out brings new ones."""
+        """In the order in which the brain decided them, also when carrying one out brings new
+        ones."""
         self._pending_effects.extend(effects)
         if self._is_applying_effects:
             return
@@ -259,7 +299,10 @@ class Dispatcher:
             case EmitTokens(request, tokens, scores):
                 stream = self._generation_streams.get(request)
                 if stream is not None and not stream.push_tokens(TokensEvent(tokens, scores)):
-                    self._cancel_request(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
+                    self._cancel_request(
+                        request,
+                        SlowReader(f"the client left more than {MAX_UNREAD_TOKENS} tokens unread"),
+                    )
             case EmitPromptLogprobs(request, scores):
                 stream = self._generation_streams.get(request)
                 if stream is not None:
@@ -275,9 +318,18 @@ class Dispatcher:
             case EndRequest():
                 self._end_request(effect)
             case AttemptReplaced(key, reason):
-                _log.info("placed again", request=key.request_id, attempt=key.attempt_number, reason=reason)
+                _log.info(
+                    "placed again",
+                    request=key.request_id,
+                    attempt=key.attempt_number,
+                    reason=reason,
+                )
             case DegradationChanged(step, taken, pressure):
-                _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
+                _log.warning(
+                    "service degraded" if taken else "service restored",
+                    step=step,
+                    pressure=pressure,
+                )
                 self._notify_cluster_change()
             case BreakerChanged(prefill, decode, state):
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
@@ -287,7 +339,11 @@ class Dispatcher:
                 _log.info("ratio changed", target=str(target), why=reason)
                 self._notify_cluster_change()
             case MemberLost(node, name, error, expected):
-                say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
+                say, what = (
+                    (_log.info, "node left to join anew")
+                    if expected
+                    else (_log.warning, "node lost")
+                )
                 if self._is_closing:
                     say, what = _log.info, "node let go"
                 say(what, node=name, incarnation=node, reason=error.message)
@@ -297,7 +353,11 @@ class Dispatcher:
                 self._notify_cluster_change()
 
     def _end_request(self, end: EndRequest) -> None:
-        stream, result, line = self._generation_streams.pop(end.request_id, None), end.result, end.timeline
+        stream, result, line = (
+            self._generation_streams.pop(end.request_id, None),
+            end.result,
+            end.timeline,
+        )
         if stream is not None:
             if isinstance(result, FinishedResult):
                 stream.end_stream(FinishedEvent(result.reason, result.cached_tokens, line), line)
@@ -308,12 +368,29 @@ class Dispatcher:
         for callback in self.on_request_end:
             callback(end)
         outcome = result.reason.value if isinstance(result, FinishedResult) else result.code
-        _log.info("request ended", request=end.request_id, outcome=outcome, attempts=line.attempts, seconds=line.total)
+        _log.info(
+            "request ended",
+            request=end.request_id,
+            outcome=outcome,
+            attempts=line.attempts,
+            seconds=line.total,
+        )
 
     def _report_role_switch(self, switch: RoleSwitchReport) -> None:
-        seconds = {"drain": switch.drain_seconds, "switch": switch.switch_seconds, "probe": switch.probe_seconds}
-        roles = f"{switch.source.value} to {switch.to.value}"
-        _log.info("role switch", node=switch.node, roles=roles, outcome=switch.outcome, why=switch.detail, **seconds)
+        seconds = {
+            "drain": switch.drain_seconds,
+            "switch": switch.switch_seconds,
+            "probe": switch.probe_seconds,
+        }
+        roles = f"{switch.source_role.value} to {switch.target_role.value}"
+        _log.info(
+            "role switch",
+            node=switch.node,
+            roles=roles,
+            outcome=switch.outcome,
+            why=switch.detail,
+            **seconds,
+        )
         for callback in self.on_role_switch:
             callback(switch)
         self._notify_cluster_change()
@@ -323,7 +400,8 @@ class Dispatcher:
             callback()
 
     def _schedule_timer(self) -> None:
-        """One timer, for the next moment at which time alone changes something. One that rings early does no harm."""
+        """One timer, for the next moment at which time alone changes something. One that rings
+        early does no harm."""
         due = self.brain.next_tick_at()
         if due is None or (self._timer is not None and self._timer_due_at <= due):
             return
@@ -347,7 +425,8 @@ def _parse_config_slo(slo: str) -> Slo:
 
 
 def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
-    """With ids, and those of one prompt one after another: see `GenerationBackend.submit_requests`."""
+    """With ids, and those of one prompt one after another: see
+    `GenerationBackend.submit_requests`."""
     found: list[SubmittedRequest] = []
     leader: Request | None = None
     for submission in submissions:
@@ -360,7 +439,15 @@ def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> lis
             choice_index=submission.choice_index,
             principal=INTERNAL_PRINCIPAL if internal else submission.principal,
         )
-        if leader is None or request.choice_index <= leader.choice_index or request.prompt_token_ids != leader.prompt_token_ids:
+        if (
+            leader is None
+            or request.choice_index <= leader.choice_index
+            or request.prompt_token_ids != leader.prompt_token_ids
+        ):
             leader = request
-        found.append(SubmittedRequest(request, submission.leader_id or (leader.id if leader is not request else None)))
+        found.append(
+            SubmittedRequest(
+                request, submission.leader_id or (leader.id if leader is not request else None)
+            )
+        )
     return found

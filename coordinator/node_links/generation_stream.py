@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from baton.errors import BatonError
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
-from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent, PromptLogprobsEvent
+from coordinator.generation import FinishedEvent, GenerationEvent, PromptLogprobsEvent, TokensEvent
 
 MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave behind
 
@@ -16,7 +16,10 @@ class GenerationStream:
     """A `Generation`. Written by the dispatcher, read by one task, both on the event loop."""
 
     def __init__(
-        self, request: RequestId, cancel: Callable[[RequestId], None], stop: Callable[[RequestId], None]
+        self,
+        request: RequestId,
+        cancel: Callable[[RequestId], None],
+        stop: Callable[[RequestId], None],
     ) -> None:
         self._id = request
         self._cancel = cancel

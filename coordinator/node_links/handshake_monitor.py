@@ -1,13 +1,13 @@
-"""Handshakes on the cluster port that come to nothing. gRPC ends them by itself and tells nobody, but it says when one
-begins; one after which no stream comes has failed."""
+"""Handshakes on the cluster port that come to nothing. gRPC ends them by itself and tells nobody,
+but it says when one begins; one after which no stream comes has failed."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from baton.process import log
 from baton.network.connection_limits import LOG_LINES_PER_SECOND
 from baton.network.grpc_options import HANDSHAKE_TIMEOUT_SECONDS
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 
 STREAM_OPEN_TIMEOUT_SECONDS = HANDSHAKE_TIMEOUT_SECONDS + 5.0  # until the stream has begun, too
@@ -16,13 +16,16 @@ _log = log.get_logger("node_link")
 
 
 class HandshakeMonitor:
-    """Of one port. `count_failures` is called on the event loop that made this, with how many have failed."""
+    """Of one port. `count_failures` is called on the event loop that made this, with how many have
+    failed."""
 
     def __init__(self, count_failures: Callable[[int], None], patience: float) -> None:
         self._count_failures = count_failures
         self._timeout_seconds = patience
         self._loop = asyncio.get_running_loop()
-        self._started_at: deque[float] = deque()  # when; which is whose nobody can tell, and only the count matters
+        self._started_at: deque[float] = (
+            deque()
+        )  # when; which is whose nobody can tell, and only the count matters
         self._timer: asyncio.TimerHandle | None = None
         self._limited = RateLimitedLogger(burst=1, per_second=LOG_LINES_PER_SECOND)
         self._failed_handshakes = 0  # in all
@@ -51,7 +54,11 @@ class HandshakeMonitor:
         while self._started_at and self._started_at[0] <= overdue:
             self._started_at.popleft()
             failed += 1
-        self._timer = self._loop.call_at(self._started_at[0] + self._timeout_seconds, self._expire_overdue) if self._started_at else None
+        self._timer = (
+            self._loop.call_at(self._started_at[0] + self._timeout_seconds, self._expire_overdue)
+            if self._started_at
+            else None
+        )
         if failed:
             self._count_failures(failed)
             self._failed_handshakes += failed

@@ -19,12 +19,16 @@ class LedgerCollector:
         self._open_queries: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
 
     async def collect_ledgers(self, patience: float = REPLY_TIMEOUT_SECONDS) -> LedgerResponse:
-        """Every node's ledger, with a pool's that of its disk, and the names of those that did not answer within
-        `patience` seconds."""
+        """Every node's ledger, with a pool's that of its disk, and the names of those that did not
+        answer within `patience` seconds."""
         number = next(self._query_numbers)
         loop = asyncio.get_running_loop()
-        names = {member.incarnation: member.info.name for member in self._dispatcher.brain.list_members()}
-        waiting: dict[Incarnation, asyncio.Future[list[Ledger]]] = {node: loop.create_future() for node in names}
+        names = {
+            member.incarnation: member.info.name for member in self._dispatcher.brain.list_members()
+        }
+        waiting: dict[Incarnation, asyncio.Future[list[Ledger]]] = {
+            node: loop.create_future() for node in names
+        }
         self._open_queries[number] = waiting
         try:
             for node in names:

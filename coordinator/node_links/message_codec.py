@@ -19,7 +19,9 @@ def join_from_pb(join: pb.Join) -> JoinInfo:
         role = Role(join.role)
     except ValueError:
         known = ", ".join((*(role.value for role in Role), POOL_ROLE))
-        raise ConfigError(f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role") from None
+        raise ConfigError(
+            f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role"
+        ) from None
     return JoinInfo(
         protocol_version=join.protocol_version,
         name=NodeName(join.name),
@@ -65,40 +67,58 @@ def _reserved_from_pb(message: pb.Reserved) -> m.BlocksReserved:
 
 
 def _prefill_ended_from_pb(message: pb.PrefillEnded) -> m.PrefillEnded:
-    tokens, pooled = (message.computed_tokens, message.cached_tokens), (message.pooled_tokens, message.remote_tokens)
-    return m.PrefillEnded(wire.attempt_key_from_pb(message.key), *tokens, message.share_seconds, *pooled)
+    tokens, pooled = (
+        (message.computed_tokens, message.cached_tokens),
+        (message.pooled_tokens, message.remote_tokens),
+    )
+    return m.PrefillEnded(
+        wire.attempt_key_from_pb(message.key), *tokens, message.share_seconds, *pooled
+    )
 
 
 def _admitted_from_pb(message: pb.Admitted) -> m.DecodeStarted:
     key = wire.attempt_key_from_pb(message.key)
     tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
-    return m.DecodeStarted(key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens)
+    return m.DecodeStarted(
+        key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens
+    )
 
 
 def _prompt_scores_from_pb(message: pb.PromptScores) -> m.PromptLogprobsReport:
-    return m.PromptLogprobsReport(wire.attempt_key_from_pb(message.key), message.first, tuple(map(wire.logprobs_from_pb, message.scores)))
+    return m.PromptLogprobsReport(
+        wire.attempt_key_from_pb(message.key),
+        message.first,
+        tuple(map(wire.logprobs_from_pb, message.scores)),
+    )
 
 
 _INPUT_CONVERTERS: dict[str, Callable[[Any], m.NodeReport]] = {
     "heartbeat": lambda message: m.Heartbeat(message.stats),
     "reserved": _reserved_from_pb,
-    "refused": lambda message: m.ReservationRefused(wire.attempt_key_from_pb(message.key), message.needed, message.free),
+    "refused": lambda message: m.ReservationRefused(
+        wire.attempt_key_from_pb(message.key), message.needed, message.free
+    ),
     "prompt_scores": _prompt_scores_from_pb,
     "tokens": lambda message: m.StepTokens(tuple(map(wire.token_event_from_pb, message.tokens))),
     "failed": lambda message: m.AttemptFailed(
         wire.attempt_key_from_pb(message.key), wire.error_from_pb(message.error), message.caused_by
     ),
     "prefill_ended": _prefill_ended_from_pb,
-    "handed_off": lambda message: m.HandoffCompleted(wire.attempt_key_from_pb(message.key), message.report),
+    "handed_off": lambda message: m.HandoffCompleted(
+        wire.attempt_key_from_pb(message.key), message.report
+    ),
     "admitted": _admitted_from_pb,
-    "cache_events": lambda message: m.CacheEvents(message.sequence, tuple(message.inserted), tuple(message.evicted)),
+    "cache_events": lambda message: m.CacheEvents(
+        message.sequence, tuple(message.inserted), tuple(message.evicted)
+    ),
     "cache_snapshot": lambda message: m.CacheSnapshot(message.sequence, tuple(message.names)),
     "leaving": lambda message: m.NodeLeaving(message.reason),
 }
 
 
 def input_from_pb(message: pb.NodeMessage) -> m.NodeReport | None:
-    """None for what is not the brain's: a ledger reply, a second join, or a kind this version does not know."""
+    """None for what is not the brain's: a ledger reply, a second join, or a kind this version does
+    not know."""
     kind = message.WhichOneof("message")
     convert = _INPUT_CONVERTERS.get(kind) if kind else None
     return convert(getattr(message, kind)) if convert and kind else None
@@ -107,12 +127,22 @@ def input_from_pb(message: pb.NodeMessage) -> m.NodeReport | None:
 def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
         case m.DecodeOrder(work, writer, share, elsewhere):
-            peer, there = wire.peer_to_pb(writer) if writer else None, wire.remote_prefix_to_pb(elsewhere)
-            submit = pb.Submit(work=wire.attempt_spec_to_pb(work), writer=peer, prefill_share=share, elsewhere=there)
+            peer, there = (
+                wire.peer_to_pb(writer) if writer else None,
+                wire.remote_prefix_to_pb(elsewhere),
+            )
+            submit = pb.Submit(
+                work=wire.attempt_spec_to_pb(work),
+                writer=peer,
+                prefill_share=share,
+                elsewhere=there,
+            )
             return pb.CoordinatorMessage(submit=submit)
         case m.PrefillOrder(work, alone, elsewhere):
             there = wire.remote_prefix_to_pb(elsewhere)
-            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.attempt_spec_to_pb(work), alone=alone, elsewhere=there))
+            return pb.CoordinatorMessage(
+                prefill=pb.Prefill(work=wire.attempt_spec_to_pb(work), alone=alone, elsewhere=there)
+            )
         case m.TicketOrder(ticket):
             return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=wire.ticket_to_pb(ticket)))
         case m.CancelOrder(key, reason):
@@ -126,6 +156,10 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
             return pb.CoordinatorMessage(cache_query=pb.CacheQuery())
 
 
-def build_welcome(incarnation: Incarnation, heartbeat: float, silence: float) -> pb.CoordinatorMessage:
-    fields = pb.Welcome(incarnation=incarnation, heartbeat_seconds=heartbeat, silence_seconds=silence)
+def build_welcome(
+    incarnation: Incarnation, heartbeat: float, silence: float
+) -> pb.CoordinatorMessage:
+    fields = pb.Welcome(
+        incarnation=incarnation, heartbeat_seconds=heartbeat, silence_seconds=silence
+    )
     return pb.CoordinatorMessage(welcome=fields)

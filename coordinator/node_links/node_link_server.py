@@ -5,13 +5,13 @@ from typing import Any
 import grpc.aio
 
 from baton.cluster_link import stream as link_codec
-from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.config.settings import Config
+from baton.limits import LINK_CHANNEL_OPTIONS
+from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.network.connection_limits import PortLimit
 from baton.network.grpc_options import grpc_server_options
-from baton.limits import LINK_CHANNEL_OPTIONS
-from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.frontend.grpc.server import bind_grpc_port
+from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.handshake_monitor import STREAM_OPEN_TIMEOUT_SECONDS, HandshakeMonitor
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_service import NodeLinkService
@@ -23,16 +23,26 @@ _IDLE_SECONDS = 60.0  # without a stream
 class NodeLinkServer:
     """Bound by its constructor, on the running event loop; it answers from `start` on."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, limit: PortLimit) -> None:
+    def __init__(
+        self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, limit: PortLimit
+    ) -> None:
         """Raises ConfigError when the port cannot be had."""
         self._join_counts = dispatcher.brain.counters.joins
         self._link_service = NodeLinkService(config, dispatcher, ledgers)
-        self._handshake_monitor = HandshakeMonitor(self._count_failed_handshakes, STREAM_OPEN_TIMEOUT_SECONDS)
-        options = grpc_server_options(limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS)
+        self._handshake_monitor = HandshakeMonitor(
+            self._count_failed_handshakes, STREAM_OPEN_TIMEOUT_SECONDS
+        )
+        options = grpc_server_options(
+            limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS
+        )
         self._server = grpc.aio.server(options=(*LINK_CHANNEL_OPTIONS, *options))
         link_codec.add_link_service(self._server, self._attach)
-        credentials = coordinator_server_credentials(config.cluster_token, self._handshake_monitor.on_handshake_started)
-        self.port = bind_grpc_port(self._server, config.cluster_host, config.cluster_port, "--cluster-port", credentials)
+        credentials = coordinator_server_credentials(
+            config.cluster_token, self._handshake_monitor.on_handshake_started
+        )
+        self.port = bind_grpc_port(
+            self._server, config.cluster_host, config.cluster_port, "--cluster-port", credentials
+        )
 
     async def start(self) -> None:
         await self._server.start()

@@ -1,7 +1,8 @@
 """NodeLink.Attach: the one stream between the coordinator and each node.
 
-A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT_SECONDS` seconds and ends when the node goes, when the
-brain gives the incarnation up, or when the node reads so slowly that its bounded outbox fills.
+A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT_SECONDS` seconds and ends
+when the node goes, when the brain gives the incarnation up, or when the node reads so slowly that
+its bounded outbox fills.
 """
 
 import asyncio
@@ -12,14 +13,14 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
-from baton.process import log
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link import stream as link_codec
+from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeLost
 from baton.limits import MAX_UNSENT_MESSAGES
-from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation
 from coordinator.core.membership.join_checks import JoinInfo
@@ -39,7 +40,8 @@ _limited = RateLimitedLogger()  # of lines that whoever reaches the port can cau
 
 
 class NodeStream:
-    """The sending half of one node's stream: a bounded outbox, and a ping when nothing else is to be said."""
+    """The sending half of one node's stream: a bounded outbox, and a ping when nothing else is to
+    be said."""
 
     def __init__(self, heartbeat: float) -> None:
         self.closed = asyncio.Event()
@@ -75,8 +77,9 @@ class NodeStream:
 
 
 async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
-    """What is being written when this is cancelled is written to its end, unless the node takes nothing: gRPC cannot
-    end a stream that still writes, and the node would not learn that it has ended."""
+    """What is being written when this is cancelled is written to its end, unless the node takes
+    nothing: gRPC cannot end a stream that still writes, and the node would not learn that it has
+    ended."""
     writing = asyncio.ensure_future(link_codec.send_message(context.write, message, _FAILPOINT))
     try:
         await asyncio.shield(writing)
@@ -105,17 +108,25 @@ class NodeLinkService:
             else:
                 incarnation = self._dispatcher.join_node(self._parse_join(first.join), stream)
         except ConfigError as error:
-            _limited.log_event(_log.warning, "join refused", node=first.join.name, reason=error.message)
+            _limited.log_event(
+                _log.warning, "join refused", node=first.join.name, reason=error.message
+            )
             refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
             await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
-            await self._run_until_first_ends(self._receive_messages(context, incarnation), stream.write_messages(context), stream.closed.wait())
+            await self._run_until_first_ends(
+                self._receive_messages(context, incarnation),
+                stream.write_messages(context),
+                stream.closed.wait(),
+            )
         except grpc.RpcError as error:
             _limited.log_event(_log.info, "stream broke", node=first.join.name, error=str(error))
         finally:
             stream.close()
-            self._dispatcher.remove_member(incarnation, NodeLost(f"the stream of node {first.join.name} ended"))
+            self._dispatcher.remove_member(
+                incarnation, NodeLost(f"the stream of node {first.join.name} ended")
+            )
 
     def _parse_join(self, join: Join) -> JoinInfo:
         """Raises ConfigError, counted, for one that is no node's."""
@@ -126,21 +137,27 @@ class NodeLinkService:
             raise
 
     async def _authenticate(self, context: StreamContext) -> None:
-        """The certificate has shown already that the node has the token. This proof of it also holds where somebody in
-        between has ended TLS."""
+        """The certificate has shown already that the node has the token. This proof of it also
+        holds where somebody in between has ended TLS."""
         given = dict(context.invocation_metadata()).get(PROOF_METADATA_KEY, b"")
         if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
             return
         self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-        _limited.log_event(_log.warning, "wrong cluster token: a node was refused", peer=context.peer())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
+        _limited.log_event(
+            _log.warning, "wrong cluster token: a node was refused", peer=context.peer()
+        )
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_METADATA_KEY} is missing or wrong"
+        )
 
     async def _read_join(self, context: StreamContext) -> NodeMessage:
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_SECONDS):
                 message = await context.read()
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT:g} s")
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT_SECONDS:g} s"
+            )
         if message is None or message is grpc.aio.EOF or not message.HasField("join"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
         return message  # type: ignore[no-any-return]

@@ -10,18 +10,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError, InvalidRequest, NotSupported, ServiceUnavailable
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
+from baton.pb.cluster_pb2 import (
+    DrainResponse,
+    ExplainResponse,
+    LedgerResponse,
+    Ratio,
+    RatioAdvice,
+    StatusResponse,
+)
 from baton.role_split import RoleSplit, parse_split
 from baton.slo import Slo, parse_slo
-from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.auth import AdminAuthenticator
+from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.http import errors
-from coordinator.frontend.http.middleware import RequestMiddleware, allow_head_requests, check_admin_request
-from coordinator.frontend.http.request_body import receive_body
-from coordinator.frontend.http.schema.body_decoder import RequestBody, BodyDecoder
 from coordinator.frontend.http.metrics_page import add_metrics_route
-from coordinator.readiness import Readiness
+from coordinator.frontend.http.middleware import (
+    RequestMiddleware,
+    allow_head_requests,
+    check_admin_request,
+)
+from coordinator.frontend.http.request_body import receive_body
+from coordinator.frontend.http.schema.body_decoder import BodyDecoder, RequestBody
 from coordinator.frontend.rejections import RejectionCounter
+from coordinator.readiness import Readiness
 from coordinator.text.text_workers import TextWorkers
 
 UNBUILT_ROUTES = (("/", "GET"),)
@@ -73,13 +84,17 @@ class _RatioBody(RequestBody, frozen=True, kw_only=True):
     flip_timeout: float | None = None
 
 
-def build_admin_app(cluster: ClusterAdmin, readiness: Readiness, admin_token: str, refusals: RejectionCounter) -> FastAPI:
+def build_admin_app(
+    cluster: ClusterAdmin, readiness: Readiness, admin_token: str, refusals: RejectionCounter
+) -> FastAPI:
     gate = AdminAuthenticator(admin_token)
 
     def guard(request: Request) -> None:
         check_admin_request(gate, request)
 
-    app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.add_middleware(RequestMiddleware, guard=guard, refusals=refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
@@ -129,7 +144,11 @@ def _add_drain_route(app: FastAPI, cluster: ClusterAdmin) -> None:
     async def drain(request: Request) -> Response:
         async with receive_body(request, ADMIN_BODY_TIMEOUT_SECONDS, bodies) as body:
             wanted = await decoder.decode_body(body, workers)
-        done = cluster.undrain_node(wanted.node) if wanted.undrain else cluster.drain_node(wanted.node, wanted.timeout)
+        done = (
+            cluster.undrain_node(wanted.node)
+            if wanted.undrain
+            else cluster.drain_node(wanted.node, wanted.timeout)
+        )
         return _to_json_response(done)
 
     app.add_api_route("/admin/drain", drain, methods=["POST"])
@@ -143,7 +162,9 @@ def _add_ratio_routes(app: FastAPI, cluster: ClusterAdmin) -> None:
 
     async def change(request: Request) -> Response:
         async with receive_body(request, ADMIN_BODY_TIMEOUT_SECONDS, bodies) as body:
-            return _to_json_response(_change_ratio(cluster, await decoder.decode_body(body, workers)))
+            return _to_json_response(
+                _change_ratio(cluster, await decoder.decode_body(body, workers))
+            )
 
     async def advise(request: Request) -> Response:
         slo = request.query_params.get("slo")
@@ -163,7 +184,9 @@ def _change_ratio(cluster: ClusterAdmin, wanted: _RatioBody) -> Ratio:
     if wanted.ratio is not None:
         return cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout)
     if wanted.auto:
-        return cluster.set_auto_ratio(parse_slo(wanted.slo) if wanted.slo else None, wanted.flip_timeout)
+        return cluster.set_auto_ratio(
+            parse_slo(wanted.slo) if wanted.slo else None, wanted.flip_timeout
+        )
     return cluster.set_manual_ratio()
 
 
@@ -173,5 +196,7 @@ async def _raise_not_available(request: Request) -> Response:
 
 def _to_json_response(message: Message) -> Response:
     return JSONResponse(
-        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
     )

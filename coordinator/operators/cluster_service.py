@@ -7,25 +7,25 @@ from contextlib import aclosing
 from prometheus_client import generate_latest
 
 from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
-from baton.errors import BatonError, InvalidRequest, NotSupported, NotFound
-from baton.process.failpoints import FAILPOINTS, Failpoints
+from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
+from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo, parse_slo
 from baton.types import NodeName
-from coordinator.frontend.auth import AdminAuthenticator
-from coordinator.operators.client_ids import ClientIds, parse_request_id
 from coordinator.core.membership.drains import NodeServiceState
-from coordinator.core.membership.pool_registry import POOL_ROLE, PoolMember
 from coordinator.core.membership.node_registry import NodeMember
-from coordinator.operators.degradation_view import degradation_to_pb, drain_warning, list_notices
-from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.core.membership.pool_registry import POOL_ROLE, PoolMember
+from coordinator.frontend.auth import AdminAuthenticator
 from coordinator.frontend.grpc.errors import ServicerContext, check_admin_call, grpc_errors
+from coordinator.node_links.cluster_readiness import ClusterReadiness
+from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
+from coordinator.operators.client_ids import ClientIds, parse_request_id
+from coordinator.operators.degradation_view import degradation_to_pb, drain_warning, list_notices
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.ratio_view import advice_to_pb, ratio_to_pb
-from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.operators.status_watchers import StatusWatchers
 
 COORDINATOR = "coordinator"  # its name among the nodes, for failpoints
@@ -33,7 +33,12 @@ COORDINATOR = "coordinator"  # its name among the nodes, for failpoints
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def __init__(
-        self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, readiness: ClusterReadiness, metrics: CoordinatorMetrics
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        ledgers: LedgerCollector,
+        readiness: ClusterReadiness,
+        metrics: CoordinatorMetrics,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -60,7 +65,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 async for answer in answers:
                     await context.write(answer)
 
-    async def Explain(self, request: pb.ExplainRequest, context: ServicerContext) -> pb.ExplainResponse:
+    async def Explain(
+        self, request: pb.ExplainRequest, context: ServicerContext
+    ) -> pb.ExplainResponse:
         async with grpc_errors(context):
             return self.explain_request(request.request_id)
 
@@ -69,7 +76,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             timeout = request.timeout_seconds if request.HasField("timeout_seconds") else None
             return self.drain_node(request.node, timeout)
 
-    async def Undrain(self, request: pb.UndrainRequest, context: ServicerContext) -> pb.DrainResponse:
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: ServicerContext
+    ) -> pb.DrainResponse:
         async with grpc_errors(context):
             return self.undrain_node(request.node)
 
@@ -79,16 +88,22 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def SetRatio(self, request: pb.SetRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
-            patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            patience = (
+                request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            )
             return self.set_ratio(RoleSplit(request.prefill, request.decode), patience)
 
-    async def AdviseRatio(self, request: pb.AdviseRatioRequest, context: ServicerContext) -> pb.RatioAdvice:
+    async def AdviseRatio(
+        self, request: pb.AdviseRatioRequest, context: ServicerContext
+    ) -> pb.RatioAdvice:
         async with grpc_errors(context):
             return self.advise_ratio(_parse_slo_or_none(request.slo))
 
     async def AutoRatio(self, request: pb.AutoRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
-            patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            patience = (
+                request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            )
             return self.set_auto_ratio(_parse_slo_or_none(request.slo), patience)
 
     async def ManualRatio(self, _: pb.ManualRatioRequest, context: ServicerContext) -> pb.Ratio:
@@ -99,7 +114,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         async with grpc_errors(context):
             return await self.collect_ledgers()
 
-    async def ArmFailpoints(self, request: pb.ArmFailpointsRequest, context: ServicerContext) -> pb.ArmFailpointsResponse:
+    async def ArmFailpoints(
+        self, request: pb.ArmFailpointsRequest, context: ServicerContext
+    ) -> pb.ArmFailpointsResponse:
         async with grpc_errors(context):
             return pb.ArmFailpointsResponse(nodes=self.arm_failpoints(request.node, request.spec))
 
@@ -107,7 +124,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         brain = self._dispatcher.brain
         ready, reason = self._readiness.state()
         nodes = sorted(brain.node_registry.nodes.values(), key=lambda node: node.info.name)
-        pools = sorted(brain.placement_state.pools.members.values(), key=lambda pool: pool.info.name)
+        pools = sorted(
+            brain.placement_state.pools.members.values(), key=lambda pool: pool.info.name
+        )
         return pb.StatusResponse(
             ready=ready,
             reason=reason,
@@ -115,7 +134,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             model=get_served_model_name(self._config),
             queued=brain.queued_requests,
             running=brain.running_requests,
-            nodes=[self._node_status(node) for node in nodes] + [self._pool_status(pool) for pool in pools],
+            nodes=[self._node_status(node) for node in nodes]
+            + [self._pool_status(pool) for pool in pools],
             counters=self._metrics.get_counter_values(),
             clock_seconds=self._dispatcher.clock(),
             latency=self._metrics.get_latency_summary(),
@@ -133,8 +153,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return generate_latest(self._metrics.registry)
 
     def explain_request(self, request: str) -> pb.ExplainResponse:
-        """By the id of a request, as it is or as it stands in an answer's body, or by the id that its client gave it.
-        Raises NotFound, or InvalidRequest if several requests have that one."""
+        """By the id of a request, as it is or as it stands in an answer's body, or by the id that
+        its client gave it. Raises NotFound, or InvalidRequest if several requests have that one."""
         try:
             return self._dispatcher.explain_request(parse_request_id(request))
         except NotFound:
@@ -166,7 +186,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def advise_ratio(self, slo: Slo | None) -> pb.RatioAdvice:
         """See `RatioController.get_advice`. Raises Unavailable, InvalidRequest."""
         brain = self._dispatcher.brain
-        return advice_to_pb(brain.ratio_controller.get_advice(slo, self._dispatcher.clock()), brain.queued_requests)
+        return advice_to_pb(
+            brain.ratio_controller.get_advice(slo, self._dispatcher.clock()), brain.queued_requests
+        )
 
     def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> pb.Ratio:
         """Returns at once; see `Brain.auto_ratio`. Raises InvalidRequest."""
@@ -188,23 +210,31 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         node = brain.node_registry.by_name(NodeName(name))
         return pb.DrainResponse(
             node=name,
-            service=brain.get_service_state(node).value if node else NodeServiceState.IN_SERVICE.value,
+            service=brain.get_service_state(node).value
+            if node
+            else NodeServiceState.IN_SERVICE.value,
             placed=brain.count_attempts(node.incarnation) if node else 0,
             warning=drain_warning(brain),
         )
 
     def arm_failpoints(self, prefix: str, spec: str) -> int:
-        """Replace what is armed on every process whose name starts with `prefix`. Returns how many there are. Raises
-        NotAvailable without --failpoints-rpc, InvalidRequest for a bad spec."""
+        """Replace what is armed on every process whose name starts with `prefix`. Returns how many
+        there are. Raises NotAvailable without --failpoints-rpc, InvalidRequest for a bad spec."""
         if not self._config.failpoints_rpc:
-            raise NotSupported("failpoints cannot be armed: the cluster runs without --failpoints-rpc")
+            raise NotSupported(
+                "failpoints cannot be armed: the cluster runs without --failpoints-rpc"
+            )
         try:
             Failpoints(spec)
         except BatonError as error:
             raise InvalidRequest(error.message, param="spec") from None
-        nodes = [one for one in self._dispatcher.brain.list_members() if one.info.name.startswith(prefix)]
+        nodes = [
+            one for one in self._dispatcher.brain.list_members() if one.info.name.startswith(prefix)
+        ]
         for node in nodes:
-            self._dispatcher.node_connections[node.incarnation].send_message(pb.CoordinatorMessage(arm=pb.Arm(spec=spec)))
+            self._dispatcher.node_connections[node.incarnation].send_message(
+                pb.CoordinatorMessage(arm=pb.Arm(spec=spec))
+            )
         if COORDINATOR.startswith(prefix):
             FAILPOINTS.arm(spec)
         return len(nodes) + COORDINATOR.startswith(prefix)
@@ -250,7 +280,9 @@ def _parse_slo_or_none(text: str) -> Slo | None:
 
 def _check_seconds(param: str, seconds: float | None) -> None:
     if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
-        raise InvalidRequest(f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param)
+        raise InvalidRequest(
+            f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
+        )
 
 
 def package_version() -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from baton.pb import cluster_pb2 as pb
-from coordinator.core.brain import Brain
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
+from coordinator.core.brain import Brain
 
 _STEP_EFFECTS = {
     DegradationStep.SHED_LOWEST: "new requests of the lowest class are refused",
@@ -16,7 +16,9 @@ _STEP_EFFECTS = {
 
 def list_notices(brain: Brain) -> list[str]:
     """Sentences; none while all is as it should be."""
-    found = [f"degraded ({step.value}): {_TAKEN[step]}" for step in brain.degradation.active_steps]
+    found = [
+        f"degraded ({step.value}): {_STEP_EFFECTS[step]}" for step in brain.degradation.active_steps
+    ]
     if brain.why_no_prefill():
         found.append("no prefill node serves: decode nodes compute every prompt")
     return found
@@ -30,7 +32,9 @@ def drain_warning(brain: Brain) -> str:
     return f"{missing}: decode nodes compute every prompt until one serves" if missing else ""
 
 
-def degradation_to_pb(degradation: DegradationController, now: float) -> Iterator[pb.DegradationStep]:
+def degradation_to_pb(
+    degradation: DegradationController, now: float
+) -> Iterator[pb.DegradationStep]:
     """Every step, in the order in which they are taken."""
     for step in DegradationStep:
         since = degradation.active_steps.get(step)
@@ -38,5 +42,7 @@ def degradation_to_pb(degradation: DegradationController, now: float) -> Iterato
             step=step.value,
             active=since is not None,
             seconds=0.0 if since is None else now - since,
-            cannot_help="" if since is not None else degradation.last_sample.unhelpful_steps.get(step, ""),
+            cannot_help=""
+            if since is not None
+            else degradation.last_sample.unhelpful_steps.get(step, ""),
         )

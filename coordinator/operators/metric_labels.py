@@ -15,17 +15,17 @@ from baton.errors import (
     ConfigError,
     HandoffFailed,
     NodeFailed,
-    NotSupported,
     NotFound,
+    NotSupported,
     RequestRejected,
     RequestTooLarge,
     Unauthenticated,
 )
 from baton.types import FinishReason, Role
-from coordinator.core.placement.breakers import BreakerState
-from coordinator.core.common.counters import DEFAULT_TENANT_CLASS, INTERNAL_CLASS
 from coordinator.core.admission.degradation import DegradationStep
-from coordinator.core.placement.decision import PrefillSite, PlacementReason
+from coordinator.core.common.counters import DEFAULT_TENANT_CLASS, INTERNAL_CLASS
+from coordinator.core.placement.breakers import BreakerState
+from coordinator.core.placement.decision import PlacementReason, PrefillSite
 from coordinator.core.requests.token_sources import TokenSources
 
 MetricLabels = tuple[str, ...]
@@ -39,7 +39,9 @@ def list_known_labels(classes: Sequence[str]) -> dict[str, list[MetricLabels]]:
     """By the name of the metric; label values in the order of its labels. `classes` are those of
     the tenants."""
     every_class = (*classes, INTERNAL_CLASS)
-    at_the_door = dict.fromkeys((*every_class, DEFAULT_TENANT_CLASS))  # whoever has no valid key has the class of all
+    at_the_door = dict.fromkeys(
+        (*every_class, DEFAULT_TENANT_CLASS)
+    )  # whoever has no valid key has the class of all
     replaced = [*_error_codes(HandoffFailed, NodeFailed), "refused"]
     handoff_ends: list[MetricLabels] = [("committed", transport) for transport in TRANSPORTS]
     handoff_ends += product(_error_codes(HandoffFailed), (*TRANSPORTS, "none"))
@@ -49,15 +51,20 @@ def list_known_labels(classes: Sequence[str]) -> dict[str, list[MetricLabels]]:
         "baton_prompt_tokens_total": _single_labels(TokenSources._fields),
         "baton_handoffs_total": handoff_ends,
         "baton_handoff_bytes_total": _single_labels(TRANSPORTS),
-        "baton_placements_total": [(way.value, why.value) for way, why in product(PrefillSite, PlacementReason)],
+        "baton_placements_total": [
+            (way.value, why.value) for way, why in product(PrefillSite, PlacementReason)
+        ],
         "baton_replaced_total": _single_labels(replaced),
         "baton_recomputed_tokens_total": _single_labels(replaced),
-        "baton_dropped_messages_total": _single_labels(("stale", "unexpected", "damaged", "repeated", "lost")),
+        "baton_dropped_messages_total": _single_labels(
+            ("stale", "unexpected", "damaged", "repeated", "lost")
+        ),
         "baton_joins_total": _single_labels(("joined", "refused", "unauthenticated")),
         "baton_nodes_lost_total": _single_labels(_error_codes(NodeFailed)),
         "baton_breaker_changes_total": _single_labels([state.value for state in BreakerState]),
         "baton_degradation_changes_total": [
-            (step.value, change) for step, change in product(DegradationStep, ("taken", "taken_back"))
+            (step.value, change)
+            for step, change in product(DegradationStep, ("taken", "taken_back"))
         ],
         "baton_role_switches_total": list(
             product([role.value for role in Role], ("done", "recalled", "superseded", "lost"))

@@ -1,5 +1,5 @@
-"""Prometheus metrics. The brain counts; a collector reads what it has counted at each scrape, and what nodes last
-reported. Only durations are observed as they happen."""
+"""Prometheus metrics. The brain counts; a collector reads what it has counted at each scrape, and
+what nodes last reported. Only durations are observed as they happen."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,26 +9,43 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.process import log
 from baton.process.clock import Clock
-from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
-from coordinator.core.brain import Brain
-from coordinator.core.placement.breakers import BreakerState
-from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.admission.degradation import DegradationStep
-from coordinator.operators.metric_labels import list_known_labels
+from coordinator.core.brain import Brain
+from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.common.messages import EndRequest, RoleSwitchReport
-from coordinator.core.membership.pool_registry import POOL_ROLE
 from coordinator.core.estimates.latency_window import LatencyWindow
-from coordinator.node_links.dispatcher import Dispatcher
-from coordinator.operators.port_connections import PortConnections
+from coordinator.core.membership.pool_registry import POOL_ROLE
+from coordinator.core.placement.breakers import BreakerState
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.operators.metric_labels import list_known_labels
+from coordinator.operators.port_connections import PortConnections
 
 ROLE_SWITCH_PHASES = ("drain", "switch", "probe")  # of a change of role
 TTFT_STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 MAX_NODE_COUNTERS = 512  # of one node
-_DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_DURATION_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
 _BLOCK_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
 _COUNTER_KEY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\{(?P<labels>.*)\})?")
 _LABEL = re.compile(r'(?P<key>[a-z_]+)="(?P<value>[^"]*)"')
@@ -37,7 +54,9 @@ _LABEL = re.compile(r'(?P<key>[a-z_]+)="(?P<value>[^"]*)"')
 class CoordinatorMetrics:
     """`registry` is what /metrics exposes."""
 
-    def __init__(self, dispatcher: Dispatcher, unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+    ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._brain = dispatcher.brain
         self.registry.register(_BeforeScrape(self._initialise_histograms))
@@ -92,7 +111,11 @@ class CoordinatorMetrics:
         if end.ttft_seconds is None:
             return
         label = end.tenant_class
-        tpot = (end.timeline.total - end.ttft_seconds) / (end.output_tokens - 1) if end.output_tokens > 1 else None
+        tpot = (
+            (end.timeline.total - end.ttft_seconds) / (end.output_tokens - 1)
+            if end.output_tokens > 1
+            else None
+        )
         self._ttft.labels(label).observe(end.ttft_seconds)
         if tpot is not None:
             self._tpot.labels(label).observe(tpot)
@@ -107,7 +130,8 @@ class CoordinatorMetrics:
                 self._role_switch.labels(phase).observe(getattr(switch, phase))
 
     def _initialise_histograms(self) -> None:
-        """Every class has its histograms before its first request; a reload of the tenants may have brought others."""
+        """Every class has its histograms before its first request; a reload of the tenants may have
+        brought others."""
         for tenant_class in (*self._brain.tenant_classes, INTERNAL_CLASS):
             self._ttft.labels(tenant_class)
             self._tpot.labels(tenant_class)
@@ -128,7 +152,8 @@ class CoordinatorMetrics:
 
 
 class _BeforeScrape(Collector):
-    """Registered first, so that it runs before the others at each scrape. It has no metrics of its own."""
+    """Registered first, so that it runs before the others at each scrape. It has no metrics of its
+    own."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -152,45 +177,137 @@ class BrainCollector(Collector):
         yield from self._node_metrics(taken)
 
     def coordinator_counters(self) -> list[CounterMetricFamily]:
-        counted, resyncs = self._brain.counters, self._brain.placement_state.prefix_directory.resync_count
+        counted, resyncs = (
+            self._brain.counters,
+            self._brain.placement_state.prefix_directory.resync_count,
+        )
         steps, retries = self._brain.degradation.change_counts, self._brain.retries
         return [
-            _counter_family("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
-            _counter_family("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
-            _counter_family("baton_prompt_tokens_total", "Prompt tokens by source", ["source"], counted.prompt_tokens),
-            _counter_family("baton_generated_tokens_total", "Output tokens", [], {(): counted.generated_tokens}),
-            _counter_family("baton_handoffs_total", "Hand-offs ended", ["outcome", "transport"], counted.handoffs),
-            _counter_family("baton_handoff_bytes_total", "Bytes handed over", ["transport"], counted.handoff_bytes),
             _counter_family(
-                "baton_placements_total", "Attempts, by who computes the prompt", ["way", "why"], counted.placements
+                "baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests
             ),
-            _counter_family("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced_attempts),
-            _counter_family("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
-            _counter_family("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
             _counter_family(
-                "baton_retries_held_back_total", "Retries that waited for the budget", [], {(): retries.held_back_total}
+                "baton_rejected_total",
+                "Requests not admitted",
+                ["reason", "class"],
+                counted.rejected,
             ),
-            _counter_family("baton_breaker_changes_total", "Breakers that came into a state", ["state"], counted.breaker_changes),
+            _counter_family(
+                "baton_prompt_tokens_total",
+                "Prompt tokens by source",
+                ["source"],
+                counted.prompt_tokens,
+            ),
+            _counter_family(
+                "baton_generated_tokens_total", "Output tokens", [], {(): counted.generated_tokens}
+            ),
+            _counter_family(
+                "baton_handoffs_total",
+                "Hand-offs ended",
+                ["outcome", "transport"],
+                counted.handoffs,
+            ),
+            _counter_family(
+                "baton_handoff_bytes_total",
+                "Bytes handed over",
+                ["transport"],
+                counted.handoff_bytes,
+            ),
+            _counter_family(
+                "baton_placements_total",
+                "Attempts, by who computes the prompt",
+                ["way", "why"],
+                counted.placements,
+            ),
+            _counter_family(
+                "baton_replaced_total",
+                "Requests placed again",
+                ["reason"],
+                counted.replaced_attempts,
+            ),
+            _counter_family(
+                "baton_recomputed_tokens_total",
+                "Tokens computed again",
+                ["reason"],
+                counted.recomputed_tokens,
+            ),
+            _counter_family(
+                "baton_dropped_messages_total",
+                "Messages of nodes dropped",
+                ["reason"],
+                counted.dropped_messages,
+            ),
+            _counter_family(
+                "baton_retries_held_back_total",
+                "Retries that waited for the budget",
+                [],
+                {(): retries.held_back_total},
+            ),
+            _counter_family(
+                "baton_breaker_changes_total",
+                "Breakers that came into a state",
+                ["state"],
+                counted.breaker_changes,
+            ),
             _counter_family("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
-            _counter_family("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.lost_nodes),
-            _counter_family("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
-            _counter_family("baton_degradation_changes_total", "Steps taken and taken back", ["step", "change"], steps),
-            _counter_family("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.role_switcher.outcome_counts),
-            _counter_family("baton_ratio_moves_total", "Changes of the ratio by auto", [], {(): self._brain.ratio_controller.change_count}),
-            _counter_family("baton_log_lines_dropped_total", "Log lines that nobody took", [], {(): log.get_dropped_lines()}),
+            _counter_family(
+                "baton_nodes_lost_total", "Nodes given up", ["reason"], counted.lost_nodes
+            ),
+            _counter_family(
+                "baton_prefix_directory_resyncs_total",
+                "Snapshots asked of nodes",
+                [],
+                {(): resyncs},
+            ),
+            _counter_family(
+                "baton_degradation_changes_total",
+                "Steps taken and taken back",
+                ["step", "change"],
+                steps,
+            ),
+            _counter_family(
+                "baton_role_switches_total",
+                "Changes of role",
+                ["role", "outcome"],
+                self._brain.role_switcher.outcome_counts,
+            ),
+            _counter_family(
+                "baton_ratio_moves_total",
+                "Changes of the ratio by auto",
+                [],
+                {(): self._brain.ratio_controller.change_count},
+            ),
+            _counter_family(
+                "baton_log_lines_dropped_total",
+                "Log lines that nobody took",
+                [],
+                {(): log.get_dropped_lines()},
+            ),
         ]
 
     def _coordinator_gauges(self) -> list[Metric]:
         nodes = list(self._brain.node_registry.nodes.values())
-        depth = GaugeMetricFamily("baton_queue_depth", "Requests waiting, by where they wait", labels=["role"])
+        depth = GaugeMetricFamily(
+            "baton_queue_depth", "Requests waiting, by where they wait", labels=["role"]
+        )
         depth.add_metric(["coordinator"], self._brain.queued_requests)
-        tokens = GaugeMetricFamily("baton_queue_tokens", "Prompt tokens of waiting requests", self._brain.queued_tokens)
+        tokens = GaugeMetricFamily(
+            "baton_queue_tokens", "Prompt tokens of waiting requests", self._brain.queued_tokens
+        )
         for role in Role:
-            reported = [node.stats for node in nodes if node.info.role is role and node.stats is not None]
+            reported = [
+                node.stats for node in nodes if node.info.role is role and node.stats is not None
+            ]
             depth.add_metric([role.value], sum(stats.waiting for stats in reported))
-        roles = GaugeMetricFamily("baton_node_role", "1 for the role a node has", labels=["node", "role"])
-        blocks = GaugeMetricFamily("baton_kv_blocks", "KV blocks of a node, by state", labels=["node", "state"])
-        attempts = GaugeMetricFamily("baton_node_attempts", "Attempts placed on a node", labels=["node"])
+        roles = GaugeMetricFamily(
+            "baton_node_role", "1 for the role a node has", labels=["node", "role"]
+        )
+        blocks = GaugeMetricFamily(
+            "baton_kv_blocks", "KV blocks of a node, by state", labels=["node", "state"]
+        )
+        attempts = GaugeMetricFamily(
+            "baton_node_attempts", "Attempts placed on a node", labels=["node"]
+        )
         for node in nodes:
             roles.add_metric([node.info.name, node.info.role.value], 1)
             attempts.add_metric([node.info.name], self._brain.count_attempts(node.incarnation))
@@ -202,14 +319,20 @@ class BrainCollector(Collector):
                 blocks.add_metric([pool.info.name, state], getattr(pool.stats, f"blocks_{state}"))
         known = self._brain.placement_state
         errors = GaugeMetricFamily(
-            "baton_prediction_error_ratio", "Mean relative error of the last predictions", labels=["quantity"]
+            "baton_prediction_error_ratio",
+            "Mean relative error of the last predictions",
+            labels=["quantity"],
         )
         for quantity, error in known.prediction_errors.items():
             errors.add_metric([quantity], error)
         directory = GaugeMetricFamily(
-            "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.prefix_directory)
+            "baton_prefix_directory_blocks",
+            "Different blocks in nodes' caches, as told",
+            len(known.prefix_directory),
         )
-        degraded = GaugeMetricFamily("baton_degradation_step", "1 while a step is taken", labels=["step"])
+        degraded = GaugeMetricFamily(
+            "baton_degradation_step", "1 while a step is taken", labels=["step"]
+        )
         for step in DegradationStep:
             degraded.add_metric([step.value], float(step in self._brain.degradation))
         pressure = GaugeMetricFamily(
@@ -222,33 +345,71 @@ class BrainCollector(Collector):
             "1 while decode nodes compute every prompt although the mode provides for hand-offs",
             float(self._brain.is_local_prefill_only),
         )
-        breakers = GaugeMetricFamily("baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"])
+        breakers = GaugeMetricFamily(
+            "baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"]
+        )
         for kept in (BreakerState.OPEN, BreakerState.HALF_OPEN):
             breakers.add_metric([kept.value], self._brain.breakers.count_in_state(kept))
         now, retries = self._clock(), self._brain.retries
-        left = GaugeMetricFamily("baton_retry_budget", "Retries that may be made now", retries.budget.available_retries(now))
-        held = GaugeMetricFamily("baton_retries_waiting", "Requests that wait for the retry budget", retries.held_back_count)
-        still = GaugeMetricFamily(
-            "baton_stood_still_seconds", "Since any request got further, if there is one", self._brain.seconds_without_progress(now)
+        left = GaugeMetricFamily(
+            "baton_retry_budget",
+            "Retries that may be made now",
+            retries.budget.available_retries(now),
         )
-        running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running_requests)
-        wanted = GaugeMetricFamily("baton_ratio_target", "Nodes that are to have a role", labels=["role"])
+        held = GaugeMetricFamily(
+            "baton_retries_waiting",
+            "Requests that wait for the retry budget",
+            retries.held_back_count,
+        )
+        still = GaugeMetricFamily(
+            "baton_stood_still_seconds",
+            "Since any request got further, if there is one",
+            self._brain.seconds_without_progress(now),
+        )
+        running = GaugeMetricFamily(
+            "baton_requests_running", "Requests placed and not ended", self._brain.running_requests
+        )
+        wanted = GaugeMetricFamily(
+            "baton_ratio_target", "Nodes that are to have a role", labels=["role"]
+        )
         target = self._brain.role_switcher.target_split
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.node_count(role) if target else 0)
-        own = [depth, tokens, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
+        own = [
+            depth,
+            tokens,
+            roles,
+            blocks,
+            attempts,
+            errors,
+            directory,
+            running,
+            wanted,
+            breakers,
+            left,
+            held,
+            still,
+        ]
         return [*own, degraded, pressure, local, *self._ratio_gauges()]
 
     def _ratio_gauges(self) -> list[Metric]:
         pilot = self._brain.ratio_controller
-        good = GaugeMetricFamily("baton_goodput_ratio", "Requests of the last minute within the SLO, of all that ended")
+        good = GaugeMetricFamily(
+            "baton_goodput_ratio", "Requests of the last minute within the SLO, of all that ended"
+        )
         share = pilot.get_slo_results(self._clock()).attainment
         if share is not None:
             good.add_metric([], share)
-        return [good, GaugeMetricFamily("baton_ratio_auto", "1 while the ratio is automatic", int(pilot.is_automatic))]
+        return [
+            good,
+            GaugeMetricFamily(
+                "baton_ratio_auto", "1 while the ratio is automatic", int(pilot.is_automatic)
+            ),
+        ]
 
     def _node_metrics(self, taken: set[str]) -> Iterator[Metric]:
-        """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""
+        """Nodes' own counters, with the node as a label. One that has a name of ours is put beside
+        it."""
         families: dict[str, Metric] = {}
         for node in self._brain.list_members():
             for name, labels, value in _parse_node_counters(node.stats):
@@ -256,12 +417,16 @@ class BrainCollector(Collector):
                 if not name.startswith("baton_") or base in taken:
                     name = f"baton_node_{name.removeprefix('baton_')}"
                 kind = "counter" if name.endswith("_total") else "gauge"
-                family = families.setdefault(name, Metric(name.removesuffix("_total"), "As counted by the node", kind))
+                family = families.setdefault(
+                    name, Metric(name.removesuffix("_total"), "As counted by the node", kind)
+                )
                 family.add_sample(name, labels | {"node": node.info.name}, value)
         yield from families.values()
 
 
-def _counter_family(name: str, help_text: str, labels: list[str], values: Mapping[Any, int]) -> CounterMetricFamily:
+def _counter_family(
+    name: str, help_text: str, labels: list[str], values: Mapping[Any, int]
+) -> CounterMetricFamily:
     """Keys of `values` are label values: a tuple, or one string."""
     family = CounterMetricFamily(name, help_text, labels=labels)
     for key, value in values.items():

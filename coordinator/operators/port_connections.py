@@ -17,7 +17,9 @@ class PortConnections(Collector):
     def __init__(self, config: Config, descriptors: int) -> None:
         """Raises ConfigError for more connections than the process may have."""
         wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
-        self.limits = {name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS}
+        self.limits = {
+            name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS
+        }
         self._tables: dict[str, ConnectionTable] = {}
         self._guard = ConnectionGuard()
 
@@ -30,18 +32,24 @@ class PortConnections(Collector):
         self._guard.watch_port(name, port, self.limits[name])
 
     def get_connection_counts(self) -> dict[str, int]:
-        return {name: len(table) for name, table in self._tables.items()} | self._guard.get_connection_counts()
+        return {
+            name: len(table) for name, table in self._tables.items()
+        } | self._guard.get_connection_counts()
 
     def get_refused_counts(self) -> dict[str, int]:
         """Connections that were closed because there were too many."""
-        return {name: table.refused_connections for name, table in self._tables.items()} | self._guard.get_refused_counts()
+        return {
+            name: table.refused_connections for name, table in self._tables.items()
+        } | self._guard.get_refused_counts()
 
     def close(self) -> None:
         self._guard.close()
 
     def collect(self) -> Iterator[Metric]:
         """For /metrics."""
-        held = GaugeMetricFamily("baton_connections", "Connections that a port holds", labels=["port"])
+        held = GaugeMetricFamily(
+            "baton_connections", "Connections that a port holds", labels=["port"]
+        )
         for name, count in self.get_connection_counts().items():
             held.add_metric([name], count)
         yield held
@@ -49,7 +57,9 @@ class PortConnections(Collector):
 
     def build_refused_counter(self) -> Metric:
         refused = CounterMetricFamily(
-            "baton_connections_refused_total", "Connections closed because there were too many", labels=["port"]
+            "baton_connections_refused_total",
+            "Connections closed because there were too many",
+            labels=["port"],
         )
         for name, count in self.get_refused_counts().items():
             refused.add_metric([name], count)

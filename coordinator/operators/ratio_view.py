@@ -4,9 +4,9 @@ from baton.pb import cluster_pb2 as pb
 from baton.role_split import format_splits
 from baton.types import Role
 from coordinator.core.brain import Brain
-from coordinator.core.ratio.split_forecast import SplitForecast
 from coordinator.core.common.messages import RoleSwitchReport
 from coordinator.core.ratio.controller import RatioReport
+from coordinator.core.ratio.split_forecast import SplitForecast
 
 
 def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
@@ -30,12 +30,21 @@ def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
     if target is not None:
         answer.target_prefill, answer.target_decode = target.prefill_nodes, target.decode_nodes
     for flip in switches.pending.values():
-        answer.switches.append(_role_switch_to_pb(flip.build_report(flip.phase.value, now), brain.count_attempts(flip.incarnation)))
+        answer.switches.append(
+            _role_switch_to_pb(
+                flip.build_report(flip.phase.value, now), brain.count_attempts(flip.incarnation)
+            )
+        )
     return answer
 
 
 def advice_to_pb(report: RatioReport, queued: int) -> pb.RatioAdvice:
-    advice, asked, service, stages = report.advice, report.workload, report.slo_results, report.stage_seconds
+    advice, asked, service, stages = (
+        report.advice,
+        report.workload,
+        report.slo_results,
+        report.stage_seconds,
+    )
     return pb.RatioAdvice(
         slo=str(advice.slo),
         prefill=advice.best_split.prefill_nodes,

@@ -1,4 +1,5 @@
-"""Cluster.Watch: the status again and again, to a bounded number of callers, and no faster than each of them asked."""
+"""Cluster.Watch: the status again and again, to a bounded number of callers, and no faster than
+each of them asked."""
 
 import asyncio
 import math
@@ -8,8 +9,14 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.pb.cluster_pb2 import StatusResponse
 
 MAX_WATCHERS = 32  # callers at once
-MIN_INTERVAL_SECONDS, DEFAULT_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 1.0, 60.0  # seconds between two answers
-MAX_SILENCE_SECONDS = 5.0  # seconds after which an answer follows though nothing is known to have changed
+MIN_INTERVAL_SECONDS, DEFAULT_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = (
+    0.1,
+    1.0,
+    60.0,
+)  # seconds between two answers
+MAX_SILENCE_SECONDS = (
+    5.0  # seconds after which an answer follows though nothing is known to have changed
+)
 
 
 class StatusWatchers:
@@ -30,15 +37,22 @@ class StatusWatchers:
         self.notify_change()
 
     async def watch_status(self, interval: float) -> AsyncGenerator[StatusResponse, None]:
-        """At once, then after every change, `interval` seconds apart at least (0: `DEFAULT_INTERVAL_SECONDS`). Nothing is queued: who
-        reads slowly gets the newest. Raises InvalidRequest, and Overloaded when `MOST` are watching already."""
+        """At once, then after every change, `interval` seconds apart at least (0:
+        `DEFAULT_INTERVAL_SECONDS`). Nothing is queued: who reads slowly gets the newest. Raises
+        InvalidRequest, and Overloaded when `MOST` are watching already."""
         interval = interval or DEFAULT_INTERVAL_SECONDS
-        if not (math.isfinite(interval) and MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS):
+        if not (
+            math.isfinite(interval) and MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS
+        ):
             raise InvalidRequest(
-                f"interval_seconds is {interval:g}: it must be {SHORTEST:g} to {LONGEST:g}", param="interval_seconds"
+                f"interval_seconds is {interval:g}: it must be {MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}",
+                param="interval_seconds",
             )
         if len(self._callers) >= MAX_WATCHERS:
-            raise Overloaded(f"{MOST} callers watch this cluster, which is the most", retry_after=MAX_INTERVAL_SECONDS)
+            raise Overloaded(
+                f"{MAX_WATCHERS} callers watch this cluster, which is the most",
+                retry_after=MAX_INTERVAL_SECONDS,
+            )
         changed = asyncio.Event()
         self._callers.add(changed)
         try:

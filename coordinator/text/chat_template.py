@@ -1,7 +1,8 @@
 """A model's own chat template: messages to the text that the model was trained on.
 
-Templates are Jinja programs that come with the model. They run in Jinja's sandbox with the settings, variables and
-functions that Hugging Face documents for them ("Chat templates" in the manual of transformers).
+Templates are Jinja programs that come with the model. They run in Jinja's sandbox with the
+settings, variables and functions that Hugging Face documents for them ("Chat templates" in the
+manual of transformers).
 """
 
 import datetime
@@ -16,7 +17,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import ConfigError, InvalidRequest
 from baton.limits import (
     MAX_BODY_BYTES,
@@ -26,13 +26,28 @@ from baton.limits import (
     MAX_TEMPLATE_STRING_CHARACTERS,
     check_message_count,
 )
+from baton.process.clock import Clock, monotonic_clock
 
-MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
+MESSAGE_ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+)  # which of them a template takes is its own affair
 MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES  # characters
 MAX_RENDER_SECONDS = 10.0
 _MAX_REASON_CHARS = 200
 _RESERVED_NAMES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "self", "raise_exception", "strftime_now"}
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "self",
+        "raise_exception",
+        "strftime_now",
+    }
 )
 
 
@@ -40,8 +55,9 @@ _RESERVED_NAMES = frozenset(
 class ChatPrompt:
     """Messages as a template sees them: mappings with at least `role` and `content`, a text.
 
-    `add_generation_prompt` opens the assistant's turn at the end. `template_kwargs` are further variables of the template, numbers, texts
-    and the like, as a model's card gives them ("enable_thinking")."""
+    `add_generation_prompt` opens the assistant's turn at the end. `template_kwargs` are further
+    variables of the template, numbers, texts and the like, as a model's card gives them
+    ("enable_thinking")."""
 
     messages: Sequence[Mapping[str, object]]
     add_generation_prompt: bool = True
@@ -49,9 +65,12 @@ class ChatPrompt:
 
     @property
     def render_bytes(self) -> int:
-        """A measure of the work to render it: at least the bytes of its text, and something for each message."""
+        """A measure of the work to render it: at least the bytes of its text, and something for
+        each message."""
         arguments = sum(64 + len(str(value)) for value in self.template_kwargs.values())
-        return arguments + sum(64 + _max_utf8_bytes(message.get("content")) for message in self.messages)
+        return arguments + sum(
+            64 + _max_utf8_bytes(message.get("content")) for message in self.messages
+        )
 
 
 def _max_utf8_bytes(content: object) -> int:
@@ -61,14 +80,19 @@ def _max_utf8_bytes(content: object) -> int:
 class ChatTemplate:
     """One compiled template. Threads may share it."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock = monotonic_clock) -> None:
-        """`special_tokens` are variables of the template: bos_token, eos_token. Raises ConfigError."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], clock: Clock = monotonic_clock
+    ) -> None:
+        """`special_tokens` are variables of the template: bos_token, eos_token. Raises
+        ConfigError."""
         self._special_tokens = dict(special_tokens)
         self._clock = clock
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be read ({error}): correct it") from None
+            raise ConfigError(
+                f"the model's chat template cannot be read ({error}): correct it"
+            ) from None
 
     def render(self, conversation: ChatPrompt) -> str:
         """Raises InvalidRequest with what the template says is wrong with the messages."""
@@ -91,11 +115,22 @@ class ChatTemplate:
                 if length > MAX_RENDERED_CHARS or self._clock() > deadline:
                     raise _RenderLimitExceeded
         except _RenderLimitExceeded:
-            bound = f"{MAX_RENDERED} characters, {MAX_SECONDS:g} s"
-            raise InvalidRequest(f"messages are too much for the chat template ({bound})", param="messages") from None
+            bound = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_SECONDS:g} s"
+            raise InvalidRequest(
+                f"messages are too much for the chat template ({bound})", param="messages"
+            ) from None
         except _TemplateRefusal as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from None
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             reason = f"it fails with {type(error).__name__}"  # whose text may quote a message
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
@@ -107,12 +142,18 @@ class ChatTemplate:
         if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
             _raise_bad_kwargs(f"has {len(arguments)} entries: at most {MAX_TEMPLATE_ARGUMENTS}")
         for name, value in arguments.items():
-            if not (name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_KEY_CHARACTERS):
-                _raise_bad_kwargs(f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_NAME} characters")
+            if not (
+                name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_KEY_CHARACTERS
+            ):
+                _raise_bad_kwargs(
+                    f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_KEY_CHARACTERS} characters"
+                )
             if name in _RESERVED_NAMES or name in self._special_tokens:
                 _raise_bad_kwargs(f"has the name {name!r}, which is not free")
             if isinstance(value, str) and len(value) > MAX_TEMPLATE_STRING_CHARACTERS:
-                _raise_bad_kwargs(f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_TEXT}")
+                _raise_bad_kwargs(
+                    f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_STRING_CHARACTERS}"
+                )
             if isinstance(value, int | float) and not abs(value) <= MAX_TEMPLATE_NUMBER:
                 _raise_bad_kwargs(f"has a number beyond {MAX_TEMPLATE_NUMBER} for {name!r}")
 
@@ -129,7 +170,9 @@ def check_messages(conversation: ChatPrompt) -> None:
         if role not in MESSAGE_ROLES:
             given = repr(role if len(role) <= 64 else role[:61] + "...")
             allowed = ", ".join(MESSAGE_ROLES)
-            raise InvalidRequest(f"messages[{place}].role is {given}: it must be one of {allowed}", param="messages")
+            raise InvalidRequest(
+                f"messages[{place}].role is {given}: it must be one of {allowed}", param="messages"
+            )
 
 
 class _RenderLimitExceeded(Exception):
@@ -141,7 +184,8 @@ class _TemplateRefusal(Exception):
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks the assistant's words for training; for us it is no more than its content."""
+    """`{% generation %}` marks the assistant's words for training; for us it is no more than its
+    content."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self.tags = {"generation"}
@@ -156,7 +200,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
-    functions: dict[str, Callable[..., object]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    functions: dict[str, Callable[..., object]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
     environment.globals.update(functions)
     environment.filters["tojson"] = _tojson
     return environment
@@ -178,4 +225,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is: jinja2's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

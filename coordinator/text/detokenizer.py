@@ -1,8 +1,9 @@
 """Tokens to text, one step at a time, at a cost that does not grow with the output.
 
-The law both classes keep: whatever the tokens and however they are cut into steps, the texts of all `add` calls and
-of the final `flush` concatenate to the tokenizer's own decoding of all tokens without special ones; for tokens that
-continue a text, to what they add to its decoding. No step shows half a character.
+The law both classes keep: whatever the tokens and however they are cut into steps, the texts of all
+`add` calls and of the final `flush` concatenate to the tokenizer's own decoding of all tokens
+without special ones; for tokens that continue a text, to what they add to its decoding. No step
+shows half a character.
 """
 
 import codecs
@@ -37,16 +38,23 @@ class Vocabulary:
         self.backend = backend
         self.is_byte_level = isinstance(backend.decoder, ByteLevel)
         self.has_byte_pieces = _has_byte_level_step(backend.decoder)
-        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._special = {
+            token for token, added in backend.get_added_tokens_decoder().items() if added.special
+        }
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
     def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
-        return _ByteLevelDetokenizer(self) if self.is_byte_level else _BufferedDetokenizer(self, continuing)
+        return (
+            _ByteLevelDetokenizer(self)
+            if self.is_byte_level
+            else _BufferedDetokenizer(self, continuing)
+        )
 
     def visible_piece(self, token: int) -> str | None:
-        """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's vocabulary."""
+        """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's
+        vocabulary."""
         return None if token in self._special else self.backend.id_to_token(token)
 
     def piece_bytes(self, token: int) -> bytes:
@@ -57,17 +65,22 @@ class Vocabulary:
         return known
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What a token stands for in the middle of a text; None beyond the vocabulary. A special one stands for its
-        name."""
+        """What a token stands for in the middle of a text; None beyond the vocabulary. A special
+        one stands for its name."""
         piece = self.backend.id_to_token(token)
         if piece is None or token in self._special:
             return None if piece is None else piece.encode()
         if self.is_byte_level:
             return self.piece_bytes(token)
-        return bytes([int(piece[3:5], 16)]) if _BYTE_TOKEN.match(piece) else piece.replace(_METASPACE, " ").encode()
+        return (
+            bytes([int(piece[3:5], 16)])
+            if _BYTE_TOKEN.match(piece)
+            else piece.replace(_METASPACE, " ").encode()
+        )
 
     def token_text(self, token: int) -> str | None:
-        """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and escapes."""
+        """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and
+        escapes."""
         if token not in self._texts:
             self._texts[token] = self._compute_token_text(token)
         return self._texts[token]
@@ -80,21 +93,27 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
 
     def decode_continuation(self, tokens: list[int]) -> str:
-        """Decode tokens that follow others. Decoders treat the start of a text differently (Llama 2's drops a
-        space), so these are decoded behind a fixed token, whose own text is cut off again."""
+        """Decode tokens that follow others. Decoders treat the start of a text differently (Llama
+        2's drops a space), so these are decoded behind a fixed token, whose own text is cut off
+        again."""
         anchor, text = self._anchor
         return self.backend.decode([anchor, *tokens], skip_special_tokens=True)[len(text) :]
 
     def _find_anchor(self) -> tuple[int, str]:
         for token in range(self.backend.get_vocab_size()):
             text = self.backend.decode([token], skip_special_tokens=True)
-            if text.isascii() and text.isalnum() and not _BYTE_TOKEN.match(self.backend.id_to_token(token) or ""):
+            if (
+                text.isascii()
+                and text.isalnum()
+                and not _BYTE_TOKEN.match(self.backend.id_to_token(token) or "")
+            ):
                 return token, text
         return 0, ""
 
 
 class _ByteLevelDetokenizer:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): a table of bytes and an incremental UTF-8 decoder."""
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): a table of bytes and an incremental UTF-8
+    decoder."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -108,19 +127,22 @@ class _ByteLevelDetokenizer:
 
 
 class _BufferedDetokenizer:
-    """For any other decoder: tokens are held until they end a character, then decoded together, each once.
+    """For any other decoder: tokens are held until they end a character, then decoded together,
+    each once.
 
-    Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run into replacements.
-    Where pieces are bytes among other steps of decoding, a piece may end in the middle of a character: then it is held
-    until the next few have completed it, or have shown that they cannot. Any other piece is whole, also the one that is
-    the replacement character itself.
+    Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run
+    into replacements. Where pieces are bytes among other steps of decoding, a piece may end in the
+    middle of a character: then it is held until the next few have completed it, or have shown that
+    they cannot. Any other piece is whole, also the one that is the replacement character itself.
     """
 
     def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
         self._vocabulary = vocabulary
         self._pending_tokens: list[int] = []
         self._has_output = begun
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.has_byte_pieces else None
+        self._utf8 = (
+            codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.has_byte_pieces else None
+        )
 
     def append_tokens(self, tokens: Iterable[int]) -> str:
         return "".join(self._append_token(token) for token in tokens)
@@ -164,7 +186,8 @@ def _has_byte_level_step(decoder: Any) -> bool:
 
 
 def _piece_to_bytes(piece: str) -> bytes:
-    """A piece with a character that is no stand-in (an added token with a space, say) is its own UTF-8."""
+    """A piece with a character that is no stand-in (an added token with a space, say) is its own
+    UTF-8."""
     try:
         return bytes(CHAR_TO_BYTE[char] for char in piece)
     except KeyError:

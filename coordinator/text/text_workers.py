@@ -1,9 +1,10 @@
-"""Threads for work on text, so that no body of one client holds up the event loop or everybody else's text.
+"""Threads for work on text, so that no body of one client holds up the event loop or everybody
+else's text.
 
-The work itself must leave Python's lock free, or take it in small pieces: `encode_batch` of `tokenizers` does the
-former, Python code the latter. Long texts have threads of their own, so a short one never waits for them, and among
-those of one kind the smaller goes first unless the larger has waited long. What waits and what runs is bounded in
-bytes, for short and for long texts apart.
+The work itself must leave Python's lock free, or take it in small pieces: `encode_batch` of
+`tokenizers` does the former, Python code the latter. Long texts have threads of their own, so a
+short one never waits for them, and among those of one kind the smaller goes first unless the larger
+has waited long. What waits and what runs is bounded in bytes, for short and for long texts apart.
 """
 
 import asyncio
@@ -15,15 +16,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import Overloaded
 from baton.limits import MAX_PENDING_LONG_TEXT_BYTES, MAX_PENDING_SHORT_TEXT_BYTES
+from baton.process.clock import Clock, monotonic_clock
 
-MAX_INLINE_BYTES = 2 << 10  # so little text is worked on at once: it takes less than a hand-over and back
+MAX_INLINE_BYTES = (
+    2 << 10
+)  # so little text is worked on at once: it takes less than a hand-over and back
 MAX_SHORT_BYTES = 64 << 10  # longer texts have threads of their own
 _LONG_THREADS = 2
-# Seconds for which smaller work may pass a text, for each of its bytes. A whole budget of short texts that have waited
-# for less than 13 s is passed by one of 3 kB.
+# Seconds for which smaller work may pass a text, for each of its bytes. A whole budget of short
+# texts that have waited for less than 13 s is passed by one of 3 kB.
 _SHORT_AGING_SECONDS_PER_BYTE = 2e-4
 _LONG_AGING_SECONDS_PER_BYTE = 1e-5
 _RETRY_SECONDS = 1.0  # seconds
@@ -40,8 +43,12 @@ class TextWorkers:
         most_long_bytes: int = MAX_PENDING_LONG_TEXT_BYTES,
         clock: Clock = monotonic_clock,
     ) -> None:
-        self._short = _WorkerLane("text-short", 1, most_short_bytes, _SHORT_AGING_SECONDS_PER_BYTE, clock)
-        self._long = _WorkerLane("text-long", _LONG_THREADS, most_long_bytes, _LONG_AGING_SECONDS_PER_BYTE, clock)
+        self._short = _WorkerLane(
+            "text-short", 1, most_short_bytes, _SHORT_AGING_SECONDS_PER_BYTE, clock
+        )
+        self._long = _WorkerLane(
+            "text-long", _LONG_THREADS, most_long_bytes, _LONG_AGING_SECONDS_PER_BYTE, clock
+        )
 
     @property
     def pending_bytes(self) -> int:
@@ -49,8 +56,8 @@ class TextWorkers:
         return self._short.pending_bytes + self._long.pending_bytes
 
     async def run_work(self, work: Callable[[], Result], size: int) -> Result:
-        """The result of `work` on a text of `size` bytes. Raises Overloaded when too much text waits, and what `work`
-        raises. Work that has begun goes on when the caller is cancelled."""
+        """The result of `work` on a text of `size` bytes. Raises Overloaded when too much text
+        waits, and what `work` raises. Work that has begun goes on when the caller is cancelled."""
         if size <= MAX_INLINE_BYTES:
             return work()
         lane = self._short if size <= MAX_SHORT_BYTES else self._long
@@ -70,9 +77,12 @@ class _TextJob:
 
 
 class _WorkerLane:
-    """So many threads, and the jobs that wait for one. `pending_bytes` is the bytes of those and of what is worked on."""
+    """So many threads, and the jobs that wait for one. `pending_bytes` is the bytes of those and of
+    what is worked on."""
 
-    def __init__(self, name: str, threads: int, most_bytes: int, passed_per_byte: float, clock: Clock) -> None:
+    def __init__(
+        self, name: str, threads: int, most_bytes: int, passed_per_byte: float, clock: Clock
+    ) -> None:
         self.pending_bytes = 0
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free_threads = threads
@@ -85,8 +95,8 @@ class _WorkerLane:
     async def run_work(self, work: Callable[[], Any], size: int) -> Any:
         if self.pending_bytes and self.pending_bytes + size > self._max_pending_bytes:
             raise Overloaded(
-                f"{self.held} bytes of text wait to be tokenized and {size} more would come: the limit is "
-                f"{self._most_bytes} for texts of this length",
+                f"{self.pending_bytes} bytes of text wait to be tokenized and {size} more would come: the limit is "
+                f"{self._max_pending_bytes} for texts of this length",
                 retry_after=_RETRY_SECONDS,
             )
         self.pending_bytes += size
@@ -117,7 +127,9 @@ class _WorkerLane:
 
         self._executor.submit(job.work).add_done_callback(ended)
 
-    def _finish_job(self, job: _TextJob, done: "Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
+    def _finish_job(
+        self, job: _TextJob, done: "Future[Any]", loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._free_threads += 1
         self.pending_bytes -= job.size_bytes
         error = done.exception()

@@ -15,12 +15,14 @@ from tokenizers import processors
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit, check_message_count
 from coordinator.text.bounded_encoder import BoundedEncoder, utf8_size
-from coordinator.text.chat_template import ChatTemplate, ChatPrompt
+from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from coordinator.text.special_token_escaper import SpecialTokenEscaper
 from coordinator.text.text_workers import TextWorkers
 
-DECODE_BYTES_PER_TOKEN = 4  # that a token to be decoded counts for among the workers, as about so many bytes of text
+DECODE_BYTES_PER_TOKEN = (
+    4  # that a token to be decoded counts for among the workers, as about so many bytes of text
+)
 NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
 
 
@@ -32,14 +34,17 @@ class Tokenizer(Protocol):
         """False: tokens have no text here."""
         ...
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
-        """With `special`, the tokens that the model expects around a text, as its files say. Raises InvalidRequest
-        when there is no tokenizer, TooLong as soon as the text is seen to be far beyond `limit`, Overloaded when too
-        much text waits."""
+    async def encode(
+        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
+        """With `special`, the tokens that the model expects around a text, as its files say. Raises
+        InvalidRequest when there is no tokenizer, TooLong as soon as the text is seen to be far
+        beyond `limit`, Overloaded when too much text waits."""
         ...
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
-        """For each token of `encode(text)`, the place in the text where it begins, in characters."""
+        """For each token of `encode(text)`, the place in the text where it begins, in
+        characters."""
         ...
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -49,13 +54,15 @@ class Tokenizer(Protocol):
     async def encode_chat(
         self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        """The prompt of a conversation, in which special tokens are what its template writes and nothing that a message
-        spells. `special` adds those around a text, which most templates write already. Raises InvalidRequest when there
-        is no chat template, or when it refuses; TooLong and Overloaded as `encode`."""
+        """The prompt of a conversation, in which special tokens are what its template writes and
+        nothing that a message spells. `special` adds those around a text, which most templates
+        write already. Raises InvalidRequest when there is no chat template, or when it refuses;
+        TooLong and Overloaded as `encode`."""
         ...
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of tokens as it is shown in an answer, and the place in it where each token begins."""
+        """The text of tokens as it is shown in an answer, and the place in it where each token
+        begins."""
         ...
 
     def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
@@ -83,7 +90,9 @@ class NoTokenizer:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
         self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
@@ -95,7 +104,9 @@ class NoTokenizer:
     async def encode_chat(
         self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        self._raise_no_tokenizer("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
+        self._raise_no_tokenizer(
+            "messages are text", "messages", ": send a prompt of token ids to /v1/completions"
+        )
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         return "", [0] * len(tokens)
@@ -125,8 +136,8 @@ class _NullDetokenizer:
 
 
 class HfTokenizer:
-    """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may share it, where
-    the wrapper rewrites truncation and padding settings at every call."""
+    """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may
+    share it, where the wrapper rewrites truncation and padding settings at every call."""
 
     has_text = True
 
@@ -148,7 +159,9 @@ class HfTokenizer:
         self._vocabulary = Vocabulary(backend)
         self._workers = workers or TextWorkers()
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             ids = self._encoder.encode_text(text, limit, special=special)
             return tuple(ids[self._duplicate_bos_count(ids) :])
@@ -160,7 +173,9 @@ class HfTokenizer:
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=True)
-            return tuple(_start_offsets(encoding.offsets[self._duplicate_bos_count(encoding.ids) :]))
+            return tuple(
+                _start_offsets(encoding.offsets[self._duplicate_bos_count(encoding.ids) :])
+            )
 
         return await self._workers.run_work(encode, utf8_size(text))
 
@@ -183,7 +198,9 @@ class HfTokenizer:
 
         def encode() -> tuple[int, ...]:
             hidden, marks = self._special_token_escaper.escape_chat(conversation)
-            ids = self._special_token_escaper.encode_escaped(template.render(hidden), marks, limit, special=special)
+            ids = self._special_token_escaper.encode_escaped(
+                template.render(hidden), marks, limit, special=special
+            )
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
         check_message_count(len(conversation.messages))
@@ -219,7 +236,9 @@ class HfTokenizer:
 
     def _duplicate_bos_count(self, ids: list[int]) -> int:
         """A text that begins with BOS by itself gets no second one."""
-        return int(self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id])
+        return int(
+            self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id]
+        )
 
 
 def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:

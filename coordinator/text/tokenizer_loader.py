@@ -1,7 +1,8 @@
 """A model's tokenizer files, read.
 
-`tokenizer.json` is read by the library that runs it, and the settings beside it for what it lacks: which token begins a
-text, and the chat template. Models without that file go through `transformers`, whose import takes seconds and 300 MB.
+`tokenizer.json` is read by the library that runs it, and the settings beside it for what it lacks:
+which token begins a text, and the chat template. Models without that file go through
+`transformers`, whose import takes seconds and 300 MB.
 """
 
 import asyncio
@@ -12,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from baton.process import log
 from baton.errors import ConfigError
+from baton.process import log
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import HfTokenizer, NoTokenizer, Tokenizer
@@ -34,13 +35,19 @@ async def load_tokenizer(model: str, engine: str, workers: TextWorkers | None = 
 
 def _load_in_thread(model: str, workers: TextWorkers | None) -> Tokenizer:
     folder = Path(model)
-    if not model or (folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)):
+    if not model or (
+        folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)
+    ):
         return NoTokenizer(f"{folder.name or 'the model'} has no tokenizer files")
     try:
         text = _from_files(folder, workers) or _from_transformers(model, workers)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"the tokenizer of {model} cannot be loaded ({first_line}): check its files") from error
+        first_line = (
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        )
+        raise ConfigError(
+            f"the tokenizer of {model} cannot be loaded ({first_line}): check its files"
+        ) from error
     _log.info("tokenizer loaded", model=model)
     return text
 
@@ -59,16 +66,24 @@ def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises this very class
         raise ValueError(f"tokenizer.json: {error}") from None
-    special = {name: content for name in ("bos_token", "eos_token") if (content := _special_token_text(settings.get(name)))}
+    special = {
+        name: content
+        for name in ("bos_token", "eos_token")
+        if (content := _special_token_text(settings.get(name)))
+    }
     bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
     if not _settings_match_backend(backend, bos, settings):
         return None
-    return HfTokenizer(backend, bos, _build_template(_read_template_source(folder, settings), special), workers)
+    return HfTokenizer(
+        backend, bos, _build_template(_read_template_source(folder, settings), special), workers
+    )
 
 
-def _settings_match_backend(backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]) -> bool:
-    """Does tokenizer.json itself begin and end a text as the settings beside it ask? Some classes of transformers
-    follow those."""
+def _settings_match_backend(
+    backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]
+) -> bool:
+    """Does tokenizer.json itself begin and end a text as the settings beside it ask? Some classes
+    of transformers follow those."""
     ids = backend.encode("").ids
     begins, wanted = bos is not None and ids[:1] == [bos], settings.get("add_bos_token")
     if wanted is not None and bos is not None and begins != wanted:
@@ -101,12 +116,18 @@ def _special_token_text(token: object) -> str | None:
 def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
     from transformers import AutoTokenizer  # here, because only who needs it shall pay for it
 
-    loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False, use_fast=True)
+    loaded = AutoTokenizer.from_pretrained(
+        model, local_files_only=True, trust_remote_code=False, use_fast=True
+    )
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise ConfigError(f"the tokenizer of {model} has no fast form: convert it to tokenizer.json")
+        raise ConfigError(
+            f"the tokenizer of {model} has no fast form: convert it to tokenizer.json"
+        )
     source = loaded.chat_template
     if isinstance(source, dict):
         source = source.get("default")
-    special = {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    special = {
+        name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
+    }
     return HfTokenizer(backend, loaded.bos_token_id, _build_template(source, special), workers)

@@ -3,11 +3,10 @@
 import torch
 
 from kv_kernels import fused_prefill as causal_chunk
-from kv_kernels.reference import host_memory
-from kv_kernels.reference import linear
+from kv_kernels.reference import host_memory, linear
+from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
-from kv_kernels.reference.torch_kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
@@ -19,6 +18,6 @@ class CudaKernels(TorchKernels):
     plan_prefill = staticmethod(causal_chunk.plan_fused_prefill)
 
     def __init__(self) -> None:
-        # cuDNN compiles its attention anew for every pair of lengths, for 44 ms at the first call on an H100:
-        # chunks of a running server hardly ever have the same pair twice.
+        # cuDNN compiles its attention anew for every pair of lengths, for 44 ms at the first call
+        # on an H100: chunks of a running server hardly ever have the same pair twice.
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -6,14 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from kv_kernels.reference.attention import QUERY_TILE, AttentionOp, AttentionContext, gather_pages, compute_page_rows, plan_prefill
+from kv_kernels.reference.attention import (
+    QUERY_TILE,
+    AttentionContext,
+    AttentionOp,
+    compute_page_rows,
+    gather_pages,
+    plan_prefill,
+)
 from kv_kernels.reference.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPrefillAttention:
-    """As `TiledPrefillAttention`, in one call without a mask: one fused kernel on a GPU, where each tile would be a
-    launch, and one with a mask and grouped heads none that is fused."""
+    """As `TiledPrefillAttention`, in one call without a mask: one fused kernel on a GPU, where each
+    tile would be a launch, and one with a mask and grouped heads none that is fused."""
 
     cache: PagedCache
     first_query: int  # queries first..last of the step
@@ -22,7 +29,10 @@ class FusedPrefillAttention:
     page_rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        key, value = (each[:, :, : self.context_tokens] for each in gather_pages(self.cache, layer, self.page_rows, 1))
+        key, value = (
+            each[:, :, : self.context_tokens]
+            for each in gather_pages(self.cache, layer, self.page_rows, 1)
+        )
         group = query.shape[1] // key.shape[1]
         if query.dtype is torch.float32 and group > 1:
             # The fused kernel that takes float32 takes no grouped heads.

@@ -1,19 +1,19 @@
-"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file that it holds as long
-as anything reads or writes there.
+"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file
+that it holds as long as anything reads or writes there.
 
-It is over when its stream breaks, and then takes no new user. Its last user, of before, unlocks the byte and lets the
-mapping go: only then may the pool use what was pinned for something else.
+It is over when its stream breaks, and then takes no new user. Its last user, of before, unlocks the
+byte and lets the mapping go: only then may the pool use what was pinned for something else.
 """
 
 import threading
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.errors import PeerUnreachable
-from baton.shared_memory.fence import WriterFences
-from baton.pb.pool_pb2 import Attached, Found
 from baton.kv.pool_types import PoolHit, PoolPin
+from baton.pb.pool_pb2 import Attached, Found
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.shared_memory.fence import WriterFences
 from baton.types import BlockIndex
 from kv_pool.common.block_rows import BlockRows
 
@@ -21,8 +21,8 @@ POOL_MISS = PoolHit(None, ())
 
 
 class SegmentMappings:
-    """Pools' segments in the node's address space. Attachments to one segment share its mapping, which goes with the
-    last of them."""
+    """Pools' segments in the node's address space. Attachments to one segment share its mapping,
+    which goes with the last of them."""
 
     def __init__(self, space: BlockAddressSpace, folder: Path, block_bytes: int) -> None:
         self.folder = folder
@@ -31,11 +31,13 @@ class SegmentMappings:
         self._mapped: WeakValueDictionary[str, BlockRows] = WeakValueDictionary()
 
     def map_segment(self, segment: str) -> tuple[BlockRows, int]:
-        """Its rows, and the global block index of the first. It may take a while. Raises PeerGone, LayoutMismatch or
-        ConfigError."""
+        """Its rows, and the global block index of the first. It may take a while. Raises PeerGone,
+        LayoutMismatch or ConfigError."""
         rows = self._mapped.get(segment)
         if rows is None:
-            rows = self._mapped[segment] = BlockRows(self._space.attach_segment(segment), self._block_bytes)
+            rows = self._mapped[segment] = BlockRows(
+                self._space.attach_segment(segment), self._block_bytes
+            )
         return rows, self._space.address_map.get_span(segment).start
 
 
@@ -49,10 +51,13 @@ class PoolAttachment:
         self._fences = WriterFences(mappings.folder, said.segment)
         try:
             if not self._fences.try_lock_byte(said.fence):
-                raise PeerUnreachable(f"byte {said.fence} of segment {said.segment} is the pool's again: it took too long")
+                raise PeerUnreachable(
+                    f"byte {said.fence} of segment {said.segment} is the pool's again: it took too long"
+                )
             self.rows, self._first_global_block = mappings.map_segment(said.segment)
         except BaseException:
-            self._fences.close()  # else nobody ever could: the pool would wait for its byte for as long as this lives
+            # else nobody ever could: the pool would wait for its byte for as long as this lives
+            self._fences.close()
             raise
         self._lock = threading.Lock()
         self._pins: set[int] = set()
@@ -78,7 +83,12 @@ class PoolAttachment:
             self._pins.add(found.pin)
         blocks = tuple(BlockIndex(self._first_global_block + block) for block in found.blocks)
         partial = (BlockIndex(self._first_global_block + found.partial_block), found.partial_tokens)
-        return PoolHit(PoolPin(self.number, found.pin), blocks, partial if found.partial_tokens else None, found.remote)
+        return PoolHit(
+            PoolPin(self.number, found.pin),
+            blocks,
+            partial if found.partial_tokens else None,
+            found.remote,
+        )
 
     def release_pin(self, pin: PoolPin) -> bool:
         """Whether the pool is to be told. Raises ValueError for a pin that is not held."""

@@ -1,4 +1,5 @@
-"""A session and the attachment that it is about: what is asked here is about those blocks and no others."""
+"""A session and the attachment that it is about: what is asked here is about those blocks and no
+others."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +7,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from baton.errors import BatonError, PeerUnreachable
-from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from baton.kv.pool_types import PoolPin
+from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from kv_pool.client.attachment import PoolAttachment
 from kv_pool.client.stream import PoolStream
 
@@ -17,14 +18,17 @@ T = TypeVar("T")
 class PoolConnection:
     """All of it may be called from other threads than that of `loop`."""
 
-    def __init__(self, session: PoolStream, attachment: PoolAttachment, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, session: PoolStream, attachment: PoolAttachment, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.stream = session
         self.attachment = attachment
         self._loop = loop
 
     def send_and_wait(self, question: PoolQuestion, conclude: Callable[[PoolAnswer], T]) -> T:
-        """Called on another thread, which waits. What `conclude` makes of the answer; it is called on the loop, in the
-        order of the pool's answers. Raises what the pool answers, or PeerGone."""
+        """Called on another thread, which waits. What `conclude` makes of the answer; it is called
+        on the loop, in the order of the pool's answers. Raises what the pool answers, or
+        PeerGone."""
         result: Future[T] = Future()
         try:
             self._loop.call_soon_threadsafe(self._send_question, question, conclude, result)
@@ -33,7 +37,8 @@ class PoolConnection:
         try:
             return result.result()
         finally:
-            del result  # else an error, its traceback and this frame keep each other, and the mapping with them
+            # else an error, its traceback and this frame keep each other, and the mapping with them
+            del result
 
     def call_on_loop(self, call: Callable[[], None]) -> None:
         """On the loop. One that has ended has nobody left to tell."""
@@ -49,7 +54,9 @@ class PoolConnection:
         if self.attachment.release_pin(pin):
             self.send_oneway(PoolQuestion(release={"pins": [pin.pin_number]}))
 
-    def _send_question(self, question: PoolQuestion, conclude: Callable[[PoolAnswer], T], result: "Future[T]") -> None:
+    def _send_question(
+        self, question: PoolQuestion, conclude: Callable[[PoolAnswer], T], result: "Future[T]"
+    ) -> None:
         def done(answer: "asyncio.Future[PoolAnswer]") -> None:
             error = answer.exception()
             if isinstance(error, BatonError):

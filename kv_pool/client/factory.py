@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Protocol
 
-from baton.shared_memory.addressing import BlockAddressSpace
+from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
-from baton.config.memory_size import parse_memory_size
+from baton.shared_memory.addressing import BlockAddressSpace
 from kv_pool.client.pool_client import PoolClient
 from kv_pool.common.protocol import PoolClientConfig
 
@@ -15,7 +15,8 @@ _RATE_SETTING = "pool_publish_rate"
 
 
 class NodePoolContext(Protocol):
-    """The part of a node's parts that a client needs; `own_arena` is its arena, mapped in `address_space`."""
+    """The part of a node's parts that a client needs; `own_arena` is its arena, mapped in
+    `address_space`."""
 
     @property
     def config(self) -> Config: ...
@@ -38,7 +39,10 @@ def make_pool_client(parts: NodePoolContext) -> PoolClient:
     config = parts.config
     rate = parse_memory_size(config.pool_publish_rate, 0, _RATE_SETTING)
     if not rate:  # a share, and of what?
-        raise ConfigError(f"{_RATE} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second", param=_RATE_SETTING)
+        raise ConfigError(
+            f"{_RATE_SETTING} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second",
+            param=_RATE_SETTING,
+        )
     terms = PoolClientConfig(
         address=config.pool,
         token=config.cluster_token,

@@ -3,57 +3,71 @@
     dial -> AttachPool -> Attached: lock the byte, map the segment -> questions ... -> broken -> dial again after RETRY
                        -> refused: the pool serves another model; dialled again, and said once
 
-What a pool does or lacks is never an error of the node's: a look-up is a miss, a publication is dropped.
+What a pool does or lacks is never an error of the node's: a look-up is a miss, a publication is
+dropped.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.process import log
-from baton.shared_memory.addressing import BlockAddressSpace
+from baton.cluster_link.pb_conversion import layout_to_pb, remote_prefix_to_pb
+from baton.errors import BatonError, PeerUnreachable, ShuttingDown
 from baton.kv.block_hash import BlockHash
-from baton.process.clock import Clock, monotonic_clock
-from baton.errors import BatonError, ShuttingDown, PeerUnreachable
+from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.pb import pool_pb2 as pb
-from baton.kv.pool_types import RemotePrefix, PoolHit, PoolPin, PublishRequest
+from baton.process import log
+from baton.process.clock import Clock, monotonic_clock
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.types import mint_id
-from baton.cluster_link.pb_conversion import remote_prefix_to_pb, layout_to_pb
 from kv_pool.client.attachment import POOL_MISS, PoolAttachment, SegmentMappings
-from kv_pool.core.client.redial_backoff import RedialBackoff
 from kv_pool.client.connection import PoolConnection
-from kv_pool.common.grpc_link import PoolDialer
 from kv_pool.client.prefix_lookup import PrefixLookup
-from kv_pool.client.publisher import PublishJob, Publisher
+from kv_pool.client.publisher import Publisher, PublishJob
 from kv_pool.client.stream import PoolStream
+from kv_pool.common.grpc_link import PoolDialer
 from kv_pool.common.protocol import (
     ATTACH_TIMEOUT_SECONDS,
     LATE_PUBLICATION_SECONDS,
-    POOL_PROTOCOL_VERSION,
     MAX_REFUSED_RETRY_SECONDS,
+    POOL_PROTOCOL_VERSION,
     RETRY_SECONDS,
     PoolClientConfig,
 )
+from kv_pool.core.client.redial_backoff import RedialBackoff
 
 _GOODBYE_TIMEOUT_SECONDS = 1.0  # seconds
-_TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)  # and perhaps back at any moment; everything else is a refusal
+_TRANSIENT_ERRORS = (
+    PeerUnreachable,
+    ShuttingDown,
+    TimeoutError,
+)  # and perhaps back at any moment; everything else is a refusal
 
 
 class PoolClient:
-    """`run` belongs to an event loop; everything else may be called from any thread, and returns at once. `own` is the
-    node's arena; the pool's segment is mapped in `space`."""
+    """`run` belongs to an event loop; everything else may be called from any thread, and returns at
+    once. `own` is the node's arena; the pool's segment is mapped in `space`."""
 
     def __init__(
-        self, config: PoolClientConfig, space: BlockAddressSpace, own: memoryview, *, clock: Clock = monotonic_clock
+        self,
+        config: PoolClientConfig,
+        space: BlockAddressSpace,
+        own: memoryview,
+        *,
+        clock: Clock = monotonic_clock,
     ) -> None:
         self._config = config
-        self._segment_mappings = SegmentMappings(space, config.segment_folder, config.layout.block_bytes)
+        self._segment_mappings = SegmentMappings(
+            space, config.segment_folder, config.layout.block_bytes
+        )
         self._clock = clock
         self._incarnation = mint_id(64)
         self._num_attachments = self._num_dials = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: PoolConnection | None = None
-        self._connections: dict[int, PoolConnection] = {}  # by number of the attachment: those that are still used, too
+        self._connections: dict[
+            int, PoolConnection
+        ] = {}  # by number of the attachment: those that are still used, too
         self._last_complaint = ""
         self._redial_backoff = RedialBackoff(RETRY_SECONDS, MAX_REFUSED_RETRY_SECONDS)
         self._redial_seconds = RETRY_SECONDS
@@ -84,8 +98,14 @@ class PoolClient:
                 try:
                     async with dialer.open_channel(self._config.address) as channel:
                         await self._run_stream(PoolStream(channel))
-                except Exception as error:  # a defect costs this attachment, not all that would follow
-                    self._log.error("attaching failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+                except (
+                    Exception
+                ) as error:  # a defect costs this attachment, not all that would follow
+                    self._log.error(
+                        "attaching failed",
+                        kind=type(error).__name__,
+                        places=log.get_traceback_places(error),
+                    )
                     self._redial_seconds = self._redial_backoff.delay_after_refusal()
                 await asyncio.sleep(self._redial_seconds)  # a redial's pause, not a poll
         finally:
@@ -103,10 +123,11 @@ class PoolClient:
         token_seconds: float | None = None,
         elsewhere: RemotePrefix | None = None,
     ) -> None:
-        """Look a prompt up: `names` and `tokens` as in kv_pool/core/index/prompt_chain.py; `token_seconds` is what this node takes
-        to compute a token of a prompt, if it knows; `elsewhere` is another host's pool that may have more. `then`
-        is called once, on the loop: within `find_patience`, or, if more is on its way to the pool's memory, by when
-        computing that would have been as quick, but within LOAD_PATIENCE."""
+        """Look a prompt up: `names` and `tokens` as in kv_pool/core/index/prompt_chain.py;
+        `token_seconds` is what this node takes to compute a token of a prompt, if it knows;
+        `elsewhere` is another host's pool that may have more. `then` is called once, on the loop:
+        within `find_patience`, or, if more is on its way to the pool's memory, by when computing
+        that would have been as quick, but within LOAD_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
         find = pb.FindPrefix(
             chain=chain,
@@ -177,18 +198,24 @@ class PoolClient:
             async with asyncio.timeout(ATTACH_TIMEOUT_SECONDS):
                 answer = await session.send_question(pb.PoolQuestion(attach=question))
             number = self._num_attachments = self._num_attachments + 1
-            attachment = await asyncio.to_thread(PoolAttachment, number, answer.attached, self._segment_mappings)
+            attachment = await asyncio.to_thread(
+                PoolAttachment, number, answer.attached, self._segment_mappings
+            )
         except (BatonError, TimeoutError) as error:
-            reason = str(error) or f"no answer within {FIRST_PATIENCE:g} s"
+            reason = str(error) or f"no answer within {ATTACH_TIMEOUT_SECONDS:g} s"
             if reason != self._last_complaint:  # once, as long as it stays the same
                 self._log.warning("no pool", address=config.address, reason=reason)
             self._last_complaint = reason
             if not isinstance(error, _TRANSIENT_ERRORS):
                 self._redial_seconds = self._redial_backoff.delay_after_refusal()
             return None
-        for old in [one for one, line in list(self._connections.items()) if line.attachment.is_unmapped]:
+        for old in [
+            one for one, line in list(self._connections.items()) if line.attachment.is_unmapped
+        ]:
             self._connections.pop(old, None)  # whose last user was a publication
-        line = self._connections[number] = PoolConnection(session, attachment, asyncio.get_running_loop())
+        line = self._connections[number] = PoolConnection(
+            session, attachment, asyncio.get_running_loop()
+        )
         return line
 
     def _drop_connection(self) -> None:

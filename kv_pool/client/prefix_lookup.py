@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from baton.kv.pool_types import PoolHit
+from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from kv_pool.client.attachment import POOL_MISS
 from kv_pool.client.connection import PoolConnection
 from kv_pool.common.protocol import MAX_LOAD_WAIT_SECONDS
@@ -13,9 +13,9 @@ _AnswerFuture = asyncio.Future[PoolAnswer]
 
 
 class PrefixLookup:
-    """`then` is called once, on the loop. If more is on its way to the pool's memory, that is waited for as long as it
-    pays; after that, what was found at first counts. What comes later is released at once. `count` counts by metric;
-    `patience`: seconds for the first answer."""
+    """`then` is called once, on the loop. If more is on its way to the pool's memory, that is
+    waited for as long as it pays; after that, what was found at first counts. What comes later is
+    released at once. `count` counts by metric; `patience`: seconds for the first answer."""
 
     def __init__(
         self,
@@ -31,7 +31,9 @@ class PrefixLookup:
         self._is_open = True
         self._first_hit = POOL_MISS  # what is there, while more is waited for
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(patience, self._on_timeout, "baton_pool_lookups_late_total")
+        self._timer = self._loop.call_later(
+            patience, self._on_timeout, "baton_pool_lookups_late_total"
+        )
         more: _AnswerFuture = self._loop.create_future()
         more.add_done_callback(self._on_second_answer)
         line.stream.send_question(question, more).add_done_callback(self._on_first_answer)
@@ -45,7 +47,9 @@ class PrefixLookup:
         self._first_hit = hit
         self._timer.cancel()
         patience = min(found.patience, MAX_LOAD_WAIT_SECONDS)
-        self._timer = self._loop.call_later(patience, self._on_timeout, "baton_pool_loads_late_total")
+        self._timer = self._loop.call_later(
+            patience, self._on_timeout, "baton_pool_loads_late_total"
+        )
 
     def _on_second_answer(self, answer: _AnswerFuture) -> None:
         """The second answer."""
@@ -71,7 +75,11 @@ class PrefixLookup:
         self._on_result(hit)
 
     def _register_hit(self, answer: _AnswerFuture) -> PoolHit:
-        return self._connection.attachment.register_hit(answer.result().found) if answer.exception() is None else POOL_MISS
+        return (
+            self._connection.attachment.register_hit(answer.result().found)
+            if answer.exception() is None
+            else POOL_MISS
+        )
 
     def _release_hit(self, hit: PoolHit) -> None:
         if hit.pin is not None:

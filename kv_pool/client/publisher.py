@@ -1,20 +1,21 @@
-"""Publishing: a thread of its own copies a node's blocks into places that the pool gives, and nobody waits for it."""
+"""Publishing: a thread of its own copies a node's blocks into places that the pool gives, and
+nobody waits for it."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.process import log
-from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES
-from baton.process.clock import Clock
 from baton.errors import BatonError, PeerUnreachable
-from baton.process.failpoints import FAILPOINTS, FailpointAction
+from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES
 from baton.kv.kv_layout import KVLayout
-from baton.pb import pool_pb2 as pb
 from baton.kv.pool_types import PoolHit, PublishRequest
+from baton.pb import pool_pb2 as pb
+from baton.process import log
+from baton.process.clock import Clock
+from baton.process.failpoints import FAILPOINTS, FailpointAction
+from kv_pool.client.connection import PoolConnection
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.client.publish_queue import PublishQueue
-from kv_pool.client.connection import PoolConnection
 
 _MAX_JOBS = 256
 _PIECE_BYTES = 64 << 20  # bytes published at once: what has been copied is found before the rest is
@@ -24,7 +25,8 @@ OnConcluded = Callable[["PublishJob", PoolHit | None], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishJob:
-    """`queued_at`: when it came. `written` is how many blocks it has put into the pool, in the end."""
+    """`queued_at`: when it came. `written` is how many blocks it has put into the pool, in the
+    end."""
 
     request: PublishRequest
     queued_at: float
@@ -35,8 +37,8 @@ class PublishJob:
 
 
 class Publisher:
-    """`own` is the node's arena. `line` is asked for the current one before each job. `conclude` is called on the loop,
-    once for each job; `soon` is how to get there."""
+    """`own` is the node's arena. `line` is asked for the current one before each job. `conclude` is
+    called on the loop, once for each job; `soon` is how to get there."""
 
     def __init__(
         self,
@@ -74,12 +76,15 @@ class Publisher:
         """From any thread. False if there is no room."""
         size = len(order.source_blocks) * self._layout.block_bytes
         with self._changed:
-            taken = not self._closing and self._queue.add_job(PublishJob(order, self._clock()), size, paced=order.is_rate_limited)
+            taken = not self._closing and self._queue.add_job(
+                PublishJob(order, self._clock()), size, paced=order.is_rate_limited
+            )
             self._changed.notify()
         return taken
 
     def close(self) -> None:
-        """Let the block that is being copied end, and the thread with it. It waits for nothing if its line is over."""
+        """Let the block that is being copied end, and the thread with it. It waits for nothing if
+        its line is over."""
         with self._changed:
             self._closing = True
             dropped = self._queue.clear()
@@ -97,12 +102,18 @@ class Publisher:
                 self._conclude_job(job, None)
                 continue
             try:
-                _PublishTask(self._own_rows, self._blocks_per_piece, self._on_concluded, job, line, rows).run(self._count_written)
+                _PublishTask(
+                    self._own_rows, self._blocks_per_piece, self._on_concluded, job, line, rows
+                ).run(self._count_written)
             except BatonError as error:
                 self._log.info("not published", code=error.code, reason=error.message)
                 self._conclude_job(job, None)
             except Exception as error:  # a defect costs this publication, not all that would follow
-                self._log.error("publishing failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+                self._log.error(
+                    "publishing failed",
+                    kind=type(error).__name__,
+                    places=log.get_traceback_places(error),
+                )
                 self._conclude_job(job, None)
             finally:
                 del rows  # the mapping goes with its last user
@@ -127,14 +138,24 @@ class Publisher:
 class _PublishTask:
     """One job on its way, piece by piece."""
 
-    def __init__(self, own: BlockRows, piece: int, conclude: OnConcluded, job: PublishJob, line: PoolConnection, rows: BlockRows) -> None:
+    def __init__(
+        self,
+        own: BlockRows,
+        piece: int,
+        conclude: OnConcluded,
+        job: PublishJob,
+        line: PoolConnection,
+        rows: BlockRows,
+    ) -> None:
         self._own_rows = own
         self._blocks_per_piece = piece
         self._on_concluded = conclude
         self._job = job
         self._connection = line
         self._pool_rows = rows
-        self._held_hit: PoolHit | None = None  # what is published so far, pinned so that the rest can follow
+        self._held_hit: PoolHit | None = (
+            None  # what is published so far, pinned so that the rest can follow
+        )
 
     def run(self, count: Callable[[int], None]) -> None:
         """Concludes the job, or raises."""
@@ -142,7 +163,9 @@ class _PublishTask:
             upto = self._job.request.first_block
             while upto < self._job.end_block:
                 upto = min(upto + self._blocks_per_piece, self._job.end_block)
-                granted = self._connection.send_and_wait(self._reserve_question(upto), lambda answer: answer.granted)
+                granted = self._connection.send_and_wait(
+                    self._reserve_question(upto), lambda answer: answer.granted
+                )
                 if granted.publication:
                     written = granted.first + len(granted.blocks)
                     self._copy_and_seal(granted, last=written < upto or upto == self._job.end_block)
@@ -164,7 +187,11 @@ class _PublishTask:
     def _chain(self, upto: int) -> pb.Chain:
         order = self._job.request
         tokens = len(order.packed_tokens) // self._job.end_block
-        return pb.Chain(root=order.root_hash, names=order.packed_hashes[: upto * HASH_BYTES], tokens=order.packed_tokens[: upto * tokens])
+        return pb.Chain(
+            root=order.root_hash,
+            names=order.packed_hashes[: upto * HASH_BYTES],
+            tokens=order.packed_tokens[: upto * tokens],
+        )
 
     def _copy_and_seal(self, granted: pb.Granted, *, last: bool) -> None:
         checksums = []
@@ -172,9 +199,13 @@ class _PublishTask:
             for number, block in enumerate(granted.blocks, granted.first):
                 checksums.append(self._copy_block(number, block))
         except Exception:  # of whatever kind: the pool would keep the places until this node ends
-            self._connection.send_oneway(pb.PoolQuestion(withdraw={"publication": granted.publication}))
+            self._connection.send_oneway(
+                pb.PoolQuestion(withdraw={"publication": granted.publication})
+            )
             raise
-        question = pb.PoolQuestion(seal={"publication": granted.publication, "checksums": checksums})
+        question = pb.PoolQuestion(
+            seal={"publication": granted.publication, "checksums": checksums}
+        )
         self._send_and_hold(question, last=last)
 
     def _copy_block(self, number: int, block: int) -> int:
@@ -200,7 +231,9 @@ class _PublishTask:
         self._connection.call_on_loop(lambda: self._on_concluded(self._job, held))
 
     def _send_and_hold(self, question: pb.PoolQuestion, *, last: bool) -> None:
-        hit = self._connection.send_and_wait(question, lambda answer: self._on_answer(answer, last=last))
+        hit = self._connection.send_and_wait(
+            question, lambda answer: self._on_answer(answer, last=last)
+        )
         self._release_held()
         self._held_hit = None if last else hit
 

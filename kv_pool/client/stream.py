@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from baton.cluster_link.pb_conversion import error_from_pb
 from baton.errors import BatonError, PeerUnreachable
 from baton.pb import pool_pb2_grpc
 from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
-from baton.cluster_link.pb_conversion import error_from_pb
 
 _MAX_UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
 _MAX_UNANSWERED = 4096
@@ -35,19 +35,25 @@ class PoolStream:
     def send_question(
         self, question: PoolQuestion, more: "asyncio.Future[PoolAnswer] | None" = None
     ) -> "asyncio.Future[PoolAnswer]":
-        """The answers' futures are done in the order in which the pool gave them; with PeerGone when the stream ends
-        first, or is too slow to take the question, and with what the pool says if it refuses. `more` is for a second
-        answer, if the first one says that there will be one."""
+        """The answers' futures are done in the order in which the pool gave them; with PeerGone
+        when the stream ends first, or is too slow to take the question, and with what the pool says
+        if it refuses. `more` is for a second answer, if the first one says that there will be
+        one."""
         answer: asyncio.Future[PoolAnswer] = asyncio.get_running_loop().create_future()
         question.id = next(self._ids)
-        if self._is_closed or len(self._pending) >= _MAX_UNANSWERED or not self._queue_question(question):
+        if (
+            self._is_closed
+            or len(self._pending) >= _MAX_UNANSWERED
+            or not self._queue_question(question)
+        ):
             answer.set_exception(PeerUnreachable("the pool is gone or too slow"))
         else:
             self._pending[question.id] = _PendingAnswer(answer, more)
         return answer
 
     def send_oneway(self, question: PoolQuestion) -> None:
-        """What has no answer. A stream that cannot take it is given up: the pool learns all from the byte then."""
+        """What has no answer. A stream that cannot take it is given up: the pool learns all from
+        the byte then."""
         question.id = next(self._ids)
         if not self._is_closed and not self._queue_question(question):
             self._call.cancel()
@@ -66,7 +72,8 @@ class PoolStream:
             self.close(reason)
 
     async def send_goodbye(self) -> None:
-        """After everything that was told; returns when the pool has heard it, or the stream is broken anyway."""
+        """After everything that was told; returns when the pool has heard it, or the stream is
+        broken anyway."""
         self.send_oneway(PoolQuestion(goodbye={}))
         await self._call.code()
 
@@ -90,7 +97,10 @@ class PoolStream:
             question = await self._unsent.get()
             try:
                 await self._call.write(question)
-            except (asyncio.InvalidStateError, grpc.RpcError):  # the stream has ended: the reader is told how
+            except (
+                asyncio.InvalidStateError,
+                grpc.RpcError,
+            ):  # the stream has ended: the reader is told how
                 return
 
     def _on_answer(self, answer: PoolAnswer) -> None:

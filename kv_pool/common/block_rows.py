@@ -10,7 +10,9 @@ class BlockRows:
     def __init__(self, memory: memoryview, block_bytes: int) -> None:
         """A tail shorter than a block is left alone."""
         count = len(memory) // block_bytes
-        self._rows = np.frombuffer(memory, dtype=np.uint8, count=count * block_bytes).reshape(count, block_bytes)
+        self._rows = np.frombuffer(memory, dtype=np.uint8, count=count * block_bytes).reshape(
+            count, block_bytes
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -1,16 +1,20 @@
-"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the
-cluster token can make (baton/network/cluster_certificates.py), so that neither a process without the token nor one that took a
-dead pool's port is believed."""
+"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate
+that only the cluster token can make (baton/network/cluster_certificates.py), so that neither a
+process without the token nor one that took a dead pool's port is believed."""
 
 from collections import OrderedDict
 
 import grpc
 
-from baton.network.cluster_certificates import DECODE_CERTIFICATE_NAME, decode_server_credentials, writer_channel_credentials
-from baton.network.connection_limits import PortLimit
 from baton.errors import ConfigError
-from baton.network.grpc_options import grpc_server_options
 from baton.limits import LINK_CHANNEL_OPTIONS
+from baton.network.cluster_certificates import (
+    DECODE_CERTIFICATE_NAME,
+    decode_server_credentials,
+    writer_channel_credentials,
+)
+from baton.network.connection_limits import PortLimit
+from baton.network.grpc_options import grpc_server_options
 from baton.pb import pool_pb2_grpc
 
 _MAX_STREAMS = 256  # at a time
@@ -32,15 +36,21 @@ def make_server(
     peers: pool_pb2_grpc.PoolPeersServicer,
     limit: PortLimit,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that is not started yet, and its port. Raises ConfigError when `where`, HOST:PORT, cannot be bound."""
-    options = (*_SERVER_OPTIONS, *grpc_server_options(limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS))
+    """A server that is not started yet, and its port. Raises ConfigError when `where`, HOST:PORT,
+    cannot be bound."""
+    options = (
+        *_SERVER_OPTIONS,
+        *grpc_server_options(limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS),
+    )
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_STREAMS)
     pool_pb2_grpc.add_PoolLinkServicer_to_server(nodes, server)
     pool_pb2_grpc.add_PoolPeersServicer_to_server(peers, server)
     try:
         port = server.add_secure_port(where, decode_server_credentials(token))
     except RuntimeError:
-        raise ConfigError(f"the pool cannot listen on {where}: choose another --listen", param="listen") from None
+        raise ConfigError(
+            f"the pool cannot listen on {where}: choose another --listen", param="listen"
+        ) from None
     return server, port
 
 
@@ -56,7 +66,8 @@ class PoolDialer:
 
 
 class PeerChannels:
-    """To other pools, by address: one each, made when it is wanted and kept until it fails, at most MOST."""
+    """To other pools, by address: one each, made when it is wanted and kept until it fails, at most
+    MOST."""
 
     MAX_CHANNELS = 64
 

@@ -1,4 +1,5 @@
-"""What a pool says about its blocks: the states, and a snapshot that balances and names every holder."""
+"""What a pool says about its blocks: the states, and a snapshot that balances and names every
+holder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +7,21 @@ from enum import Enum
 
 
 class PoolBlockState(Enum):
-    """States of a pool block. IN_USE and QUARANTINED count whole paths: who pins a block pins what it rests on."""
+    """States of a pool block. IN_USE and QUARANTINED count whole paths: who pins a block pins what
+    it rests on."""
 
     FREE = "free"
     WRITING = "writing"  # given to a publisher, findable by nobody
     CACHED = "cached"  # findable, pinned by nobody
     IN_USE = "in_use"  # pinned by an attachment that lives
-    QUARANTINED = "quarantined"  # pinned or written by attachments of which nobody knows whether they live
+    QUARANTINED = (
+        "quarantined"  # pinned or written by attachments of which nobody knows whether they live
+    )
 
 
 class PoolLedgerError(AssertionError):
-    """An illegal transition or an account that does not balance: a programming error, never a caller's."""
+    """An illegal transition or an account that does not balance: a programming error, never a
+    caller's."""
 
 
 def require_invariant(holds: bool, what: str) -> None:
@@ -27,8 +32,8 @@ def require_invariant(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolLedgerEntry:
-    """Blocks of one attachment in one state, and the seconds since its first of that kind, or since it became
-    doubtful."""
+    """Blocks of one attachment in one state, and the seconds since its first of that kind, or since
+    it became doubtful."""
 
     owner: str
     state: PoolBlockState
@@ -38,8 +43,8 @@ class PoolLedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class PoolLedger:
-    """A snapshot. A path pinned by several stands in the entry of each, so entries of IN_USE and QUARANTINED may add up
-    to more than their counts."""
+    """A snapshot. A path pinned by several stands in the entry of each, so entries of IN_USE and
+    QUARANTINED may add up to more than their counts."""
 
     num_blocks: int
     counts: Mapping[PoolBlockState, int]

@@ -1,8 +1,8 @@
-"""The file behind a pool's memory: a header, then slots of one block each. It has its full size from the beginning, is
-this user's alone, and locked for as long as a pool uses it.
+"""The file behind a pool's memory: a header, then slots of one block each. It has its full size
+from the beginning, is this user's alone, and locked for as long as a pool uses it.
 
-It is read and written by calls, not mapped: a mapped page that the disk cannot deliver, or that somebody cut off, is a
-SIGBUS that takes the pool along; a call says so.
+It is read and written by calls, not mapped: a mapped page that the disk cannot deliver, or that
+somebody cut off, is a SIGBUS that takes the pool along; a call says so.
 """
 
 import fcntl
@@ -43,7 +43,8 @@ class DiskFileHeader:
         return _HEAD.pack(_MAGIC, len(said), xxhash.xxh3_64_intdigest(said)) + said
 
     def decode_generation(self, header: bytes) -> int | None:
-        """The number of the file that begins with `header`; None if it holds something else, or nothing sensible."""
+        """The number of the file that begins with `header`; None if it holds something else, or
+        nothing sensible."""
         magic, length, check = _HEAD.unpack_from(header.ljust(_HEAD.size, b"\0"))
         said = header[_HEAD.size : _HEAD.size + length]
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(said) != check:
@@ -53,12 +54,20 @@ class DiskFileHeader:
         return generation if words == self._fields() else None
 
     def _fields(self) -> dict[str, object]:
-        layout = {name: getattr(self.layout, name) for name in sorted(KVLayout.__dataclass_fields__)}
-        return {"format": _FORMAT, "model_digest": self.model_digest, "layout": layout, "slots": self.num_slots}
+        layout = {
+            name: getattr(self.layout, name) for name in sorted(KVLayout.__dataclass_fields__)
+        }
+        return {
+            "format": _FORMAT,
+            "model_digest": self.model_digest,
+            "layout": layout,
+            "slots": self.num_slots,
+        }
 
 
 class DiskFile:
-    """`generation`: a number that no other file has. `is_new`: it has just been made, and its slots hold nothing."""
+    """`generation`: a number that no other file has. `is_new`: it has just been made, and its slots
+    hold nothing."""
 
     def __init__(self, fd: int, contents: DiskFileHeader, generation: int, *, fresh: bool) -> None:
         self.num_slots = contents.num_slots
@@ -81,20 +90,26 @@ class DiskFile:
         return HEADER_BYTES + slot * self._block_bytes
 
 
-def open_disk_file(folder: Path, size: int, digest: str, layout: KVLayout, wanted: Callable[[], bool]) -> DiskFile:
-    """The file of about `size` bytes in `folder`; made anew unless it is there, whole, and of this model and layout. It
-    may take a while. Raises ConfigError, with the setting that mends it, and Draining once it is not `wanted` any
-    more."""
+def open_disk_file(
+    folder: Path, size: int, digest: str, layout: KVLayout, wanted: Callable[[], bool]
+) -> DiskFile:
+    """The file of about `size` bytes in `folder`; made anew unless it is there, whole, and of this
+    model and layout. It may take a while. Raises ConfigError, with the setting that mends it, and
+    Draining once it is not `wanted` any more."""
     contents = DiskFileHeader(digest, layout, (size - HEADER_BYTES) // layout.block_bytes)
     if contents.num_slots < 1:
         least = HEADER_BYTES + layout.block_bytes
-        raise ConfigError(f"pool_disk is {size} bytes: one block and the header take {least}: enlarge {KNOB}")
+        raise ConfigError(
+            f"pool_disk is {size} bytes: one block and the header take {least}: enlarge {DISK_SIZE_FLAG}"
+        )
     path = folder / DISK_FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return _reopen_file(path, contents) or _create_file(path, contents, wanted)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose another folder with {FOLDER_KNOB}") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}: choose another folder with {DISK_FOLDER_FLAG}"
+        ) from None
 
 
 def write_all(fd: int, data: "bytes | memoryview", offset: int) -> None:
@@ -105,13 +120,14 @@ def write_all(fd: int, data: "bytes | memoryview", offset: int) -> None:
 
 
 def open_private_file(path: Path, flags: int) -> int:
-    """A file of this user's, and of nobody else's concern. Raises ConfigError for another user's, and OSError."""
+    """A file of this user's, and of nobody else's concern. Raises ConfigError for another user's,
+    and OSError."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
         os.close(fd)
         raise ConfigError(
-            f"{path} is no file of user {os.geteuid()} under this name alone: choose another folder with {FOLDER_KNOB}"
+            f"{path} is no file of user {os.geteuid()} under this name alone: choose another folder with {DISK_FOLDER_FLAG}"
         )
     return fd
 
@@ -127,7 +143,9 @@ def _reopen_file(path: Path, contents: DiskFileHeader) -> DiskFile | None:
         found = os.fstat(fd)
         private = not found.st_mode & 0o077  # else anybody may have written what it says
         whole = found.st_size == HEADER_BYTES + contents.num_slots * contents.layout.block_bytes
-        generation = contents.decode_generation(os.pread(fd, HEADER_BYTES, 0)) if private and whole else None
+        generation = (
+            contents.decode_generation(os.pread(fd, HEADER_BYTES, 0)) if private and whole else None
+        )
         if generation is not None:
             return DiskFile(fd, contents, generation, fresh=False)
         path.unlink(missing_ok=True)
@@ -163,7 +181,7 @@ def _allocate_file(fd: int, path: Path, size: int, wanted: Callable[[], bool]) -
         free = os.statvfs(path.parent)
         raise ConfigError(
             f"{path.parent} cannot hold {size} bytes ({error.strerror}, {free.f_bavail * free.f_frsize} free): "
-            f"lower {KNOB} or choose another folder with {FOLDER_KNOB}"
+            f"lower {DISK_SIZE_FLAG} or choose another folder with {DISK_FOLDER_FLAG}"
         ) from None
 
 
@@ -171,4 +189,6 @@ def _lock_file(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{path} is another pool's: choose another folder with {FOLDER_KNOB}") from None
+        raise ConfigError(
+            f"{path} is another pool's: choose another folder with {DISK_FOLDER_FLAG}"
+        ) from None

@@ -3,33 +3,36 @@
     memory evicts a block that was hit -> `carry_out`: copied to a free row at once, written some time
     a look-up goes on where memory ends -> `offer`: read back, if that is quicker than computing
 
-The checksum that a publisher gave stays with its block: in memory, in the journal, and when it is read back. So nothing
-is hashed on the way out, and what is wrong on the disk, or was damaged in memory before, does not come back.
+The checksum that a publisher gave stays with its block: in memory, in the journal, and when it is
+read back. So nothing is hashed on the way out, and what is wrong on the disk, or was damaged in
+memory before, does not come back.
 """
 
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
-from baton.process import log
-from baton.process.clock import Clock
 from baton.errors import ConfigError, ShuttingDown
 from baton.kv.kv_layout import KVLayout
-from kv_pool.memory.block_loader import LoadPlan, LoadRequest
-from kv_pool.core.blocks.demotion import Demotion
-from kv_pool.core.disk.journal_records import JournalEntry, make_journal_entry
+from baton.process import log
+from baton.process.clock import Clock
 from kv_pool.core.blocks.attachments import Publication
-from kv_pool.core.ledger import PoolLedger
-from kv_pool.core.disk.load_cost import LoadCostModel
-from kv_pool.core.eviction.policies import EvictorFactory
+from kv_pool.core.blocks.demotion import Demotion
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.disk.journal_records import JournalEntry, make_journal_entry
+from kv_pool.core.disk.load_cost import LoadCostModel
 from kv_pool.core.disk.slot_ledger import build_slot_ledger
-from kv_pool.disk.mount import MountedDisk, DiskSettings, mount_disk
+from kv_pool.core.eviction.policies import EvictorFactory
+from kv_pool.core.ledger import PoolLedger
+from kv_pool.disk.mount import DiskSettings, MountedDisk, mount_disk
+from kv_pool.memory.block_loader import LoadPlan, LoadRequest
 from kv_pool.memory.segment_store import SegmentStore
 
 DISK_TIER = "disk"
 _MAX_LOAD_BYTES = 64 << 20  # bytes read at once: what has come is found before the rest is
-_MAX_DEMOTIONS_PER_GRANT = 128  # blocks that one grant may send to disk: some milliseconds of the event loop
+_MAX_DEMOTIONS_PER_GRANT = (
+    128  # blocks that one grant may send to disk: some milliseconds of the event loop
+)
 
 
 class DiskTier:
@@ -60,14 +63,18 @@ class DiskTier:
 
     def counters(self) -> dict[str, float]:
         disk = self._disk
-        told = self._counters | {"baton_pool_disk_dropped_blocks_total": float(self._pool.dropped_demotions)}
+        told = self._counters | {
+            "baton_pool_disk_dropped_blocks_total": float(self._pool.dropped_demotions)
+        }
         if disk is None:
             return told
         return told | {
             "baton_pool_disk_slots": float(disk.tier.num_blocks),
             "baton_pool_disk_slots_used": float(len(disk.tier.index)),
-            "baton_pool_disk_written_bytes_total": float(disk.io_thread.written_blocks * self._layout.block_bytes),
-            f'baton_pool_evictions_total{{tier="{TIER}"}}': float(disk.tier.num_evictions),
+            "baton_pool_disk_written_bytes_total": float(
+                disk.io_thread.written_blocks * self._layout.block_bytes
+            ),
+            f'baton_pool_evictions_total{{tier="{DISK_TIER}"}}': float(disk.tier.num_evictions),
         }
 
     def ledger(self, now: float) -> PoolLedger | None:
@@ -95,8 +102,8 @@ class DiskTier:
             self._checksums[block] = checksum
 
     def stage_demotions(self, moves: Sequence[Demotion]) -> Awaitable[None] | None:
-        """Copy what goes to disk before its memory is used for anything else: that is what is to be waited for, if
-        anything is being copied."""
+        """Copy what goes to disk before its memory is used for anything else: that is what is to be
+        waited for, if anything is being copied."""
         disk = self._disk
         if disk is not None and moves:
             staged = [self._stage_block(disk, move) for move in moves]
@@ -113,7 +120,11 @@ class DiskTier:
 
     def _stage_block(self, disk: MountedDisk, move: Demotion) -> tuple[int, int, JournalEntry]:
         checksum = disk.checksums[move.disk_slot] = self._checksums[move.memory_block]
-        return move.memory_block, disk.io_thread.reserve_row(move.disk_slot), make_journal_entry(disk.tier, move.disk_slot, checksum)
+        return (
+            move.memory_block,
+            disk.io_thread.reserve_row(move.disk_slot),
+            make_journal_entry(disk.tier, move.disk_slot, checksum),
+        )
 
     # to memory
 
@@ -126,25 +137,39 @@ class DiskTier:
             return None
         tokens, size = self._layout.block_size, self._layout.block_bytes
         first, count = wanted.first_block * tokens, len(slots) * tokens
-        patience = self._load_cost.max_wait_seconds(first, count, len(slots) * size, wanted.compute_seconds_per_token, now)
+        patience = self._load_cost.max_wait_seconds(
+            first, count, len(slots) * size, wanted.compute_seconds_per_token, now
+        )
         if patience is None:
             self._count("baton_pool_loads_declined_total")
             return None
-        load = _DiskLoad(disk, wanted.first_block, slots[: max(1, _MAX_LOAD_BYTES // size)], now, ended=self._loads.discard)
+        load = _DiskLoad(
+            disk,
+            wanted.first_block,
+            slots[: max(1, _MAX_LOAD_BYTES // size)],
+            now,
+            ended=self._loads.discard,
+        )
         self._loads.add(load)
 
         async def fetch(publication: Publication) -> Sequence[int]:
             return await self._fetch(load, publication)
 
-        return LoadPlan(DISK_TIER, wanted.first_block + len(load.slots), patience, fetch, load.release_slots)
+        return LoadPlan(
+            DISK_TIER, wanted.first_block + len(load.slots), patience, fetch, load.release_slots
+        )
 
-    async def _fetch(self, load: "_Load", publication: Publication) -> Sequence[int]:
+    async def _fetch(self, load: "_DiskLoad", publication: Publication) -> Sequence[int]:
         slots = load.slots_for(publication)
         sums = [load.disk.checksums[slot] for slot in slots]
-        done = await asyncio.wrap_future(load.disk.io_thread.queue_read(slots, sums, publication.blocks))
+        done = await asyncio.wrap_future(
+            load.disk.io_thread.queue_read(slots, sums, publication.blocks)
+        )
         size = done.intact_blocks * self._layout.block_bytes
         if done.intact_blocks:
-            self._load_cost.rate.record_load(size, done.wait_seconds, done.read_seconds, self._clock())
+            self._load_cost.rate.record_load(
+                size, done.wait_seconds, done.read_seconds, self._clock()
+            )
         self._count("baton_pool_disk_read_bytes_total", size)
         self._count("baton_pool_disk_read_seconds_total", done.read_seconds)
         if done.intact_blocks < len(slots) and self._disk is not None:
@@ -174,8 +199,12 @@ class DiskTier:
             self._log.warning("the pool has no disk", reason=error.message)
             return
         self._disk = disk
-        self._pool.mount_disk(disk.tier, lambda: min(disk.io_thread.num_free_rows, _MAX_DEMOTIONS_PER_GRANT))
-        self._log.info("disk ready", slots=disk.tier.num_blocks, used=len(disk.tier.index), fresh=disk.is_new)
+        self._pool.mount_disk(
+            disk.tier, lambda: min(disk.io_thread.num_free_rows, _MAX_DEMOTIONS_PER_GRANT)
+        )
+        self._log.info(
+            "disk ready", slots=disk.tier.num_blocks, used=len(disk.tier.index), fresh=disk.is_new
+        )
 
     def _on_disk_failed(self, error: OSError) -> None:
         """The pool goes on without."""
@@ -188,11 +217,16 @@ class DiskTier:
 
 
 class _DiskLoad:
-    """Slots of one prompt, from chain block `first` on, that are being read; their path is pinned. `bad_slot`: a slot that
-    is not what it should be, and goes with all behind it."""
+    """Slots of one prompt, from chain block `first` on, that are being read; their path is pinned.
+    `bad_slot`: a slot that is not what it should be, and goes with all behind it."""
 
     def __init__(
-        self, disk: MountedDisk, first: int, slots: "array[int]", since: float, ended: Callable[["_Load"], None]
+        self,
+        disk: MountedDisk,
+        first: int,
+        slots: "array[int]",
+        since: float,
+        ended: Callable[["_DiskLoad"], None],
     ) -> None:
         self.disk, self.slots, self.started_at = disk, slots, since
         self.bad_slot: int | None = None

@@ -1,5 +1,6 @@
-"""The one thread that waits for the disk. What it is to write has been copied out of the pool's memory before, to rows
-of its own; there are only so many, so a disk that is behind costs memory of a known size. Reads go first."""
+"""The one thread that waits for the disk. What it is to write has been copied out of the pool's
+memory before, to rows of its own; there are only so many, so a disk that is behind costs memory of
+a known size. Reads go first."""
 
 import errno
 import mmap
@@ -9,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
-from baton.errors import BatonError
 from baton.process.failpoints import FAILPOINTS, FailpointAction
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry
@@ -25,7 +26,8 @@ _CLOSE_TIMEOUT_SECONDS = 5.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class DiskReadResult:
-    """How many leading blocks were what their checksums say; seconds until it was their turn, and of reading."""
+    """How many leading blocks were what their checksums say; seconds until it was their turn, and
+    of reading."""
 
     intact_blocks: int
     wait_seconds: float
@@ -44,12 +46,12 @@ class _ReadJob:
     checksums: Sequence[int]
     memory_blocks: Sequence[int]
     queued_at: float
-    result: "Future[Fetched]"
+    result: "Future[DiskReadResult]"
 
 
 class DiskIOThread:
-    """Reads into the rows of `memory`. `failed` is called on this thread, once, when the disk fails: then nothing is
-    read or written any more."""
+    """Reads into the rows of `memory`. `failed` is called on this thread, once, when the disk
+    fails: then nothing is read or written any more."""
 
     def __init__(
         self,
@@ -100,9 +102,11 @@ class DiskIOThread:
             self._writes.append(_WriteJob(entry, row))
             self._changed.notify()
 
-    def queue_read(self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]) -> "Future[Fetched]":
-        """Bring slots to blocks of memory, up to the first that is not what its checksum says. What is to be written to
-        them before is written before."""
+    def queue_read(
+        self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]
+    ) -> "Future[DiskReadResult]":
+        """Bring slots to blocks of memory, up to the first that is not what its checksum says. What
+        is to be written to them before is written before."""
         job = _ReadJob(slots, checksums, places, self._clock(), Future())
         with self._changed:
             self._reads.append(job)
@@ -130,14 +134,22 @@ class DiskIOThread:
                     self._run_read(job)
             except OSError as error:
                 self._fail(error)
-            except Exception as error:  # a defect costs the disk, not those who wait for this thread
-                log.get_logger("pool").error("the disk's thread failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+            except (
+                Exception
+            ) as error:  # a defect costs the disk, not those who wait for this thread
+                log.get_logger("pool").error(
+                    "the disk's thread failed",
+                    kind=type(error).__name__,
+                    places=log.get_traceback_places(error),
+                )
                 self._fail(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
 
     def _next_job(self) -> _WriteJob | _ReadJob | None:
         with self._changed:
             while True:
-                if self._reads and not any(slot in self._writes_by_slot for slot in self._reads[0].slots):
+                if self._reads and not any(
+                    slot in self._writes_by_slot for slot in self._reads[0].slots
+                ):
                     return self._reads.popleft()
                 if self._writes:
                     return self._writes.popleft()

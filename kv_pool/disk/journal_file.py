@@ -1,12 +1,18 @@
-"""The journal beside the disk's file: what kv_pool/core/disk/journal_records.py says, appended, and compacted when more than
-half of it is out of date. Belongs to one thread."""
+"""The journal beside the disk's file: what kv_pool/core/disk/journal_records.py says, appended, and
+compacted when more than half of it is out of date. Belongs to one thread."""
 
 import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_pool.core.disk.journal_records import JournalEntry, record_checksum, decode_records, record_size, encode_record
+from kv_pool.core.disk.journal_records import (
+    JournalEntry,
+    decode_records,
+    encode_record,
+    record_checksum,
+    record_size,
+)
 from kv_pool.disk.data_file import DiskFile, open_private_file, write_all
 
 JOURNAL_FILE_NAME = "pool-disk.journal"
@@ -27,7 +33,9 @@ class DiskJournalFile:
         self._num_records = 0
         self._last_checksum = file.generation
         self._fd = open_private_file(self._path, os.O_CREAT)
-        if file.is_new or os.fstat(self._fd).st_mode & 0o077:  # anybody may have written what it says
+        if (
+            file.is_new or os.fstat(self._fd).st_mode & 0o077
+        ):  # anybody may have written what it says
             os.ftruncate(self._fd, 0)
         os.fchmod(self._fd, 0o600)
 
@@ -37,9 +45,11 @@ class DiskJournalFile:
         return self._num_records * self._record_size
 
     def replay_entries(self) -> Iterator[JournalEntry]:
-        """What was written in earlier lives, to its end; once, before anything is appended. What follows the last
-        record that verifies is cut off."""
-        for entry, check in decode_records(self._records(self._max_records), self._block_size, self._generation):
+        """What was written in earlier lives, to its end; once, before anything is appended. What
+        follows the last record that verifies is cut off."""
+        for entry, check in decode_records(
+            self._records(self._max_records), self._block_size, self._generation
+        ):
             self._note_record(entry.slot, check)
             yield entry
         os.ftruncate(self._fd, self.size_bytes)
@@ -65,7 +75,10 @@ class DiskJournalFile:
         at_once = max(1, _READ_BYTES // self._record_size) * self._record_size
         for start in range(0, most * self._record_size, at_once):
             read_now = os.pread(self._fd, at_once, start)
-            yield from (read_now[at : at + self._record_size] for at in range(0, len(read_now), self._record_size))
+            yield from (
+                read_now[at : at + self._record_size]
+                for at in range(0, len(read_now), self._record_size)
+            )
             if len(read_now) < at_once:
                 return
 
@@ -76,7 +89,9 @@ class DiskJournalFile:
         fresh = open_private_file(path, os.O_CREAT | os.O_EXCL)
         last, count, check = array("q", [-1]) * len(self._last_record), 0, self._generation
         try:
-            for number, (entry, _) in enumerate(decode_records(self._records(self._num_records), self._block_size, self._generation)):
+            for number, (entry, _) in enumerate(
+                decode_records(self._records(self._num_records), self._block_size, self._generation)
+            ):
                 if entry.slot < len(last) and self._last_record[entry.slot] == number:
                     record = encode_record(entry, check)
                     write_all(fresh, record, count * self._record_size)
@@ -86,4 +101,9 @@ class DiskJournalFile:
             os.close(fresh)
             raise
         os.close(self._fd)
-        self._fd, self._last_record, self._num_records, self._last_checksum = fresh, last, count, check
+        self._fd, self._last_record, self._num_records, self._last_checksum = (
+            fresh,
+            last,
+            count,
+            check,
+        )

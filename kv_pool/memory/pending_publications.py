@@ -1,17 +1,18 @@
-"""Nodes' publications that are under way, and who waits for them: a prompt that another node has just computed is not
-computed again while it is being copied.
+"""Nodes' publications that are under way, and who waits for them: a prompt that another node has
+just computed is not computed again while it is being copied.
 
-Nobody waits for longer than computing the blocks would take, nor than PATIENCE; a publication waits for nobody.
+Nobody waits for longer than computing the blocks would take, nor than PATIENCE; a publication waits
+for nobody.
 """
 
 import asyncio
 from dataclasses import dataclass
 
 from baton.process.clock import Clock
-from kv_pool.memory.block_loader import PendingBlocks
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.blocks.attachments import PublicationGrant, PoolClientId, PublicationId
 from kv_pool.common.protocol import LATE_PUBLICATION_SECONDS
+from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.memory.block_loader import PendingBlocks
 
 MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS  # seconds
 _TIER = "memory"
@@ -36,8 +37,11 @@ class PendingPublications:
     def __len__(self) -> int:
         return len(self._by_publication)
 
-    def add_publication(self, publisher: PoolClientId, chain: PromptChain, granted: PublicationGrant) -> None:
-        """Places have been granted, or none. Of two publications of one block the first is waited for."""
+    def add_publication(
+        self, publisher: PoolClientId, chain: PromptChain, granted: PublicationGrant
+    ) -> None:
+        """Places have been granted, or none. Of two publications of one block the first is waited
+        for."""
         if granted.publication_id is None:
             return
         name = chain.block_hash(granted.first_block)
@@ -48,19 +52,30 @@ class PendingPublications:
         self._by_block_hash.setdefault(name, found)
 
     def find_pending(
-        self, reader: PoolClientId, chain: PromptChain, first: int, end: int, token_seconds: float | None
+        self,
+        reader: PoolClientId,
+        chain: PromptChain,
+        first: int,
+        end: int,
+        token_seconds: float | None,
     ) -> PendingBlocks | None:
-        """What brings block `first` of `chain`, if `reader` had better wait for it than compute. Its own publications
-        are of blocks that it has."""
+        """What brings block `first` of `chain`, if `reader` had better wait for it than compute.
+        Its own publications are of blocks that it has."""
         found = self._by_block_hash.get(chain.block_hash(first)) if first < end else None
         if found is None or found.publisher == reader or found.pending.done_event.is_set():
             return None
         blocks = min(found.pending.num_blocks, end - first)
-        patience = MAX_WAIT_SECONDS if token_seconds is None else min(MAX_WAIT_SECONDS, token_seconds * blocks * chain.block_size)
+        patience = (
+            MAX_WAIT_SECONDS
+            if token_seconds is None
+            else min(MAX_WAIT_SECONDS, token_seconds * blocks * chain.block_size)
+        )
         left = found.pending.started_at + patience - self._clock()
         if left <= 0:
             return None
-        return PendingBlocks(_TIER, blocks, left, found.pending.started_at, found.pending.done_event)
+        return PendingBlocks(
+            _TIER, blocks, left, found.pending.started_at, found.pending.done_event
+        )
 
     def remove_publication(self, publisher: PoolClientId, publication: PublicationId) -> None:
         """Sealed or withdrawn. Idempotent."""

@@ -1,5 +1,5 @@
-"""The pool's memory: the segment, its fence file, and the one thread that reads it: to verify what publishers copied,
-and to copy what goes to disk."""
+"""The pool's memory: the segment, its fence file, and the one thread that reads it: to verify what
+publishers copied, and to copy what goes to disk."""
 
 import asyncio
 import os
@@ -8,32 +8,40 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from baton.kv.kv_layout import KVLayout
 from baton.shared_memory import segment as segments
 from baton.shared_memory.fence import ArenaFences
-from baton.kv.kv_layout import KVLayout
 from kv_pool.common.block_rows import BlockRows
 
 MEMORY_SIZE_FLAG = "--pool-memory"
 _NICE = 10  # of the thread that fills the memory in, while the nodes serve already
 
 
-async def make_store(folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool]) -> "SegmentStore":
+async def make_store(
+    folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool]
+) -> "SegmentStore":
     """A Store, made on a thread that gives way to others. Raises what Store does."""
     maker = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_lower_priority)
     try:
-        return await asyncio.get_running_loop().run_in_executor(maker, SegmentStore, folder, size, layout, wanted)
+        return await asyncio.get_running_loop().run_in_executor(
+            maker, SegmentStore, folder, size, layout, wanted
+        )
     finally:
         maker.shutdown(wait=False)
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux, of this thread alone
+    os.setpriority(
+        os.PRIO_PROCESS, threading.get_native_id(), _NICE
+    )  # on Linux, of this thread alone
 
 
 class SegmentStore:
-    def __init__(self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it, and
-        Draining once it is not `wanted` any more."""
+    def __init__(
+        self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder
+        cannot hold it, and Draining once it is not `wanted` any more."""
         whole = segments.round_up_segment_bytes(size, layout.block_bytes)
         self._segment = segments.create_segment(folder, "pool", whole, MEMORY_SIZE_FLAG, wanted)
         self.fences = ArenaFences(self._segment.path)
@@ -53,12 +61,17 @@ class SegmentStore:
     async def compute_checksums(self, blocks: Sequence[int]) -> list[int]:
         """Of what is in them now."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._verifier, lambda: [self.rows.checksum(block) for block in blocks])
+        return await loop.run_in_executor(
+            self._verifier, lambda: [self.rows.checksum(block) for block in blocks]
+        )
 
     async def verify_blocks(self, blocks: Sequence[int], checksums: Sequence[int]) -> bool:
-        """Whether all of them are what their checksums say. Reading takes its time, on a thread of its own."""
+        """Whether all of them are what their checksums say. Reading takes its time, on a thread of
+        its own."""
         loop = asyncio.get_running_loop()
-        whole = await loop.run_in_executor(self._verifier, self.rows.count_intact, blocks, checksums)
+        whole = await loop.run_in_executor(
+            self._verifier, self.rows.count_intact, blocks, checksums
+        )
         return whole == len(blocks)
 
     def run_on_verifier(self, call: Callable[[], None]) -> "asyncio.Future[None]":

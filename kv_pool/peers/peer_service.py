@@ -1,10 +1,10 @@
 """PoolPeers: what other hosts' pools may ask of this one."""
 
-from baton.process import log
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import BatonError, StaleMessage
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
+from baton.process import log
 from kv_pool.peers.promotion_sender import PromotionSender
 
 

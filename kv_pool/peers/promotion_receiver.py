@@ -1,8 +1,9 @@
-"""Blocks on their way from another host's pool into this one's segment, as a hand-off is on its way to a decode node:
-this pool grants a ticket for places, asks the other one to write them, and nothing counts before it is sealed.
+"""Blocks on their way from another host's pool into this one's segment, as a hand-off is on its way
+to a decode node: this pool grants a ticket for places, asks the other one to write them, and
+nothing counts before it is sealed.
 
-Transports between hosts are two-sided. All that lands lands by this pool's own hand, so once a ticket is lost nothing
-is written there any more.
+Transports between hosts are two-sided. All that lands lands by this pool's own hand, so once a
+ticket is lost nothing is written there any more.
 """
 
 import asyncio
@@ -15,20 +16,36 @@ from baton.cluster_link import pb_conversion as wire
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
-from baton.types import AttemptKey, Incarnation, PeerAddress, RequestId, SegmentRef, Ticket, TicketId, mint_id
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.blocks.attachments import Publication
+from baton.types import (
+    AttemptKey,
+    Incarnation,
+    PeerAddress,
+    RequestId,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    mint_id,
+)
 from kv_pool.common.grpc_link import PeerChannels
 from kv_pool.common.protocol import PEER_PROTOCOL_VERSION, PoolIdentity
-from kv_transfer.plane import InboundEvent, InboundPlane, InboundLost, InboundSealed
+from kv_pool.core.blocks.attachments import Publication
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_transfer.plane import InboundEvent, InboundLost, InboundPlane, InboundSealed
 
 MakeInboundPlane = Callable[[Callable[[InboundEvent], None]], InboundPlane]
 
 
 class PromotionReceiver:
-    """Belongs to one event loop. `make_plane` is given what to call with events, from any thread."""
+    """Belongs to one event loop. `make_plane` is given what to call with events, from any
+    thread."""
 
-    def __init__(self, make_plane: MakeInboundPlane, me: PoolIdentity, channels: PeerChannels, ticket_ttl: float) -> None:
+    def __init__(
+        self,
+        make_plane: MakeInboundPlane,
+        me: PoolIdentity,
+        channels: PeerChannels,
+        ticket_ttl: float,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._plane = make_plane(self._emit)
         self._identity = me
@@ -48,8 +65,8 @@ class PromotionReceiver:
         self._plane.rejoin(incarnation)
 
     async def fetch_blocks(self, peer: PeerAddress, written: Publication) -> None:
-        """Once joined: fill the places of a publication with what `peer` has. Raises BatonError if it does not come, or
-        not whole; either way nothing is written to them afterwards."""
+        """Once joined: fill the places of a publication with what `peer` has. Raises BatonError if
+        it does not come, or not whole; either way nothing is written to them afterwards."""
         ticket = self._make_ticket(peer, written)
         landed = self._in_flight[ticket.id] = self._loop.create_future()
         self._plane.grant_ticket(ticket)
@@ -75,7 +92,9 @@ class PromotionReceiver:
 
     def _make_ticket(self, peer: PeerAddress, written: Publication) -> Ticket:
         size = self._identity.layout.block_bytes
-        me = PeerAddress(self._identity.name, self._incarnation, self._identity.host_id, self._plane.endpoint)
+        me = PeerAddress(
+            self._identity.name, self._incarnation, self._identity.host_id, self._plane.endpoint
+        )
         end = written.first_block + len(written.blocks)
         return Ticket(
             id=TicketId(mint_id()),
@@ -101,13 +120,17 @@ class PromotionReceiver:
             chain=_chain_to_pb(written.chain.prefix(end)),
             ticket=wire.ticket_to_pb(ticket),
         )
-        error: BatonError | None = PeerUnreachable(f"pool {peer.name} is asked no further")  # the channel is closed under it
+        error: BatonError | None = PeerUnreachable(
+            f"pool {peer.name} is asked no further"
+        )  # the channel is closed under it
         try:
             channel = await self._channels.get_channel(peer.transfer_endpoint)
             try:
                 answer = await pool_pb2_grpc.PoolPeersStub(channel).Send(question)
             except grpc.aio.AioRpcError as failure:
-                error = PeerUnreachable(f"pool {peer.name} at {peer.transfer_endpoint}: {failure.code().name}")
+                error = PeerUnreachable(
+                    f"pool {peer.name} at {peer.transfer_endpoint}: {failure.code().name}"
+                )
                 await self._channels.close_channel(peer.transfer_endpoint, channel)
             else:
                 error = wire.error_from_pb(answer.error) if answer.HasField("error") else None
@@ -124,7 +147,9 @@ class PromotionReceiver:
         match event:
             case InboundSealed(ticket):
                 _complete(self._in_flight.pop(ticket, None), None)
-            case InboundLost(ticket, error):  # if it was sealed before, all of it is there, and only the commit is lost
+            case InboundLost(
+                ticket, error
+            ):  # if it was sealed before, all of it is there, and only the commit is lost
                 _complete(self._in_flight.pop(ticket, None), error)
             case _:
                 pass

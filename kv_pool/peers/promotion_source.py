@@ -1,21 +1,23 @@
-"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker than computing.
+"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker
+than computing.
 
-Whoever waits does so for as long as computing would take. A fetch that takes longer goes on, and as long as it does its
-pool is asked for nothing else: if it does not answer, only those who were first wait for it.
+Whoever waits does so for as long as computing would take. A fetch that takes longer goes on, and as
+long as it does its pool is asked for nothing else: if it does not answer, only those who were first
+wait for it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from baton.process.clock import Clock
 from baton.errors import BatonError, IncompleteTransfer
-from baton.process.failpoints import FAILPOINTS
 from baton.kv.kv_layout import KVLayout
+from baton.process.clock import Clock
+from baton.process.failpoints import FAILPOINTS
 from baton.types import PeerAddress
-from kv_pool.memory.block_loader import LoadPlan, LoadRequest
+from kv_pool.common.protocol import REMOTE_TIER
 from kv_pool.core.blocks.attachments import Publication
 from kv_pool.core.peers.fetch_estimator import PeerFetchEstimator
-from kv_pool.common.protocol import REMOTE_TIER
+from kv_pool.memory.block_loader import LoadPlan, LoadRequest
 
 
 class PeerFetcher(Protocol):
@@ -26,7 +28,8 @@ class PeerFetcher(Protocol):
 
 
 class PromotionSource:
-    """One of the sources that `BlockLoader` asks. `checksums` are those of blocks of the segment."""
+    """One of the sources that `BlockLoader` asks. `checksums` are those of blocks of the
+    segment."""
 
     def __init__(
         self,
@@ -41,7 +44,9 @@ class PromotionSource:
         self._checksums = checksums
         self._clock = clock
         self._fetch_estimator = PeerFetchEstimator()
-        self._in_flight: list[tuple[PeerAddress, float]] = []  # from whom, and until when it is waited for
+        self._in_flight: list[
+            tuple[PeerAddress, float]
+        ] = []  # from whom, and until when it is waited for
 
     def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
         there = wanted.remote_prefix
@@ -51,15 +56,26 @@ class PromotionSource:
         blocks = end - wanted.first_block
         if blocks <= 0:
             return None
-        # The coordinator's figure is of the node that would compute, which need not be the one that asks.
+        # The coordinator's figure is of the node that would compute, which need not be the one that
+        # asks.
         token_seconds = there.compute_seconds_per_token or wanted.compute_seconds_per_token or 0.0
         patience = token_seconds * blocks * self._layout.block_size
         if self._fetch_estimator.is_backing_off(there.pool, now) or self._is_late(there.pool, now):
             self._count_declined("resting")
-        elif self._fetch_estimator.predict_fetch_seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
+        elif (
+            self._fetch_estimator.predict_fetch_seconds(
+                there.pool, blocks * self._layout.block_bytes
+            )
+            >= patience
+        ):
             self._count_declined("slower")
         else:
-            return LoadPlan(REMOTE_TIER, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
+            return LoadPlan(
+                REMOTE_TIER,
+                end,
+                patience,
+                lambda written: self._fetch(there.pool, written, now + patience),
+            )
         return None
 
     def _is_late(self, peer: PeerAddress, now: float) -> bool:

@@ -1,7 +1,8 @@
 """The pool of one host: the pure core, and the memory that it decides about. All on one event loop.
 
-It serves one model, that of the first node that attaches; the segment is made then, because only then is the size of a
-block known. Attachments end by their own goodbye or by proof: their byte of the fence file is obtained.
+It serves one model, that of the first node that attaches; the segment is made then, because only
+then is the size of a block known. Attachments end by their own goodbye or by proof: their byte of
+the fence file is obtained.
 """
 
 import asyncio
@@ -11,29 +12,36 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from baton.process import log
+from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, StaleMessage
 from baton.kv.block_hash import BlockHash
 from baton.kv.cache_journal import CacheJournal
-from baton.process.clock import Clock
-from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, StaleMessage
-from baton.process.failpoints import FAILPOINTS
 from baton.kv.kv_layout import DTYPE_BYTES, KVLayout
 from baton.kv.pool_types import RemotePrefix
+from baton.process import log
+from baton.process.clock import Clock
+from baton.process.failpoints import FAILPOINTS
 from baton.shared_memory.segment import compute_host_id as host_of
 from baton.types import mint_id
-from kv_pool.memory.block_loader import PendingBlocks, BlockLoader, BlockSource
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.blocks.demotion import Demotion
-from kv_pool.core.blocks.attachments import PoolMatch, PublicationGrant, PoolClientId, PinId, Publication, PublicationId
-from kv_pool.core.ledger import PoolLedger
-from kv_pool.core.eviction.policies import EvictorFactory
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.common.protocol import POOL_PROTOCOL_VERSION, REMOTE_TIER, RETRY_SECONDS
+from kv_pool.core.blocks.attachments import (
+    PinId,
+    PoolClientId,
+    PoolMatch,
+    Publication,
+    PublicationGrant,
+    PublicationId,
+)
 from kv_pool.core.blocks.cache_tier import CacheTier
-from kv_pool.disk.mount import DiskSettings
+from kv_pool.core.blocks.demotion import Demotion
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.eviction.policies import EvictorFactory
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.ledger import PoolLedger
 from kv_pool.disk.disk_tier import DiskTier
+from kv_pool.disk.mount import DiskSettings
+from kv_pool.memory.block_loader import BlockLoader, BlockSource, PendingBlocks
 from kv_pool.memory.pending_publications import PendingPublications
 from kv_pool.memory.segment_store import SegmentStore, make_store
-from kv_pool.common.protocol import POOL_PROTOCOL_VERSION, REMOTE_TIER, RETRY_SECONDS
 
 _MAX_UNFINISHED_PUBLICATIONS = 16  # unfinished, of one attachment
 
@@ -60,9 +68,10 @@ class PoolClientSession:
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """The longest prefix of `chain` that may be read, of at most `max_tokens`; with `wants_partial` the block that goes on
-    from there, too. `compute_seconds_per_token`: what the node takes to compute a token, None if it does not know. `remote_prefix`:
-    another host's pool that may have more of it."""
+    """The longest prefix of `chain` that may be read, of at most `max_tokens`; with `wants_partial`
+    the block that goes on from there, too. `compute_seconds_per_token`: what the node takes to
+    compute a token, None if it does not know. `remote_prefix`: another host's pool that may have
+    more of it."""
 
     chain: PromptChain
     max_tokens: int
@@ -75,14 +84,25 @@ class _OpenPool:
     """Everything that there is from the first attachment on."""
 
     def __init__(
-        self, applicant: AttachRequest, store: SegmentStore, terms: DiskSettings | None, eviction: EvictorFactory, clock: Clock
+        self,
+        applicant: AttachRequest,
+        store: SegmentStore,
+        terms: DiskSettings | None,
+        eviction: EvictorFactory,
+        clock: Clock,
     ) -> None:
         self.model_digest, self.layout = applicant.model_digest, applicant.layout
         self.store = store
         blocks, tokens = len(store.rows), applicant.layout.block_size
         self.block_pool = SharedBlockPool(CacheTier(blocks, tokens, eviction(blocks, tokens)))
-        self.disk = DiskTier(terms, eviction, self.block_pool, store, self.model_digest, self.layout, clock) if terms else None
-        self.loader = BlockLoader(self.block_pool, clock, carry_out=self.stage_demotions, sealed=self.on_blocks_sealed)
+        self.disk = (
+            DiskTier(terms, eviction, self.block_pool, store, self.model_digest, self.layout, clock)
+            if terms
+            else None
+        )
+        self.loader = BlockLoader(
+            self.block_pool, clock, carry_out=self.stage_demotions, sealed=self.on_blocks_sealed
+        )
         self.loader.sources += [self.disk] if self.disk else []
 
     def stage_demotions(self, moves: Sequence[Demotion]) -> Awaitable[None] | None:
@@ -100,9 +120,9 @@ class _OpenPool:
 
 
 class PoolManager:
-    """`size` of the segment in bytes, and at most that of `most_tokens` tokens; `host_id` is that of the folder by
-    default; `disk`: none if None. `opened` is called when there is a segment, `changed` when the index has gained or
-    lost blocks."""
+    """`size` of the segment in bytes, and at most that of `most_tokens` tokens; `host_id` is that
+    of the folder by default; `disk`: none if None. `opened` is called when there is a segment,
+    `changed` when the index has gained or lost blocks."""
 
     def __init__(
         self,
@@ -171,7 +191,9 @@ class PoolManager:
         """Of those of the blocks `first` to `last` that are in the index."""
         index = self.block_pool.memory.index
         last = min(last, self.block_pool.memory.num_blocks)
-        return (BlockHash(index.block_hash(block)) for block in range(first, last) if block in index)
+        return (
+            BlockHash(index.block_hash(block)) for block in range(first, last) if block in index
+        )
 
     def collect_counters(self) -> dict[str, float]:
         """And gauges: what is there now."""
@@ -191,8 +213,8 @@ class PoolManager:
     # attachments
 
     async def attach_client(self, applicant: AttachRequest) -> PoolClientSession:
-        """Raises LayoutMismatch for another host, model or geometry, and ConfigError when the folder cannot hold the
-        segment; then the pool has `failure`, too."""
+        """Raises LayoutMismatch for another host, model or geometry, and ConfigError when the
+        folder cannot hold the segment; then the pool has `failure`, too."""
         _check_attach_request(applicant)
         _require_same("protocol_version", applicant.protocol_version, POOL_PROTOCOL_VERSION)
         _require_same("host_id", applicant.host_id, self.host_id)
@@ -202,7 +224,9 @@ class PoolManager:
         _require_same("model_digest", applicant.model_digest, self.model_digest)
         applicant.layout.require_equal(self.layout, f"node {applicant.node}")
         self._close_off_suspects()
-        holder = PoolClientId(f"{applicant.node}/{applicant.process[:8]}/{next(self._numbers)}")
+        holder = PoolClientId(
+            f"{applicant.node}/{applicant.incarnation[:8]}/{next(self._attachment_numbers)}"
+        )
         desk = PoolClientSession(holder, self._current.store.fences.allocate_byte())
         self.block_pool.attach_client(holder, self._clock())
         self._fences[holder] = desk.fence
@@ -221,7 +245,9 @@ class PoolManager:
 
     # questions
 
-    def find_prefix(self, desk: PoolClientSession, asked: PrefixQuery) -> tuple[PoolMatch, PendingBlocks | None]:
+    def find_prefix(
+        self, desk: PoolClientSession, asked: PrefixQuery
+    ) -> tuple[PoolMatch, PendingBlocks | None]:
         """What is here, and what brings more: then `wait_for_more` has the rest of the answer."""
         FAILPOINTS.hit("pool.find.before")
         found = self._find_in_memory(desk, asked)
@@ -229,14 +255,16 @@ class PoolManager:
         self._count('baton_pool_found_blocks_total{tier="memory"}', len(found.blocks))
         return found, self._find_pending(desk, asked, found)
 
-    async def wait_for_more(self, desk: PoolClientSession, asked: PrefixQuery, arrival: PendingBlocks, known: int) -> PoolMatch:
-        """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
-        then."""
+    async def wait_for_more(
+        self, desk: PoolClientSession, asked: PrefixQuery, arrival: PendingBlocks, known: int
+    ) -> PoolMatch:
+        """What is here when nothing more comes; `known` blocks were before. Raises Stale if the
+        attachment is over by then."""
         found, waiting, remote = PoolMatch(None, array("i")), arrival, 0
         while True:
             await waiting.done_event.wait()
             if not self.block_pool.is_live(desk.client_id):
-                raise StaleMessage(f"{desk.holder} is not attached any more")
+                raise StaleMessage(f"{desk.client_id} is not attached any more")
             before, found = found, self._find_in_memory(desk, asked)
             if before.pin_id is not None:
                 self.block_pool.release_pin(desk.client_id, before.pin_id)
@@ -255,13 +283,20 @@ class PoolManager:
             try:
                 self.block_pool.release_pin(desk.client_id, PinId(pin))
             except KeyError:
-                raise InvalidRequest(f"pin {pin} is not one of {desk.holder}'s") from None
+                raise InvalidRequest(f"pin {pin} is not one of {desk.client_id}'s") from None
 
-    def reserve_blocks(self, desk: PoolClientSession, chain: PromptChain, first: int) -> tuple[PublicationGrant, Awaitable[None] | None]:
-        """Places, and what is to be waited for before they are written to. Raises InvalidRequest when it has too many
-        unfinished publications."""
-        if self.block_pool.num_unfinished_publications(desk.client_id) >= _MAX_UNFINISHED_PUBLICATIONS:
-            raise InvalidRequest(f"{desk.holder} has {_PUBLICATIONS} unfinished publications: seal or withdraw one")
+    def reserve_blocks(
+        self, desk: PoolClientSession, chain: PromptChain, first: int
+    ) -> tuple[PublicationGrant, Awaitable[None] | None]:
+        """Places, and what is to be waited for before they are written to. Raises InvalidRequest
+        when it has too many unfinished publications."""
+        if (
+            self.block_pool.num_unfinished_publications(desk.client_id)
+            >= _MAX_UNFINISHED_PUBLICATIONS
+        ):
+            raise InvalidRequest(
+                f"{desk.client_id} has {_MAX_UNFINISHED_PUBLICATIONS} unfinished publications: seal or withdraw one"
+            )
         granted = self.block_pool.reserve_blocks(desk.client_id, chain, first, self._clock())
         self._pending_publications.add_publication(desk.client_id, chain, granted)
         room_made = self._current.stage_demotions(self.block_pool.take_demotions())
@@ -269,23 +304,29 @@ class PoolManager:
             self._count("baton_pool_grants_refused_total")
         return granted, room_made
 
-    async def seal_publication(self, desk: PoolClientSession, publication: int, checksums: Sequence[int]) -> PoolMatch:
-        """Raises ChecksumMismatch if a copy is not whole; its places are free then. Raises Stale if the attachment is
-        over by then, and InvalidRequest for what it has not reserved."""
+    async def seal_publication(
+        self, desk: PoolClientSession, publication: int, checksums: Sequence[int]
+    ) -> PoolMatch:
+        """Raises ChecksumMismatch if a copy is not whole; its places are free then. Raises Stale if
+        the attachment is over by then, and InvalidRequest for what it has not reserved."""
         number = PublicationId(publication)
         blocks = self._get_publication(desk, publication).blocks
         if len(checksums) != len(blocks):
-            raise InvalidRequest(f"publication {publication} has {len(blocks)} blocks, {len(checksums)} checksums came")
+            raise InvalidRequest(
+                f"publication {publication} has {len(blocks)} blocks, {len(checksums)} checksums came"
+            )
         whole = await self._current.store.verify_blocks(blocks, checksums)
         if not self.block_pool.is_live(desk.client_id):
-            raise StaleMessage(f"{desk.holder} is not attached any more")
+            raise StaleMessage(f"{desk.client_id} is not attached any more")
         self._get_publication(desk, publication)  # unless it was sealed or withdrawn meanwhile
         FAILPOINTS.hit("pool.seal.before")
         if not whole:
             self._count("baton_pool_checksum_failures_total")
             self.block_pool.withdraw_publication(desk.client_id, number)
             self._pending_publications.remove_publication(desk.client_id, number)
-            raise ChecksumMismatch(f"publication {publication}: a copy is not what its checksum says")
+            raise ChecksumMismatch(
+                f"publication {publication}: a copy is not what its checksum says"
+            )
         self._current.on_blocks_sealed(blocks, checksums)
         found = self.block_pool.seal_publication(desk.client_id, number, len(blocks), self._clock())
         self._pending_publications.remove_publication(desk.client_id, number)
@@ -308,16 +349,33 @@ class PoolManager:
     # inside
 
     def _find_in_memory(self, desk: PoolClientSession, asked: PrefixQuery) -> PoolMatch:
-        return self.block_pool.find_prefix(desk.client_id, asked.chain, asked.max_tokens, self._clock(), partial=asked.wants_partial)
+        return self.block_pool.find_prefix(
+            desk.client_id,
+            asked.chain,
+            asked.max_tokens,
+            self._clock(),
+            partial=asked.wants_partial,
+        )
 
-    def _find_pending(self, desk: PoolClientSession, asked: PrefixQuery, found: PoolMatch) -> PendingBlocks | None:
-        size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
-        most = min(len(asked.chain), -(-asked.max_tokens // size) if asked.wants_partial else asked.max_tokens // size)
+    def _find_pending(
+        self, desk: PoolClientSession, asked: PrefixQuery, found: PoolMatch
+    ) -> PendingBlocks | None:
+        size = (
+            asked.chain.block_size
+        )  # of a last block that is wanted in part all of it has to come
+        most = min(
+            len(asked.chain),
+            -(-asked.max_tokens // size) if asked.wants_partial else asked.max_tokens // size,
+        )
         first, seconds = len(found.blocks), asked.compute_seconds_per_token
-        published = self._pending_publications.find_pending(desk.client_id, asked.chain, first, min(most, len(asked.chain)), seconds)
+        published = self._pending_publications.find_pending(
+            desk.client_id, asked.chain, first, min(most, len(asked.chain)), seconds
+        )
         if published is not None:
             return published
-        return self._current.loader.find_or_start_load(asked.chain, found, most, asked.compute_seconds_per_token, asked.remote_prefix)
+        return self._current.loader.find_or_start_load(
+            asked.chain, found, most, asked.compute_seconds_per_token, asked.remote_prefix
+        )
 
     async def _open_segment(self, applicant: AttachRequest) -> None:
         size, layout = self._size_bytes, applicant.layout
@@ -329,19 +387,31 @@ class PoolManager:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise
-        self._open_pool = _OpenPool(applicant, store, self._disk_settings, self._make_evictor, self._clock)
-        self.block_pool.memory.add_listeners(gained=self._on_block_inserted, losing=self._on_block_removed)
-        self._log.info("segment made", segment=store.name, blocks=len(store.rows), block_bytes=self.layout.block_bytes)
+        self._open_pool = _OpenPool(
+            applicant, store, self._disk_settings, self._make_evictor, self._clock
+        )
+        self.block_pool.memory.add_listeners(
+            gained=self._on_block_inserted, losing=self._on_block_removed
+        )
+        self._log.info(
+            "segment made",
+            segment=store.name,
+            blocks=len(store.rows),
+            block_bytes=self.layout.block_bytes,
+        )
         self._on_opened()
 
     def _get_publication(self, desk: PoolClientSession, publication: int) -> Publication:
         try:
             return self.block_pool.get_publication(desk.client_id, PublicationId(publication))
         except KeyError:
-            raise InvalidRequest(f"publication {publication} is not one of {desk.holder}'s") from None
+            raise InvalidRequest(
+                f"publication {publication} is not one of {desk.client_id}'s"
+            ) from None
 
     def _close_off_suspects(self) -> None:
-        """Try the byte of everybody who is doubtful, and again after RETRY of those that keep it."""
+        """Try the byte of everybody who is doubtful, and again after RETRY of those that keep
+        it."""
         if self._closed:
             return
         for holder in self.block_pool.suspect_clients:
@@ -350,19 +420,25 @@ class PoolManager:
                 self.block_pool.remove_client(holder)
                 self._log.info("node detached", holder=holder)
         if self.block_pool.suspect_clients and self._close_off_timer is None:
-            self._close_off_timer = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._retry_close_off)
+            self._close_off_timer = asyncio.get_running_loop().call_later(
+                RETRY_SECONDS, self._retry_close_off
+            )
 
     def _retry_close_off(self) -> None:
         self._close_off_timer = None
         self._close_off_suspects()
 
     def _on_block_inserted(self, block: int) -> None:
-        self.cache_journal.record_insertion(BlockHash(self.block_pool.memory.index.block_hash(block)))
+        self.cache_journal.record_insertion(
+            BlockHash(self.block_pool.memory.index.block_hash(block))
+        )
         self._count("baton_pool_inserted_blocks_total")
         self._on_changed()
 
     def _on_block_removed(self, block: int) -> None:
-        self.cache_journal.record_eviction(BlockHash(self.block_pool.memory.index.block_hash(block)))
+        self.cache_journal.record_eviction(
+            BlockHash(self.block_pool.memory.index.block_hash(block))
+        )
         self._on_changed()
 
     def _count(self, name: str, amount: float = 1.0) -> None:

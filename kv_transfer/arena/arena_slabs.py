@@ -1,7 +1,8 @@
-"""An arena as rows, one per slab. The memory order of KVLayout puts slab (block, layer) at row block * layers
-+ layer, so any set of slabs is one gather or one scatter. numpy's take and fancy assignment release Python's
-lock and were the fastest of the single calls measured here (40 GB/s warm; torch.index_copy_ 9); on a device,
-kv_kernels' gather_slabs and scatter_slabs take their place behind these two methods."""
+"""An arena as rows, one per slab. The memory order of KVLayout puts slab (block, layer) at row
+block * layers + layer, so any set of slabs is one gather or one scatter. numpy's take and fancy
+assignment release Python's lock and were the fastest of the single calls measured here (40 GB/s
+warm; torch.index_copy_ 9); on a device, kv_kernels' gather_slabs and scatter_slabs take their place
+behind these two methods."""
 
 from collections.abc import Sequence
 
@@ -23,25 +24,34 @@ class ArenaSlabs:
         self._num_layers = layout.num_layers
         self._slab_bytes = layout.slab_bytes
         self.usable_bytes = self.num_blocks * layout.block_bytes
-        self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.usable_bytes).reshape(-1, layout.slab_bytes)
+        self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.usable_bytes).reshape(
+            -1, layout.slab_bytes
+        )
 
     def has_blocks_at(self, offsets: Sequence[int]) -> bool:
         """Whether all byte offsets are those of blocks of this arena."""
-        return all(offset % self._block_bytes == 0 and 0 <= offset < self.usable_bytes for offset in offsets)
+        return all(
+            offset % self._block_bytes == 0 and 0 <= offset < self.usable_bytes
+            for offset in offsets
+        )
 
     def slab_rows(self, area: SlabRange, blocks: Sequence[int]) -> RowIndices:
-        """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for a block
-        that the arena does not have."""
+        """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for
+        a block that the arena does not have."""
         wanted = np.asarray(blocks, dtype=np.intp)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_blocks:
-            raise IndexError(f"blocks {wanted.min()}..{wanted.max()} of an arena of {self.num_blocks}")
+            raise IndexError(
+                f"blocks {wanted.min()}..{wanted.max()} of an arena of {self.num_blocks}"
+            )
         layers = np.arange(area.first_layer, area.end_layer, dtype=np.intp)
         return (wanted * self._num_layers + layers[:, None]).reshape(-1)
 
     def gather_slabs(self, rows: RowIndices) -> memoryview:
         """A contiguous copy of the slabs."""
         out = np.empty((len(rows), self._slab_bytes), dtype=np.uint8)
-        np.take(self._rows, rows, axis=0, out=out, mode="clip")  # "raise" would copy twice; rows() has checked
+        np.take(
+            self._rows, rows, axis=0, out=out, mode="clip"
+        )  # "raise" would copy twice; rows() has checked
         return out.reshape(-1).data
 
     def scatter_slabs(self, rows: RowIndices, data: memoryview) -> None:

@@ -1,14 +1,15 @@
-"""Moves slabs between arenas and payloads, with their checksums, and carries out the failpoints on the way."""
+"""Moves slabs between arenas and payloads, with their checksums, and carries out the failpoints on
+the way."""
 
 import xxhash
 
-from baton.process.failpoints import FailpointAction
 from baton.kv.kv_layout import KVLayout
+from baton.process.failpoints import FailpointAction
 from baton.types import Ticket
+from kv_transfer.arena.arena_slabs import ArenaSlabs, RowIndices
 from kv_transfer.core import frames
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.slabs import SlabRange
-from kv_transfer.arena.arena_slabs import RowIndices, ArenaSlabs
 
 
 class SlabCopier:
@@ -22,9 +23,14 @@ class SlabCopier:
         """Whether the ticket's offsets are blocks of this arena."""
         return self.arena_slabs.has_blocks_at(ticket.block_offsets)
 
-    def read_slabs(self, outgoing: OutgoingWrite, action: FailpointAction | None = None) -> tuple[memoryview, int]:
-        """Copy slabs out of the arena. Returns (payload, its checksum, which a `corrupt` payload no longer has)."""
-        payload = self.arena_slabs.gather_slabs(self.arena_slabs.slab_rows(outgoing.slab_range, outgoing.source_blocks))
+    def read_slabs(
+        self, outgoing: OutgoingWrite, action: FailpointAction | None = None
+    ) -> tuple[memoryview, int]:
+        """Copy slabs out of the arena. Returns (payload, its checksum, which a `corrupt` payload no
+        longer has)."""
+        payload = self.arena_slabs.gather_slabs(
+            self.arena_slabs.slab_rows(outgoing.slab_range, outgoing.source_blocks)
+        )
         checksum = xxhash.xxh3_64_intdigest(payload)
         return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
 
@@ -32,9 +38,16 @@ class SlabCopier:
         """Copy a payload to the ticket's blocks in this arena."""
         self.arena_slabs.scatter_slabs(self._slab_rows(ticket, area), payload)
 
-    def receive_write(self, ticket: Ticket, frame: frames.WriteFrame, payload: memoryview | None, action: FailpointAction | None) -> bool:
-        """Bring an admitted Write's bytes into the arena, or read back those that its writer put there. False if they
-        are not what the checksum says; an inline payload has then not touched the arena."""
+    def receive_write(
+        self,
+        ticket: Ticket,
+        frame: frames.WriteFrame,
+        payload: memoryview | None,
+        action: FailpointAction | None,
+    ) -> bool:
+        """Bring an admitted Write's bytes into the arena, or read back those that its writer put
+        there. False if they are not what the checksum says; an inline payload has then not touched
+        the arena."""
         one_sided = ticket.transport == "shm"
         if one_sided == frame.is_inline or (payload is None) == frame.is_inline:
             return False
@@ -42,10 +55,15 @@ class SlabCopier:
             rows = self._slab_rows(ticket, frame.slab_range)
             if action is FailpointAction.CORRUPT:
                 self.arena_slabs.flip_bit(rows)
-            return bool(xxhash.xxh3_64_intdigest(self.arena_slabs.gather_slabs(rows)) == frame.checksum)
+            return bool(
+                xxhash.xxh3_64_intdigest(self.arena_slabs.gather_slabs(rows)) == frame.checksum
+            )
         if action is FailpointAction.CORRUPT:
             payload = flip_first_bit(payload)
-        if len(payload) != frame.payload_bytes or xxhash.xxh3_64_intdigest(payload) != frame.checksum:
+        if (
+            len(payload) != frame.payload_bytes
+            or xxhash.xxh3_64_intdigest(payload) != frame.checksum
+        ):
             return False
         self.write_slabs(ticket, frame.slab_range, payload)
         return True

@@ -10,5 +10,6 @@ def has_port(address: str) -> bool:
 
 
 def address_to_dial(advertise: str, port: str) -> str:
-    """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
+    """`advertise` with the bound port, unless it names one: behind a port mapping the two
+    differ."""
     return advertise if has_port(advertise) else f"{advertise}:{port}"

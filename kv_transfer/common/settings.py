@@ -27,10 +27,16 @@ class TransferSettings:
     max_payload_bytes: int = MIB  # per message
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
     max_queued_messages: int = 64  # per link and direction, in zmq or grpc
-    link_timeout: float = 5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
+    link_timeout: float = (
+        5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
+    )
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged
-    max_connections_per_address: int = 0  # of one host to a transfer socket; 0: half of what it may hold
+    max_connections_per_address: int = (
+        0  # of one host to a transfer socket; 0: half of what it may hold
+    )
 
     def port_limit(self) -> PortLimit:
         """Of decode's transfer socket, by what this process may open now."""
-        return compute_port_limit("transfer", get_descriptor_limit(), per_address=self.max_connections_per_address)
+        return compute_port_limit(
+            "transfer", get_descriptor_limit(), per_address=self.max_connections_per_address
+        )

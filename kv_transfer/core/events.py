@@ -8,9 +8,9 @@ from baton.types import AttemptKey, TicketId, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SealInfo:
-    """What Seal carries beside the manifest: the tokens of this request's output so far, and the score of the last of
-    them if the request asks for scores. All else derives from the Request, so that a decode-to-decode move can use the
-    same message."""
+    """What Seal carries beside the manifest: the tokens of this request's output so far, and the
+    score of the last of them if the request asks for scores. All else derives from the Request, so
+    that a decode-to-decode move can use the same message."""
 
     emitted_token_ids: tuple[int, ...]
     last_token_score: TokenLogprobs | None = None
@@ -40,8 +40,8 @@ class InboundStarted:
 
 @dataclass(frozen=True, slots=True)
 class InboundSealed:
-    """Every (layer, block) of the ticket has landed, once, with the right checksum, and no writer can write any more.
-    The compute thread answers with `commit` or `revoke`."""
+    """Every (layer, block) of the ticket has landed, once, with the right checksum, and no writer
+    can write any more. The compute thread answers with `commit` or `revoke`."""
 
     ticket_id: TicketId
     seal_info: SealInfo
@@ -50,9 +50,10 @@ class InboundSealed:
 
 @dataclass(frozen=True, slots=True)
 class InboundLost:
-    """The hand-off will not commit. `is_fenced` says whether its blocks may be reused now; if not they are to be
-    QUARANTINED until `InboundFenced` follows. Emitted exactly once per granted ticket that does not commit, whether it
-    expired, failed, or was revoked by the compute thread."""
+    """The hand-off will not commit. `is_fenced` says whether its blocks may be reused now; if not
+    they are to be QUARANTINED until `InboundFenced` follows. Emitted exactly once per granted
+    ticket that does not commit, whether it expired, failed, or was revoked by the compute
+    thread."""
 
     ticket_id: TicketId
     error: BatonError
@@ -61,7 +62,8 @@ class InboundLost:
 
 @dataclass(frozen=True, slots=True)
 class InboundFenced:
-    """Proof is in hand that the writer of a lost ticket can write no more: its blocks may be reused."""
+    """Proof is in hand that the writer of a lost ticket can write no more: its blocks may be
+    reused."""
 
     ticket_id: TicketId
 
@@ -92,8 +94,8 @@ class OutboundCommitted:
 
 @dataclass(frozen=True, slots=True)
 class OutboundAborted:
-    """The hand-off is over and did not commit. The plane reads the source blocks no more. Exactly one of Committed and
-    Aborted ends every open()."""
+    """The hand-off is over and did not commit. The plane reads the source blocks no more. Exactly
+    one of Committed and Aborted ends every open()."""
 
     key: AttemptKey
     error: BatonError

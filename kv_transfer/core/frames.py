@@ -1,9 +1,11 @@
-"""The frames of the transfer plane: a closed union, bounded in every field, encoded as MessagePack arrays.
+"""The frames of the transfer plane: a closed union, bounded in every field, encoded as MessagePack
+arrays.
 
-Writer to decode: Open, Write, Seal, Abort, Renew. Decode to writer: Credit, Landed, Committed, Refused. Every
-frame names the ticket, the attempt and the incarnations of both ends, so that a frame of another life is told
-from one of this life by its contents, never by the connection that it came on. A Write with `inline` is
-followed by its payload as a second message part; without it the payload lies in decode's arena already.
+Writer to decode: Open, Write, Seal, Abort, Renew. Decode to writer: Credit, Landed, Committed,
+Refused. Every frame names the ticket, the attempt and the incarnations of both ends, so that a
+frame of another life is told from one of this life by its contents, never by the connection that it
+came on. A Write with `inline` is followed by its payload as a second message part; without it the
+payload lies in decode's arena already.
 """
 
 from typing import Annotated, Final, TypeVar
@@ -16,7 +18,9 @@ from baton.types import TokenLogprobs
 from kv_transfer.core.slabs import SlabRange
 
 PROTOCOL_VERSION: Final = 1
-INITIAL_WINDOW_BYTES: Final = 1 << 20  # bytes a writer may have outstanding before decode's first Credit
+INITIAL_WINDOW_BYTES: Final = (
+    1 << 20
+)  # bytes a writer may have outstanding before decode's first Credit
 MAX_HEADER_BYTES: Final = 16 << 20  # bounds Seal's token list; every other frame is under 1 KiB
 
 Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -40,8 +44,8 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 
 class OpenFrame(Frame, frozen=True, tag="open"):
-    """The writer has the ticket. `window_bytes` asks for that many bytes of credit; geometry is checked against the
-    arena."""
+    """The writer has the ticket. `window_bytes` asks for that many bytes of credit; geometry is
+    checked against the arena."""
 
     version: Count
     num_layers: Count
@@ -51,8 +55,8 @@ class OpenFrame(Frame, frozen=True, tag="open"):
 
 
 class WriteFrame(Frame, frozen=True, tag="write"):
-    """Slabs of layers [layer, layer + layers) of logical blocks [block, block + blocks), all heads [head,
-    head + heads). The payload is layer-major. `checksum` is xxh3_64 over it."""
+    """Slabs of layers [layer, layer + layers) of logical blocks [block, block + blocks), all heads
+    [head, head + heads). The payload is layer-major. `checksum` is xxh3_64 over it."""
 
     first_layer: Count
     num_layers: Count
@@ -70,8 +74,9 @@ class WriteFrame(Frame, frozen=True, tag="write"):
 
 
 class SealFrame(Frame, frozen=True, tag="seal"):
-    """Everything was written. The manifest: how many slabs and bytes, and an order-free digest over every
-    Write. `logprob` and `top` are the score of the last token of `emitted_token_ids`, if the request asks for scores."""
+    """Everything was written. The manifest: how many slabs and bytes, and an order-free digest over
+    every Write. `logprob` and `top` are the score of the last token of `emitted_token_ids`, if the
+    request asks for scores."""
 
     num_slabs: Count
     payload_bytes: Size
@@ -118,8 +123,8 @@ class CommittedFrame(Frame, frozen=True, tag="committed"):
 
 
 class RefusedFrame(Frame, frozen=True, tag="refused"):
-    """The hand-off is over and did not commit; also the answer to Abort. `code` is an error's code on Baton's
-    wire."""
+    """The hand-off is over and did not commit; also the answer to Abort. `code` is an error's code
+    on Baton's wire."""
 
     code: Code
     message: Text
@@ -154,5 +159,9 @@ def _parse(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> F
         raise BadFrame(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a string that is no UTF-8
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: a string that is no UTF-8
         raise BadFrame(str(error)) from error

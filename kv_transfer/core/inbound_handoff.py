@@ -6,16 +6,16 @@
        +------------------+---- wrong, expired, revoked ----> LOST (fenced)
                                                      or ----> QUARANTINED --fenced--> LOST
 
-SEALED is the node's to decide, by `commit` or `revoke`, and nothing else moves it: the node may be committing at this
-very moment, and the writer, whatever became of it, can change nothing any more.
+SEALED is the node's to decide, by `commit` or `revoke`, and nothing else moves it: the node may be
+committing at this very moment, and the writer, whatever became of it, can change nothing any more.
 
-`fence` is called to shut the writer out for good. It answers True when that is proven: at once for a
-two-sided backend, whose bytes land by decode's own hand, and for a one-sided one when the ticket's fence byte
-was obtained (baton/shared_memory/fence.py). No input of this machine moves QUARANTINED on but a call of `fence` that
-answered True.
+`fence` is called to shut the writer out for good. It answers True when that is proven: at once for
+a two-sided backend, whose bytes land by decode's own hand, and for a one-sided one when the
+ticket's fence byte was obtained (baton/shared_memory/fence.py). No input of this machine moves
+QUARANTINED on but a call of `fence` that answered True.
 
-Methods return what is to be done, in order: frames for the writer, events for the node, and Ignored for
-inputs that change nothing and are only counted. COMMITTED and LOST are absorbing.
+Methods return what is to be done, in order: frames for the writer, events for the node, and Ignored
+for inputs that change nothing and are only counted. COMMITTED and LOST are absorbing.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,14 @@ from baton.errors import (
 )
 from baton.types import Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.events import InboundFenced, InboundEvent, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.core.events import (
+    InboundEvent,
+    InboundFenced,
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    SealInfo,
+)
 from kv_transfer.core.slabs import SlabGrid, extend_manifest_digest
 
 NEVER = float("inf")
@@ -100,7 +107,11 @@ class InboundHandoff:
     @property
     def deadline(self) -> float:
         """When `tick` must be called, by the lease or for want of progress."""
-        return min(self.lease_deadline, self.progress_deadline) if self.state in UNSEALED_STATES else NEVER
+        return (
+            min(self.lease_deadline, self.progress_deadline)
+            if self.state in UNSEALED_STATES
+            else NEVER
+        )
 
     # frames from the writer
 
@@ -109,36 +120,61 @@ class InboundHandoff:
             return turned_away
         if frame.version != frames.PROTOCOL_VERSION:
             return self._lose(
-                LayoutMismatch(f"the writer speaks transfer protocol {frame.version}, decode {frames.PROTOCOL_VERSION}")
+                LayoutMismatch(
+                    f"the writer speaks transfer protocol {frame.version}, decode {frames.PROTOCOL_VERSION}"
+                )
             )
-        theirs, mine = (frame.num_layers, frame.slab_bytes), (self.shape.num_layers, self.shape.slab_bytes)
+        theirs, mine = (
+            (frame.num_layers, frame.slab_bytes),
+            (self.shape.num_layers, self.shape.slab_bytes),
+        )
         if theirs != mine:
-            return self._lose(LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}"))
+            return self._lose(
+                LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}")
+            )
         self._renew_lease(now)
-        return [frames.CreditFrame(*self._frame_ids, window_bytes=min(frame.window_bytes, self.credit_bytes))]
+        return [
+            frames.CreditFrame(
+                *self._frame_ids, window_bytes=min(frame.window_bytes, self.credit_bytes)
+            )
+        ]
 
     def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
-        """Whether the Write's bytes may land (or, one-sided, be read back). `finish_write` must follow if so."""
+        """Whether the Write's bytes may land (or, one-sided, be read back). `finish_write` must
+        follow if so."""
         if (turned_away := self._screen_frame(frame, now)) is not None:
             return False, turned_away
         area = frame.slab_range
-        if not self.grid.contains(area) or (frame.first_kv_head, frame.num_kv_heads) != (0, self.shape.num_kv_heads):
-            return False, self._lose(LayoutMismatch(f"a Write of {area}, heads {frame.head}+{frame.heads}"))
+        if not self.grid.contains(area) or (frame.first_kv_head, frame.num_kv_heads) != (
+            0,
+            self.shape.num_kv_heads,
+        ):
+            return False, self._lose(
+                LayoutMismatch(
+                    f"a Write of {area}, heads {frame.first_kv_head}+{frame.num_kv_heads}"
+                )
+            )
         if frame.payload_bytes != area.num_slabs * self.shape.slab_bytes:
             return False, self._lose(
-                LayoutMismatch(f"{frame.size} bytes for {area.slabs} slabs of {self.shape.slab_bytes}")
+                LayoutMismatch(
+                    f"{frame.payload_bytes} bytes for {area.num_slabs} slabs of {self.shape.slab_bytes}"
+                )
             )
         bits = self.grid.bitmask(area)
         if bits & self.landed_slabs == bits:
             return False, [IgnoredInput("duplicate")]
         if bits & self.landed_slabs:
-            return False, self._lose(IncompleteTransfer(f"a Write of {area} overlaps what has landed"))
+            return False, self._lose(
+                IncompleteTransfer(f"a Write of {area} overlaps what has landed")
+            )
         return True, []
 
-    def finish_write(self, frame: frames.WriteFrame, checksum_right: bool, now: float) -> list[InboundOutput]:
+    def finish_write(
+        self, frame: frames.WriteFrame, checksum_right: bool, now: float
+    ) -> list[InboundOutput]:
         """The bytes of an admitted Write are in place, or were found wrong."""
         if not checksum_right:
-            return self._lose(ChecksumMismatch(f"the checksum of {frame.area} is wrong"))
+            return self._lose(ChecksumMismatch(f"the checksum of {frame.slab_range} is wrong"))
         area = frame.slab_range
         outputs: list[InboundOutput] = []
         if self.state is InboundState.GRANTED:
@@ -149,7 +185,16 @@ class InboundHandoff:
         self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, frame.checksum)
         self.progress_deadline = now + self.progress_timeout
         self._renew_lease(now)
-        return [*outputs, frames.LandedFrame(*self._frame_ids, area.first_layer, area.num_layers, area.first_block, area.num_blocks)]
+        return [
+            *outputs,
+            frames.LandedFrame(
+                *self._frame_ids,
+                area.first_layer,
+                area.num_layers,
+                area.first_block,
+                area.num_blocks,
+            ),
+        ]
 
     def on_seal(self, frame: frames.SealFrame, now: float) -> list[InboundOutput]:
         if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
@@ -157,9 +202,21 @@ class InboundHandoff:
         if (turned_away := self._screen_frame(frame, now)) is not None:
             return turned_away
         if not self._is_complete():
-            return self._lose(IncompleteTransfer(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
-        if (frame.num_slabs, frame.payload_bytes, frame.digest) != (self.grid.num_slabs, self.bytes_landed, self.manifest_digest):
-            return self._lose(IncompleteTransfer(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
+            return self._lose(
+                IncompleteTransfer(
+                    f"sealed with {self.landed_slabs.bit_count()} of {self.grid.num_slabs} slabs landed"
+                )
+            )
+        if (frame.num_slabs, frame.payload_bytes, frame.digest) != (
+            self.grid.num_slabs,
+            self.bytes_landed,
+            self.manifest_digest,
+        ):
+            return self._lose(
+                IncompleteTransfer(
+                    f"the manifest ({frame.num_slabs} slabs, {frame.payload_bytes} bytes) is not what landed"
+                )
+            )
         self.seal_info = SealInfo(frame.emitted_token_ids, frame.last_token_score)
         self.state = InboundState.SEALING
         return self._seal_if_fenced()
@@ -237,11 +294,19 @@ class InboundHandoff:
         return self._refusal(frame)
 
     def _refusal(self, frame: frames.Frame) -> list[InboundOutput]:
-        """Answer a frame of another life, or of a hand-off that is over, without touching this one."""
+        """Answer a frame of another life, or of a hand-off that is over, without touching this
+        one."""
         error = self.error or StaleMessage("the ticket is for another incarnation or attempt")
         return [
             IgnoredInput("stale"),
-            frames.RefusedFrame(frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation, error.code, error.message[:512]),
+            frames.RefusedFrame(
+                frame.ticket_id,
+                frame.attempt,
+                frame.writer_incarnation,
+                frame.decode_incarnation,
+                error.code,
+                error.message[:512],
+            ),
         ]
 
     def _seal_if_fenced(self) -> list[InboundOutput]:
@@ -253,14 +318,24 @@ class InboundHandoff:
 
     def _lose_as_expired(self, now: float) -> list[InboundOutput]:
         if now >= self.lease_deadline:
-            return self._lose(LeaseExpired(f"ticket not renewed within its {self.ticket.ttl} s (ticket_ttl)"))
-        return self._lose(HandoffFailed(f"no slab landed for {self.progress_timeout} s (progress_timeout)"))
+            return self._lose(
+                LeaseExpired(
+                    f"ticket not renewed within its {self.ticket.ttl_seconds} s (ticket_ttl)"
+                )
+            )
+        return self._lose(
+            HandoffFailed(f"no slab landed for {self.progress_timeout} s (progress_timeout)")
+        )
 
     def _lose(self, error: BatonError) -> list[InboundOutput]:
-        self.error = error.with_traceback(None)  # whose frames would hold payloads for as long as this is remembered
+        self.error = error.with_traceback(
+            None
+        )  # whose frames would hold payloads for as long as this is remembered
         fenced = self.state is InboundState.SEALED or self.try_fence()
         self.state = InboundState.LOST if fenced else InboundState.QUARANTINED
-        refused = frames.RefusedFrame(*self._frame_ids, code=error.code, message=error.message[:512])
+        refused = frames.RefusedFrame(
+            *self._frame_ids, code=error.code, message=error.message[:512]
+        )
         return [refused, InboundLost(self.ticket.id, error, fenced)]
 
     def _renew_lease(self, now: float) -> None:
@@ -268,4 +343,9 @@ class InboundHandoff:
 
     @property
     def _frame_ids(self) -> tuple[str, int, str, str]:
-        return self.ticket.id, self.ticket.key.attempt_number, self.ticket.writer_incarnation, self.ticket.decode_peer.incarnation
+        return (
+            self.ticket.id,
+            self.ticket.key.attempt_number,
+            self.ticket.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+        )

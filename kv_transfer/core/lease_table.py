@@ -8,10 +8,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 class LeaseTable(Generic[K]):
-    """A set of leases with one sweep that finds every expired one, whatever the order of grants and renewals.
+    """A set of leases with one sweep that finds every expired one, whatever the order of grants and
+    renewals.
 
-    A heap of (deadline, key) with lazy deletion: an entry counts only if it equals the key's present
-    deadline, and every change of a deadline pushes an entry. A lease is over when `now >= deadline`.
+    A heap of (deadline, key) with lazy deletion: an entry counts only if it equals the key's
+    present deadline, and every change of a deadline pushes an entry. A lease is over when `now >=
+    deadline`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,8 @@ class LeaseTable(Generic[K]):
 
     def _rebuild(self) -> None:
         self._heap = [
-            (deadline, number, key) for number, (key, deadline) in enumerate(self._deadline.items(), start=self._pushed)
+            (deadline, number, key)
+            for number, (key, deadline) in enumerate(self._deadline.items(), start=self._pushed)
         ]
         self._heap.sort()
         self._pushed += len(self._heap)

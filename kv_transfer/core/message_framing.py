@@ -1,5 +1,5 @@
-"""A frame and its payload as one message, for links that carry single messages: the header's length in 4 bytes,
-little-endian, then the header, then the payload if there is one."""
+"""A frame and its payload as one message, for links that carry single messages: the header's length
+in 4 bytes, little-endian, then the header, then the payload if there is one."""
 
 _LENGTH_PREFIX_BYTES = 4  # bytes
 
@@ -11,7 +11,8 @@ def pack_message(header: bytes, payload: memoryview | None) -> bytes:
 
 
 def unpack_message(data: bytes) -> tuple[bytes, memoryview | None]:
-    """Header and payload, the payload not copied. Never fails: what nobody packed has no frame as header."""
+    """Header and payload, the payload not copied. Never fails: what nobody packed has no frame as
+    header."""
     end = _LENGTH_PREFIX_BYTES + int.from_bytes(data[:_LENGTH_PREFIX_BYTES], "little")
     return data[_LENGTH_PREFIX_BYTES:end], memoryview(data)[end:] if len(data) > end else None
 

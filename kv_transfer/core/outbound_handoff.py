@@ -4,26 +4,41 @@
          |                      |                               |
          +----------------------+-------- abort, Refused -------+--> ABORTING --last write done--> ABORTED
 
-Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is ready,
-`written` says that the source was read and, one-sided, that the bytes are in place. While a write is in flight the
-hand-off does not end: ABORTING waits for it, so that source blocks are never released under a reader.
+Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes
+what is ready, `written` says that the source was read and, one-sided, that the bytes are in place.
+While a write is in flight the hand-off does not end: ABORTING waits for it, so that source blocks
+are never released under a reader.
 
-`lock` keeps decode from taking the blocks back under a one-sided writer (baton/shared_memory/fence.py). It is held exactly while
-writes are in flight, so never at Seal or at the end; once decode has closed the ticket off it cannot be had again.
-Methods return frames for decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
+`lock` keeps decode from taking the blocks back under a one-sided writer
+(baton/shared_memory/fence.py). It is held exactly while writes are in flight, so never at Seal or
+at the end; once decode has closed the ticket off it cannot be had again. Methods return frames for
+decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from baton.errors import BatonError, IncompleteTransfer, PeerUnreachable, StaleMessage, handoff_error_from_peer
+from baton.errors import (
+    BatonError,
+    IncompleteTransfer,
+    PeerUnreachable,
+    StaleMessage,
+    handoff_error_from_peer,
+)
 from baton.types import AttemptKey, Incarnation, Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent, HandoffStats, SealInfo
+from kv_transfer.core.events import (
+    HandoffStats,
+    LayerLanded,
+    OutboundAborted,
+    OutboundCommitted,
+    OutboundEvent,
+    SealInfo,
+)
 from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.core.send_queue import ReadySlabs, OutgoingWrite, split_next_write
-from kv_transfer.core.slabs import SlabGrid, SlabRange, split_by_layer, extend_manifest_digest
+from kv_transfer.core.send_queue import OutgoingWrite, ReadySlabs, split_next_write
+from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
 
 
 class OutboundState(Enum):
@@ -58,8 +73,8 @@ class NoLock:
 
 @dataclass(frozen=True, slots=True)
 class SendSettings:
-    """How a hand-off is cut into messages and how long it waits. Bytes and seconds; `layers_per_message` 0
-    puts as many layers into a message as are ready and fit."""
+    """How a hand-off is cut into messages and how long it waits. Bytes and seconds;
+    `layers_per_message` 0 puts as many layers into a message as are ready and fit."""
 
     max_payload_bytes: int
     layers_per_message: int
@@ -91,7 +106,9 @@ class OutboundHandoff:
     pending_seal: SealInfo | None = None
     error: BatonError | None = None
     needs_abort_frame: bool = False  # decode, with Abort, once no write is in flight
-    last_progress_at: float = 0.0  # when decode last moved us on, or we last gave it something to answer
+    last_progress_at: float = (
+        0.0  # when decode last moved us on, or we last gave it something to answer
+    )
     next_renewal_at: float = NEVER
     last_ready_at: float = 0.0
     last_landed_at: float = 0.0
@@ -103,7 +120,11 @@ class OutboundHandoff:
 
     @property
     def deadline(self) -> float:
-        return min(self.next_renewal_at, self._answer_deadline) if self.state in _OPEN_STATES else NEVER
+        return (
+            min(self.next_renewal_at, self._answer_deadline)
+            if self.state in _OPEN_STATES
+            else NEVER
+        )
 
     @property
     def _answer_deadline(self) -> float:
@@ -115,11 +136,15 @@ class OutboundHandoff:
         return self.state in _OPEN_STATES and now >= self._answer_deadline
 
     def has_layer_landed(self, layer: int) -> bool:
-        """Whether every slab of the layer announced so far, less what decode held already, has landed."""
+        """Whether every slab of the layer announced so far, less what decode held already, has
+        landed."""
         first = self.ticket.first_block if self.ticket else 0
         if first >= self.num_blocks:
             return True
-        wanted = self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first)) & self.announced_slabs
+        wanted = (
+            self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first))
+            & self.announced_slabs
+        )
         return self.ticket is not None and wanted & ~self.landed_slabs == 0
 
     # the node's own calls
@@ -129,8 +154,16 @@ class OutboundHandoff:
             return [IgnoredInput("announce")]
         if not ready.source_blocks:
             return []
-        if not self.grid.contains(ready.slab_range) or self.grid.bitmask(ready.slab_range) & self.announced_slabs or self.pending_seal:
-            return self.abort(IncompleteTransfer(f"{ready.area} was announced twice, out of range or after seal"))
+        if (
+            not self.grid.contains(ready.slab_range)
+            or self.grid.bitmask(ready.slab_range) & self.announced_slabs
+            or self.pending_seal
+        ):
+            return self.abort(
+                IncompleteTransfer(
+                    f"{ready.slab_range} was announced twice, out of range or after seal"
+                )
+            )
         self.announced_slabs |= self.grid.bitmask(ready.slab_range)
         self.last_ready_at = now
         self.slabs_landed_before_last_layer = self.landed_slabs.bit_count()
@@ -141,16 +174,21 @@ class OutboundHandoff:
         """The destination is known."""
         if self.state is not OutboundState.UNTICKETED:
             return [IgnoredInput("ticket")]
-        if ticket.first_block + len(ticket.block_offsets) != self.num_blocks or ticket.writer_incarnation != self.writer_incarnation:
+        if (
+            ticket.first_block + len(ticket.block_offsets) != self.num_blocks
+            or ticket.writer_incarnation != self.writer_incarnation
+        ):
             return self.abort(
                 StaleMessage(
-                    f"the ticket is for writer {ticket.writer} and blocks {ticket.first_block}+"
-                    f"{len(ticket.offsets)}, this is {self.writer} with {self.blocks}"
+                    f"the ticket is for writer {ticket.writer_incarnation} and blocks {ticket.first_block}+"
+                    f"{len(ticket.block_offsets)}, this is {self.writer_incarnation} with {self.num_blocks}"
                 )
             )
         self.state = OutboundState.STREAMING
         self.ticket, self.lock = ticket, lock
-        self.send_queue = tuple(piece for ready in self.send_queue for piece in self._clip_to_missing(ready))
+        self.send_queue = tuple(
+            piece for ready in self.send_queue for piece in self._clip_to_missing(ready)
+        )
         self.last_progress_at = now
         self.next_renewal_at = now + self.settings.renew_interval
         opened = frames.OpenFrame(
@@ -172,7 +210,9 @@ class OutboundHandoff:
     def abort(self, error: BatonError) -> list[OutboundOutput]:
         if self.state not in _OPEN_STATES:
             return [IgnoredInput("abort")]
-        self.error = error.with_traceback(None)  # whose frames would hold the peer's arena for as long as this is kept
+        self.error = error.with_traceback(
+            None
+        )  # whose frames would hold the peer's arena for as long as this is kept
         self.send_queue = ()
         self.needs_abort_frame = self.ticket is not None
         self.state = OutboundState.ABORTING
@@ -181,8 +221,8 @@ class OutboundHandoff:
     # writing
 
     def begin_write(self) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
-        """Take the next slabs to be read and sent, if any are ready and there is credit. `finish_write` must
-        follow."""
+        """Take the next slabs to be read and sent, if any are ready and there is credit.
+        `finish_write` must follow."""
         if self.state is not OutboundState.STREAMING or not self.send_queue:
             return None, []
         slab = self.shape.slab_bytes
@@ -191,13 +231,17 @@ class OutboundHandoff:
             return None, []
         if self.writes_in_flight == 0 and not self.lock.try_acquire():
             return None, self.abort(StaleMessage("decode has closed the ticket off"))
-        outgoing, self.send_queue = split_next_write(self.send_queue, max(1, room // slab), self.settings.layers_per_message)
+        outgoing, self.send_queue = split_next_write(
+            self.send_queue, max(1, room // slab), self.settings.layers_per_message
+        )
         self.sent_slabs |= self.grid.bitmask(outgoing.slab_range)
         self.unacked_bytes += outgoing.slab_range.num_slabs * slab
         self.writes_in_flight += 1
         return outgoing, []
 
-    def finish_write(self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float) -> list[OutboundOutput]:
+    def finish_write(
+        self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float
+    ) -> list[OutboundOutput]:
         """The source of `outgoing` was read and will not be read again."""
         self._release_write()
         if self.state is OutboundState.ABORTING:
@@ -240,7 +284,9 @@ class OutboundHandoff:
             return [IgnoredInput("stale")]
         area = frame.slab_range
         if not self.grid.contains(area):
-            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which is out of range"))
+            return self.abort(
+                IncompleteTransfer(f"decode acknowledged {area}, which is out of range")
+            )
         bits = self.grid.bitmask(area)
         if bits & ~self.sent_slabs:
             return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which was not sent"))
@@ -249,7 +295,10 @@ class OutboundHandoff:
         self.landed_slabs |= bits
         self.unacked_bytes -= area.num_slabs * self.shape.slab_bytes
         self.last_progress_at = self.last_landed_at = now
-        return [LayerLanded(self.key, one.first_layer, one.first_block, one.end_block) for one in split_by_layer(area)]
+        return [
+            LayerLanded(self.key, one.first_layer, one.first_block, one.end_block)
+            for one in split_by_layer(area)
+        ]
 
     def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
         if not self._is_current_frame(frame) or self.state is not OutboundState.SEALED:
@@ -277,8 +326,8 @@ class OutboundHandoff:
     # link and time
 
     def on_link_lost(self, error: BatonError, was_up: bool) -> list[OutboundOutput]:
-        """Frames may be lost. What was sealed over a link that had been up asks again over a new one, which
-        is safe because Seal is idempotent; anything else gives up."""
+        """Frames may be lost. What was sealed over a link that had been up asks again over a new
+        one, which is safe because Seal is idempotent; anything else gives up."""
         if self.state is OutboundState.SEALED and was_up:
             return [self._seal_frame()]
         return self.abort(error) if self.ticket is not None else []
@@ -287,7 +336,11 @@ class OutboundHandoff:
         if self.state not in _OPEN_STATES:
             return []
         if self.is_answer_overdue(now):
-            return self.abort(PeerUnreachable(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
+            return self.abort(
+                PeerUnreachable(
+                    f"decode did not answer for {self.settings.answer_timeout} s (progress_timeout)"
+                )
+            )
         if now < self.next_renewal_at:
             return []
         self.next_renewal_at = now + self.settings.renew_interval
@@ -296,7 +349,12 @@ class OutboundHandoff:
     # the rules
 
     def _is_current_frame(self, frame: frames.Frame) -> bool:
-        return self.ticket is not None and (frame.ticket_id, frame.writer_incarnation, frame.decode_incarnation, frame.attempt) == (
+        return self.ticket is not None and (
+            frame.ticket_id,
+            frame.writer_incarnation,
+            frame.decode_incarnation,
+            frame.attempt,
+        ) == (
             self.ticket.id,
             self.writer_incarnation,
             self.ticket.decode_peer.incarnation,
@@ -308,13 +366,20 @@ class OutboundHandoff:
         return ready.clip_before(self.ticket.first_block) if self.ticket else (ready,)
 
     def _seal_if_all_written(self, now: float) -> list[OutboundOutput]:
-        if self.state is not OutboundState.STREAMING or self.pending_seal is None or self.send_queue or self.writes_in_flight:
+        if (
+            self.state is not OutboundState.STREAMING
+            or self.pending_seal is None
+            or self.send_queue
+            or self.writes_in_flight
+        ):
             return []
         assert self.ticket is not None
         wanted = self.num_blocks - self.ticket.first_block
         if self.sent_slabs.bit_count() != wanted * self.shape.num_layers:
             return self.abort(
-                IncompleteTransfer(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
+                IncompleteTransfer(
+                    f"sealed with {self.sent_slabs.bit_count()} of {wanted * self.shape.num_layers} slabs announced"
+                )
             )
         self.state = OutboundState.SEALED
         self.last_progress_at = now
@@ -340,7 +405,12 @@ class OutboundHandoff:
         assert self.error is not None
         ended: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
         if self.needs_abort_frame:
-            ended.insert(0, frames.AbortFrame(*self._frame_ids, code=self.error.code, message=self.error.message[:512]))
+            ended.insert(
+                0,
+                frames.AbortFrame(
+                    *self._frame_ids, code=self.error.code, message=self.error.message[:512]
+                ),
+            )
         return ended
 
     def _release_write(self) -> None:
@@ -351,4 +421,9 @@ class OutboundHandoff:
     @property
     def _frame_ids(self) -> tuple[str, int, str, str]:
         assert self.ticket is not None
-        return self.ticket.id, self.key.attempt_number, self.writer_incarnation, self.ticket.decode_peer.incarnation
+        return (
+            self.ticket.id,
+            self.key.attempt_number,
+            self.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+        )

@@ -1,5 +1,5 @@
-"""Sets of slabs. A slab is one layer's piece of one logical block of a hand-off; a hand-off is a grid of
-them."""
+"""Sets of slabs. A slab is one layer's piece of one logical block of a hand-off; a hand-off is a
+grid of them."""
 
 import struct
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ class SlabRange:
 
 @dataclass(frozen=True, slots=True)
 class SlabGrid:
-    """All slabs of a hand-off: `num_layers` layers of logical blocks [first, last). A set of them is an int,
-    one bit per slab, so that machines are cheap to copy and to compare."""
+    """All slabs of a hand-off: `num_layers` layers of logical blocks [first, last). A set of them
+    is an int, one bit per slab, so that machines are cheap to copy and to compare."""
 
     num_layers: int
     first_block: int
@@ -75,6 +75,11 @@ def split_by_layer(area: SlabRange) -> Iterator[SlabRange]:
 
 
 def extend_manifest_digest(so_far: int, area: SlabRange, checksum: int) -> int:
-    """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not matter."""
-    mixed = xxhash.xxh3_64_intdigest(struct.pack("<4IQ", area.first_layer, area.num_layers, area.first_block, area.num_blocks, checksum))
+    """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not
+    matter."""
+    mixed = xxhash.xxh3_64_intdigest(
+        struct.pack(
+            "<4IQ", area.first_layer, area.num_layers, area.first_block, area.num_blocks, checksum
+        )
+    )
     return (so_far + mixed) % (1 << 64)

@@ -1,7 +1,8 @@
 """Decode's end of the grpc links: it listens, and each writer has a stream.
 
-For each stream one thread reads and one writes; they and the plane's thread meet at queues. A stream whose messages are
-not taken is not read any further, which its writer feels through HTTP/2's flow control.
+For each stream one thread reads and one writes; they and the plane's thread meet at queues. A
+stream whose messages are not taken is not read any further, which its writer feels through HTTP/2's
+flow control.
 """
 
 import hmac
@@ -15,21 +16,32 @@ from typing import Any
 
 import grpc
 
+from baton.errors import ConfigError
 from baton.network.cluster_certificates import decode_server_credentials
 from baton.network.connection_guard import ConnectionGuard
-from baton.errors import ConfigError
 from baton.network.grpc_options import grpc_server_options
 from kv_transfer.common.advertised_address import address_to_dial
-from kv_transfer.core.message_framing import unpack_message
-from kv_transfer.transports.grpc_protocol import METHOD, PROOF_KEY, SCHEME, SERVICE, channel_options, stream_proof
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.transports.links import LinkMessage, Pollable
 from kv_transfer.common.eventfd import EventFd
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.core.message_framing import unpack_message
+from kv_transfer.transports.grpc_protocol import (
+    METHOD,
+    PROOF_KEY,
+    SCHEME,
+    SERVICE,
+    channel_options,
+    stream_proof,
+)
+from kv_transfer.transports.links import LinkMessage, Pollable
 
 _MAX_STREAMS = 256  # at a time
 _MAX_STREAMS_PER_CONNECTION = 4  # a writer has one
-_MAX_QUEUED_ANSWERS = 1 << 16  # of some 100 bytes that may queue per stream: more than its credit can make outstanding
-_LINGER_SECONDS = 0.2  # seconds for decode's last answers; a writer that misses one sees the link go
+_MAX_QUEUED_ANSWERS = (
+    1 << 16
+)  # of some 100 bytes that may queue per stream: more than its credit can make outstanding
+_LINGER_SECONDS = (
+    0.2  # seconds for decode's last answers; a writer that misses one sees the link go
+)
 
 
 class _WriterStream:
@@ -54,16 +66,28 @@ class GrpcDecodeLink:
         self._closing = False
         self._lock = threading.Lock()  # guards the last two
         self._threads = ThreadPoolExecutor(_MAX_STREAMS, thread_name_prefix="transfer-grpc-answers")
-        self._server = grpc.server(self._threads, options=_options(settings), maximum_concurrent_rpcs=_MAX_STREAMS)
+        self._server = grpc.server(
+            self._threads, options=_options(settings), maximum_concurrent_rpcs=_MAX_STREAMS
+        )
         handler = grpc.stream_stream_rpc_method_handler(self._serve_stream)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+        )
         host, _, port = settings.listen.rpartition(":")
         try:
-            bound = self._server.add_secure_port(f"{host}:{port or 0}", decode_server_credentials(token))
+            bound = self._server.add_secure_port(
+                f"{host}:{port or 0}", decode_server_credentials(token)
+            )
         except RuntimeError as error:
             self.close()
-            raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error}") from error
-        where = address_to_dial(settings.advertise, str(bound)) if settings.advertise else f"{host}:{bound}"
+            raise ConfigError(
+                f"transfer socket cannot listen on {settings.listen}: {error}"
+            ) from error
+        where = (
+            address_to_dial(settings.advertise, str(bound))
+            if settings.advertise
+            else f"{host}:{bound}"
+        )
         self._endpoint = f"{SCHEME}://{where}"
         self._server.start()
         self._guard.watch_port("transfer", bound, settings.port_limit())
@@ -77,7 +101,9 @@ class GrpcDecodeLink:
         given = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
         if not hmac.compare_digest(given, self._expected_proof):
             self._counters["auth_failures"] += 1
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong"
+            )
         stream = _WriterStream(secrets.token_bytes(8), self._capacity)
         with self._lock:
             if self._closing:
@@ -87,7 +113,12 @@ class GrpcDecodeLink:
             self._end_stream(stream)
             return
         context.send_initial_metadata(())
-        reader = threading.Thread(target=self._read_stream, args=(stream, requests), name="transfer-grpc-frames", daemon=True)
+        reader = threading.Thread(
+            target=self._read_stream,
+            args=(stream, requests),
+            name="transfer-grpc-frames",
+            daemon=True,
+        )
         reader.start()
         while (answer := stream.answers.get()) is not None:
             yield answer
@@ -131,7 +162,10 @@ class GrpcDecodeLink:
         return (self._wakeup.fd,)
 
     def counters(self) -> dict[str, float]:
-        return {**self._counters, "connections_refused": self._guard.get_refused_counts().get("transfer", 0)}
+        return {
+            **self._counters,
+            "connections_refused": self._guard.get_refused_counts().get("transfer", 0),
+        }
 
     def close(self) -> None:
         self._guard.close()
@@ -139,9 +173,12 @@ class GrpcDecodeLink:
             self._closing = True
             streams = list(self._streams.values())
         for stream in streams:
-            stream.answers.put(None)  # behind the last answer: the stream ends when it has been sent
+            stream.answers.put(
+                None
+            )  # behind the last answer: the stream ends when it has been sent
         self._server.stop(_LINGER_SECONDS).wait()
-        self._threads.shutdown()  # each has its stream's None by now; gRPC leaves them to the interpreter's end
+        # each has its stream's None by now; gRPC leaves them to the interpreter's end
+        self._threads.shutdown()
         self._wakeup.close()
 
 
@@ -151,5 +188,8 @@ def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
         *channel_options(settings),
         *grpc_server_options(settings.port_limit(), streams=_MAX_STREAMS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", timeout_ms),
-        ("grpc.http2.min_ping_interval_without_data_ms", timeout_ms // 2),  # writers may ping so often
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            timeout_ms // 2,
+        ),  # writers may ping so often
     ]

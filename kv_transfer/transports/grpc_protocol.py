@@ -1,17 +1,20 @@
-"""What both ends of a grpc link agree on: the method, who may call it, and the options of the connection."""
+"""What both ends of a grpc link agree on: the method, who may call it, and the options of the
+connection."""
 
 from typing import Any
 
 from baton.network.cluster_secret import derive_secret
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.core.message_framing import packed_message_size
-from kv_transfer.common.settings import TransferSettings
 
 SERVICE, METHOD = "baton.v1.KvTransfer", "Write"
 SCHEME = "grpc"
 PROOF_KEY = "baton-cluster-proof-bin"  # metadata of every stream
 _MAX_METADATA_BYTES = 1 << 12  # bytes
-_HTTP2_FRAME_BYTES = 1 << 18  # bytes of a payload in one HTTP/2 frame: at 16 KiB, the default, framing costs more than copying
+_HTTP2_FRAME_BYTES = (
+    1 << 18
+)  # bytes of a payload in one HTTP/2 frame: at 16 KiB, the default, framing costs more than copying
 
 Options = list[tuple[str, Any]]
 
@@ -22,10 +25,14 @@ def stream_proof(token: str) -> bytes:
 
 
 def channel_options(settings: TransferSettings) -> Options:
-    """HTTP/2's own pings tell a host that is gone; they are answered by threads that need no Python lock."""
+    """HTTP/2's own pings tell a host that is gone; they are answered by threads that need no Python
+    lock."""
     timeout_ms = int(settings.link_timeout * 1000)
     return [
-        ("grpc.max_receive_message_length", packed_message_size(MAX_HEADER_BYTES, settings.max_payload_bytes)),
+        (
+            "grpc.max_receive_message_length",
+            packed_message_size(MAX_HEADER_BYTES, settings.max_payload_bytes),
+        ),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.http2.max_frame_size", _HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", timeout_ms),

@@ -1,7 +1,7 @@
 """The writer's end of a grpc link: one bidirectional stream, over a connection of its own.
 
-gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts into it. grpc's
-errors are translated here and go no further.
+gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts
+into it. grpc's errors are translated here and go no further.
 """
 
 import queue
@@ -13,13 +13,20 @@ from typing import Any
 
 import grpc
 
-from baton.network.cluster_certificates import DECODE_CERTIFICATE_NAME, writer_channel_credentials
 from baton.errors import PeerUnreachable
-from kv_transfer.core.message_framing import pack_message
-from kv_transfer.transports.grpc_protocol import METHOD, PROOF_KEY, SCHEME, SERVICE, channel_options, stream_proof
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.transports.links import LinkLoss, Pollable
+from baton.network.cluster_certificates import DECODE_CERTIFICATE_NAME, writer_channel_credentials
 from kv_transfer.common.eventfd import EventFd
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.core.message_framing import pack_message
+from kv_transfer.transports.grpc_protocol import (
+    METHOD,
+    PROOF_KEY,
+    SCHEME,
+    SERVICE,
+    channel_options,
+    stream_proof,
+)
+from kv_transfer.transports.links import LinkLoss, Pollable
 
 _ADDRESS = re.compile(rf"{SCHEME}://((?:\[[0-9a-fA-F:.%]+\]|[^\[\]:/]+):\d{{1,5}})")
 _CLOSE_TIMEOUT = 1.0  # seconds until a cancelled call has ended
@@ -29,7 +36,11 @@ _QueuedMessage = tuple[bytes, memoryview | None]
 
 class GrpcWriterLink:
     def __init__(
-        self, endpoint: str, credentials: grpc.ChannelCredentials, stream_proof: bytes, settings: TransferSettings
+        self,
+        endpoint: str,
+        credentials: grpc.ChannelCredentials,
+        stream_proof: bytes,
+        settings: TransferSettings,
     ) -> None:
         self._endpoint = endpoint
         self._wakeup = EventFd()
@@ -45,21 +56,28 @@ class GrpcWriterLink:
             self._set_loss("is no HOST:PORT")
             return
         self._channel = grpc.secure_channel(f"dns:///{address[1]}", credentials, _options(settings))
-        write = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", request_serializer=lambda parts: pack_message(*parts))
+        write = self._channel.stream_stream(
+            f"/{SERVICE}/{METHOD}", request_serializer=lambda parts: pack_message(*parts)
+        )
         self._call = write(self._iter_outgoing(), metadata=((PROOF_KEY, stream_proof),))
-        self._reader = threading.Thread(target=self._read, name="transfer-grpc-answers", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name="transfer-grpc-answers", daemon=True
+        )
         self._reader.start()
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         if self._outgoing.qsize() >= self._capacity:
             self._wants_room = True
-            if self._outgoing.qsize() >= self._capacity:  # else room was made before we asked to be told
+            if (
+                self._outgoing.qsize() >= self._capacity
+            ):  # else room was made before we asked to be told
                 return False
         self._outgoing.put((header, payload))
         return True
 
     def _iter_outgoing(self) -> Iterator[_QueuedMessage]:
-        """On a thread of gRPC's, which comes for the next message when the one before is under way."""
+        """On a thread of gRPC's, which comes for the next message when the one before is under
+        way."""
         while (parts := self._outgoing.get()) is not None:
             if self._wants_room:
                 self._wants_room = False
@@ -87,7 +105,9 @@ class GrpcWriterLink:
         return f"{code.name}: {details}"
 
     def _set_loss(self, what: str) -> None:
-        self._loss = LinkLoss(PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {what}"), self._is_up)
+        self._loss = LinkLoss(
+            PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {what}"), self._is_up
+        )
 
     def receive(self) -> bytes | None:
         self._wakeup.clear()
@@ -122,7 +142,10 @@ def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
     return [
         *channel_options(settings),
         ("grpc.ssl_target_name_override", DECODE_CERTIFICATE_NAME),
-        ("grpc.use_local_subchannel_pool", 1),  # a new link is a new connection: the old one may lead nowhere
+        (
+            "grpc.use_local_subchannel_pool",
+            1,
+        ),  # a new link is a new connection: the old one may lead nowhere
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),  # messages that are kept to be sent again would be kept twice
         ("grpc.min_reconnect_backoff_ms", timeout_ms),  # how long a connection may take to be made
@@ -135,7 +158,12 @@ class GrpcDialer:
         self._settings = settings
 
     def dial(self, endpoint: str) -> GrpcWriterLink:
-        return GrpcWriterLink(endpoint, writer_channel_credentials(self._token), stream_proof(self._token), self._settings)
+        return GrpcWriterLink(
+            endpoint,
+            writer_channel_credentials(self._token),
+            stream_proof(self._token),
+            self._settings,
+        )
 
     def close(self) -> None:
         pass

@@ -1,5 +1,6 @@
-"""What a backend provides: a message link between one writer and one decode node. How the payload travels is
-a second, independent choice: inline in the message, or by one copy into decode's mapped arena (shm_arena.py).
+"""What a backend provides: a message link between one writer and one decode node. How the payload
+travels is a second, independent choice: inline in the message, or by one copy into decode's mapped
+arena (shm_arena.py).
 
     backend   link     payload
     memory    memory   inline
@@ -7,9 +8,9 @@ a second, independent choice: inline in the message, or by one copy into decode'
     zmq       zmq      inline
     grpc      grpc     inline
 
-All methods are called on the plane's own thread and never block. The link between two processes is ordered
-and may lose everything after some point, which `lost` then reports; it never alters, repeats or reorders a
-message.
+All methods are called on the plane's own thread and never block. The link between two processes is
+ordered and may lose everything after some point, which `lost` then reports; it never alters,
+repeats or reorders a message.
 """
 
 from collections.abc import Sequence
@@ -73,8 +74,8 @@ class DecodeLink(Protocol):
         ...
 
     def send(self, route: bytes, header: bytes) -> bool:
-        """False when the writer is gone or does not read: the message is lost and its hand-off will time
-        out."""
+        """False when the writer is gone or does not read: the message is lost and its hand-off will
+        time out."""
         ...
 
     def read_pollables(self) -> Sequence[Pollable]: ...

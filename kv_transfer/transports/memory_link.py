@@ -1,5 +1,6 @@
-"""The in-process twin of zmq_link: bounded queues between two planes of one process. Its purpose is to hold
-the other backends to a reference that has no network, no other process and no files in it."""
+"""The in-process twin of zmq_link: bounded queues between two planes of one process. Its purpose is
+to hold the other backends to a reference that has no network, no other process and no files in
+it."""
 
 import secrets
 import threading
@@ -8,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import PeerUnreachable
-from kv_transfer.transports.links import LinkLoss, LinkMessage, Pollable
 from kv_transfer.common.eventfd import EventFd
+from kv_transfer.transports.links import LinkLoss, LinkMessage, Pollable
 
 _CAPACITY = 256  # messages per direction and link
 
@@ -113,7 +114,9 @@ class MemoryWriterLink:
     def get_loss(self) -> LinkLoss | None:
         if self._peer is not None and self._pipe.is_decode_open:
             return None
-        return LinkLoss(PeerUnreachable(f"nothing listens at {self._endpoint}"), was_up=self._peer is not None)
+        return LinkLoss(
+            PeerUnreachable(f"nothing listens at {self._endpoint}"), was_up=self._peer is not None
+        )
 
     def read_pollables(self) -> Sequence[Pollable]:
         return (self._pipe.writer_wakeup.fd,)

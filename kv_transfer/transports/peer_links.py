@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from baton.types import Incarnation, TicketId
 from kv_transfer.core import frames
-from kv_transfer.transports.links import TransferDialer, LinkLoss, Pollable, WriterLink
+from kv_transfer.transports.links import LinkLoss, Pollable, TransferDialer, WriterLink
 
 PeerKey = tuple[str, Incarnation]  # endpoint and incarnation: an address alone is no identity
 
 
 class PeerLink:
-    """Keeps messages in order when the link is full, and counts aborts that decode has not acknowledged yet."""
+    """Keeps messages in order when the link is full, and counts aborts that decode has not
+    acknowledged yet."""
 
     def __init__(self, link: WriterLink, now: float) -> None:
         self.last_heard_at = now  # when decode last said anything on this link
@@ -73,7 +74,9 @@ class PeerLinks:
         """The link to a peer, dialled if there is none. Its endpoint is one that `can_dial`."""
         if peer not in self._links:
             endpoint = peer[0]
-            self._links[peer] = PeerLink(self._dialers[endpoint.partition("://")[0]].dial(endpoint), now)
+            self._links[peer] = PeerLink(
+                self._dialers[endpoint.partition("://")[0]].dial(endpoint), now
+            )
         return self._links[peer]
 
     def items(self) -> list[tuple[PeerKey, PeerLink]]:

@@ -1,17 +1,20 @@
-"""Decode's arena as a writer on the same host sees it: mapped, and locked byte by byte while written."""
+"""Decode's arena as a writer on the same host sees it: mapped, and locked byte by byte while
+written."""
 
 from pathlib import Path
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.errors import ConfigError, LayoutMismatch, PeerUnreachable, UnmappableSegment
-from baton.shared_memory.fence import WriterFences
 from baton.kv.kv_layout import KVLayout
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.shared_memory.fence import WriterFences
 from baton.types import Incarnation, Ticket
 from kv_transfer.arena.slab_copier import SlabCopier
 
 
 class PeerArena:
-    def __init__(self, space: BlockAddressSpace, folder: Path, segment: str, layout: KVLayout) -> None:
+    def __init__(
+        self, space: BlockAddressSpace, folder: Path, segment: str, layout: KVLayout
+    ) -> None:
         """Raises PeerGone or LayoutMismatch when the segment is not there or does not fit."""
         self.fences = WriterFences(folder, segment)
         try:
@@ -46,16 +49,21 @@ class PeerArenas:
         self._arenas: dict[str, PeerArena] = {}
 
     def get(self, ticket: Ticket) -> PeerArena:
-        """The arena that a ticket names. Raises Unmappable when it is not there or not what the ticket says."""
+        """The arena that a ticket names. Raises Unmappable when it is not there or not what the
+        ticket says."""
         segment = ticket.segment
         if segment.incarnation != ticket.decode_peer.incarnation:
-            raise UnmappableSegment(f"segment {segment.name} is of incarnation {segment.incarnation}, not of the ticket's")
+            raise UnmappableSegment(
+                f"segment {segment.name} is of incarnation {segment.incarnation}, not of the ticket's"
+            )
         try:
             arena = self._arenas.get(segment.name) or self._map(segment.name)
         except (PeerUnreachable, LayoutMismatch, ConfigError) as error:
             raise UnmappableSegment(error.message) from error
         if not arena.copier.has_blocks_of(ticket):
-            raise UnmappableSegment(f"segment {segment.name} has no such blocks as ticket {ticket.id} names")
+            raise UnmappableSegment(
+                f"segment {segment.name} has no such blocks as ticket {ticket.id} names"
+            )
         arena.owner_incarnation = segment.incarnation
         return arena
 
@@ -67,7 +75,9 @@ class PeerArenas:
 
     def unmap_peer(self, owner: Incarnation) -> None:
         """A peer is gone, and nothing is being written to its arenas: let their memory go."""
-        for segment in [segment for segment, arena in self._arenas.items() if arena.owner_incarnation == owner]:
+        for segment in [
+            segment for segment, arena in self._arenas.items() if arena.owner_incarnation == owner
+        ]:
             self._arenas.pop(segment).fences.close()
 
     def close(self) -> None:

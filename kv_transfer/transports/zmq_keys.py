@@ -1,9 +1,11 @@
 """Keys of the zmq links, derived from the cluster token: whoever has the token can talk and be
-believed, nobody else can even begin. docs/design/0002 has the measurements behind "always encrypted".
+believed, nobody else can even begin. docs/design/0002 has the measurements behind "always
+encrypted".
 
-CurveZMQ authenticates both ends and encrypts and authenticates every frame. Decode's long-term key pair and
-the writers' key pair are both functions of the token, so there are no key files to hand out, and a key
-belongs to the cluster, not to a node: which node speaks is told by the incarnations in the frames.
+CurveZMQ authenticates both ends and encrypts and authenticates every frame. Decode's long-term key
+pair and the writers' key pair are both functions of the token, so there are no key files to hand
+out, and a key belongs to the cluster, not to a node: which node speaks is told by the incarnations
+in the frames.
 """
 
 from dataclasses import dataclass

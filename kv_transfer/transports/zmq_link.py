@@ -1,11 +1,12 @@
 """Message links over TCP: DEALER at the writer, ROUTER at decode, CURVE on both.
 
-Each end has a context of its own, so that the one authenticator a context can have is its own too. zmq errors
-are translated here and go no further.
+Each end has a context of its own, so that the one authenticator a context can have is its own too.
+zmq errors are translated here and go no further.
 
-ZMTP's own heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due on a connection that
-was reset while its reader was at the high-water mark (`Assertion failed: !_io_error`, libzmq 4364). A host that
-is gone is noticed by TCP; a peer that is there and silent, by the hand-offs that wait for it.
+ZMTP's own heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due
+on a connection that was reset while its reader was at the high-water mark (`Assertion failed:
+!_io_error`, libzmq 4364). A host that is gone is noticed by TCP; a peer that is there and silent,
+by the hand-offs that wait for it.
 """
 
 from collections import Counter
@@ -16,20 +17,24 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from baton.network.connection_guard import ConnectionGuard
 from baton.errors import ConfigError, PeerUnreachable
+from baton.network.connection_guard import ConnectionGuard
 from kv_transfer.common.advertised_address import address_to_dial
-from kv_transfer.core.frames import MAX_HEADER_BYTES
-from kv_transfer.transports.zmq_keys import CurveKeys
 from kv_transfer.common.settings import TransferSettings
+from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.transports.links import LinkLoss, LinkMessage, Pollable
+from kv_transfer.transports.zmq_keys import CurveKeys
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification (ZeroMQ RFC 27)
 _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_MAX_QUEUED_ANSWERS = 1 << 16  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
+_MAX_QUEUED_ANSWERS = (
+    1 << 16
+)  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
 _REDIAL_MS = 100
 _LINGER_MS = 200  # for decode's last answers; a writer that misses one sees the link go
 _MAX_REFUSED_DIALS = 3  # connections refused in a row before a link that never was up is given up
@@ -51,7 +56,9 @@ def _configure(socket: ZmqSocket, settings: TransferSettings) -> None:
 
 
 class ZmqWriterLink:
-    def __init__(self, context: ZmqContext, endpoint: str, keys: CurveKeys, settings: TransferSettings) -> None:
+    def __init__(
+        self, context: ZmqContext, endpoint: str, keys: CurveKeys, settings: TransferSettings
+    ) -> None:
         self._endpoint = endpoint
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, settings)
@@ -62,7 +69,10 @@ class ZmqWriterLink:
         self._socket.curve_publickey = keys.writer.public
         self._socket.curve_secretkey = keys.writer.secret
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | _HANDSHAKE_FAILED
         )
         self._is_up = False
         self._refusals = 0
@@ -70,7 +80,9 @@ class ZmqWriterLink:
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._loss = LinkLoss(PeerUnreachable(f"transfer endpoint {endpoint[:200]!r}: {error.strerror}"), False)
+            self._loss = LinkLoss(
+                PeerUnreachable(f"transfer endpoint {endpoint[:200]!r}: {error.strerror}"), False
+            )
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         parts: list[Any] = [header] if payload is None else [header, payload]
@@ -98,14 +110,20 @@ class ZmqWriterLink:
         elif event & _HANDSHAKE_FAILED:
             self._set_loss("refused the handshake: is the cluster token the same?")
         elif event == zmq.EVENT_DISCONNECTED:
-            self._set_loss("the connection was lost" if self._is_up else "closed the connection during the handshake")
+            self._set_loss(
+                "the connection was lost"
+                if self._is_up
+                else "closed the connection during the handshake"
+            )
         else:
             self._refusals += 1
             if self._refusals >= _MAX_REFUSED_DIALS:
                 self._set_loss("does not accept connections")
 
     def _set_loss(self, what: str) -> None:
-        self._loss = LinkLoss(PeerUnreachable(f"transfer link to {self._endpoint}: {what}"), self._is_up)
+        self._loss = LinkLoss(
+            PeerUnreachable(f"transfer link to {self._endpoint}: {what}"), self._is_up
+        )
 
     def read_pollables(self) -> Sequence[Pollable]:
         return (self._socket, self._monitor)
@@ -157,11 +175,15 @@ class ZmqDecodeLink:
             self._socket.bind(f"tcp://{host}:{'*' if port in ('', '0') else port}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
+            raise ConfigError(
+                f"transfer socket cannot listen on {settings.listen}: {error.strerror}"
+            ) from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         self._guard.watch_port("transfer", int(port), settings.port_limit())
-        self._endpoint = f"tcp://{dialled(settings.advertise, port)}" if settings.advertise else bound
+        self._endpoint = (
+            f"tcp://{address_to_dial(settings.advertise, port)}" if settings.advertise else bound
+        )
 
     @property
     def endpoint(self) -> str:
@@ -170,7 +192,9 @@ class ZmqDecodeLink:
     def receive(self) -> LinkMessage | None:
         self._serve_authentication()
         try:
-            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a DEALER sends at least one
+            route, header, *rest = self._socket.recv_multipart(
+                zmq.NOBLOCK, copy=False
+            )  # a DEALER sends at least one
         except zmq.Again:
             return None
         return LinkMessage(route.bytes, header.bytes, rest[0].buffer if rest else None)
@@ -184,8 +208,9 @@ class ZmqDecodeLink:
         return True
 
     def _serve_authentication(self) -> None:
-        """Answer libzmq's questions whether a client key may come in, and count those that failed before. libzmq
-        accepts without bound: so that there are not too many for long, the guard looks when one has come."""
+        """Answer libzmq's questions whether a client key may come in, and count those that failed
+        before. libzmq accepts without bound: so that there are not too many for long, the guard
+        looks when one has come."""
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED:
                 self._guard.check_soon()
@@ -194,14 +219,21 @@ class ZmqDecodeLink:
         while self._zap.poll(0):
             version, request_id, *_, credentials = self._zap.recv_multipart()
             allowed = credentials == z85.decode(self._keys.writer.public)
-            status = (b"200", b"OK", b"writer") if allowed else (b"400", b"not a writer of this cluster", b"")
+            status = (
+                (b"200", b"OK", b"writer")
+                if allowed
+                else (b"400", b"not a writer of this cluster", b"")
+            )
             self._zap.send_multipart([version, request_id, *status, b""])
 
     def read_pollables(self) -> Sequence[Pollable]:
         return (self._socket, self._zap, self._monitor)
 
     def counters(self) -> dict[str, float]:
-        return {**self._counters, "connections_refused": self._guard.get_refused_counts().get("transfer", 0)}
+        return {
+            **self._counters,
+            "connections_refused": self._guard.get_refused_counts().get("transfer", 0),
+        }
 
     def close(self) -> None:
         self._guard.close()

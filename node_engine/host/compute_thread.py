@@ -1,18 +1,24 @@
-"""The compute thread: the only one that touches block pool, sequences and engine. Its loop is the node."""
+"""The compute thread: the only one that touches block pool, sequences and engine. Its loop is the
+node."""
 
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
-from baton.errors import BatonError
 from baton.process.failpoints import FAILPOINTS
-from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.node_commands import CacheSnapshotCommand, NodeCommand, NodeJoined, LedgerCommand
-from node_engine.core.step.step_batch import StepBatch
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
+from node_engine.core.metrics.device_time import DeviceTime
+from node_engine.core.node_commands import (
+    CacheSnapshotCommand,
+    LedgerCommand,
+    NodeCommand,
+    NodeJoined,
+)
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.compute_inbox import ComputeInbox
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
@@ -31,22 +37,29 @@ class CallWhenIdle:
 
 
 class ComputeThread:
-    """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own attempts; an error
-    anywhere else is a defect of ours, and the process ends at once so that nothing wrong can be served."""
+    """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own
+    attempts; an error anywhere else is a defect of ours, and the process ends at once so that
+    nothing wrong can be served."""
 
-    def __init__(self, parts: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock) -> None:
+    def __init__(
+        self, parts: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock
+    ) -> None:
         self._context = parts
         self._inbox = inbox
         self._clock = clock
         self._role: RolePolicy | None = None
-        self.scheduler_load = parts.scheduler.get_load()  # a snapshot for other threads, made anew in every turn of the loop
+        self.scheduler_load = (
+            parts.scheduler.get_load()
+        )  # a snapshot for other threads, made anew in every turn of the loop
         self.decode_step_totals = DecodeStepTotals()  # likewise
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get_logger("compute")
         self._device_time = DeviceTime()
         self.device_seconds: dict[str, float] = {}  # likewise a snapshot
         self._idle_callbacks: list[Callable[[], None]] = []
-        self._last_progress_at: float | None = None  # of a thread at work; None while it waits for something to do
+        self._last_progress_at: float | None = (
+            None  # of a thread at work; None while it waits for something to do
+        )
 
     def start(self, role: RolePolicy) -> None:
         self._role = role
@@ -59,7 +72,8 @@ class ComputeThread:
 
     @property
     def progress_age_seconds(self) -> float:
-        """Seconds since the thread last got anywhere; 0 while it has nothing to do. Read by any thread."""
+        """Seconds since the thread last got anywhere; 0 while it has nothing to do. Read by any
+        thread."""
         since = self._last_progress_at
         return 0.0 if since is None else self._clock() - since
 
@@ -86,14 +100,17 @@ class ComputeThread:
                 self._report_cache_changes(resting=True)
 
     def _report_cache_changes(self, *, resting: bool) -> None:
-        """Now and then while at work, and before a rest, so that nothing is left untold meanwhile."""
+        """Now and then while at work, and before a rest, so that nothing is left untold
+        meanwhile."""
         journal, now = self._context.block_pool.cache_journal, self._clock()
         if resting or journal.is_flush_due(now):
             self._context.reporter.report_cache_changes(journal.pop_events(now))
 
     def _report_cache_snapshot(self) -> None:
         pool = self._context.block_pool
-        self._context.reporter.report_cache_changes(pool.cache_journal.build_snapshot(pool.iter_full_block_hashes(), self._clock()))
+        self._context.reporter.report_cache_changes(
+            pool.cache_journal.build_snapshot(pool.iter_full_block_hashes(), self._clock())
+        )
 
     def _handle_inbox(self, *, wait: bool) -> bool:
         """Handle what has arrived; False once the thread is to end."""
@@ -114,7 +131,9 @@ class ComputeThread:
                 case CallWhenIdle(call):
                     self._idle_callbacks.append(call)
                 case LedgerCommand(query):
-                    self._context.reporter.report_ledger(query, self._context.block_pool.take_ledger())
+                    self._context.reporter.report_ledger(
+                        query, self._context.block_pool.take_ledger()
+                    )
                 case PublicationEnded():
                     self._context.pool_connector.on_publication_ended(item)
                 case CacheSnapshotCommand():
@@ -150,5 +169,7 @@ class ComputeThread:
         self._role.after_step(batch, outcomes, seconds)
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
-        self._device_time.charge_step(batch, self._context.scheduler.get_sequence_in_flight, seconds)
+        self._device_time.charge_step(
+            batch, self._context.scheduler.get_sequence_in_flight, seconds
+        )
         self.device_seconds = self._device_time.counters()

@@ -1,15 +1,16 @@
-"""Which engine a node runs, and how much memory its cache gets. torch is imported only where a model needs it."""
+"""Which engine a node runs, and how much memory its cache gets. torch is imported only where a
+model needs it."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from baton.process import log
+from baton.config.memory_size import AUTO, resolve_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.shared_memory.available_memory import measure_available_memory, insufficient_memory_error
-from baton.config.memory_size import AUTO, resolve_memory_size
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
+from baton.process import log
+from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
 from baton.shared_memory.segment import unfilled_bytes
 from node_engine.core.step.step_batch import Engine
 
@@ -17,7 +18,8 @@ _PACED_MAX_MODEL_LEN = 8192
 
 
 def build_engine(config: Config) -> Engine:
-    """Load what `--engine` names. Takes seconds; raises ConfigError for a model that cannot be served."""
+    """Load what `--engine` names. Takes seconds; raises ConfigError for a model that cannot be
+    served."""
     if config.engine == "paced":
         from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts, PacedEngine
 
@@ -54,7 +56,8 @@ def load_model_files(config: Config) -> ModelFileDigests:
 
 
 def count_compute_threads(config: Config) -> int:
-    """Threads of the forward pass: `auto` is every core that this process may use, less one core for the rest."""
+    """Threads of the forward pass: `auto` is every core that this process may use, less one core
+    for the rest."""
     if config.threads == "auto":
         return max(1, len(os.sched_getaffinity(0)) - 1)
     if not config.threads.isdigit() or int(config.threads) < 1:
@@ -81,13 +84,16 @@ def compute_cache_bytes(config: Config) -> int:
 
 
 def compute_cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
-    """How many blocks fit in --kv-memory; left to auto, no more than --max-num-seqs sequences of full length need.
-    Raises ConfigError when not even a few do, or there is less memory than that."""
+    """How many blocks fit in --kv-memory; left to auto, no more than --max-num-seqs sequences of
+    full length need. Raises ConfigError when not even a few do, or there is less memory than
+    that."""
     memory = compute_cache_bytes(config)
     blocks = memory // block_bytes
     if config.kv_memory == AUTO:
         blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     if blocks < 4:
-        raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
+        raise ConfigError(
+            f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more"
+        )
     log.get_logger("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
     return blocks

@@ -1,8 +1,8 @@
-"""The process that hosts roles, one at a time. Start: engine, arena, role, compute thread, health, link. Stop: say so,
-let what is held end, then take everything down in the opposite order.
+"""The process that hosts roles, one at a time. Start: engine, arena, role, compute thread, health,
+link. Stop: say so, let what is held end, then take everything down in the opposite order.
 
-Two kinds of thread meet here: the event loop (the coordinator's stream, health) and the compute thread; a role's
-transfer plane brings threads of its own.
+Two kinds of thread meet here: the event loop (the coordinator's stream, health) and the compute
+thread; a role's transfer plane brings threads of its own.
 """
 
 import asyncio
@@ -11,48 +11,64 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.process import log
 from baton.cluster_link import pb_conversion as wire
-from baton.shared_memory import segment as segments
-from baton.network.advertised_address import with_advertised_address
-from baton.kv.block_hash import root_hash
-from baton.process.clock import monotonic_clock
-from baton.config.settings import Config
 from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
+from baton.kv.block_hash import root_hash
+from baton.models.file_digests import ModelFileDigests
+from baton.network.advertised_address import with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.network.health_port import HealthPort
-from baton.models.file_digests import ModelFileDigests
 from baton.pb import cluster_pb2
+from baton.process import log
+from baton.process.clock import monotonic_clock
+from baton.shared_memory import segment as segments
 from baton.shared_memory.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.node_commands import NodeCommand, CoordinatorLost, NodeJoined
+from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
-from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.host.command_codec import command_from_pb
-from node_engine.host.compute_thread import ComputeThread, CallWhenIdle
-from node_engine.host.engine_factory import build_engine, compute_cache_blocks, compute_cache_bytes, load_model_files
 from node_engine.host.compute_inbox import ComputeInbox
-from node_engine.shared_pool.pool_lookups import PoolLookups
+from node_engine.host.compute_thread import CallWhenIdle, ComputeThread
+from node_engine.host.engine_factory import (
+    build_engine,
+    compute_cache_blocks,
+    compute_cache_bytes,
+    load_model_files,
+)
 from node_engine.host.role_switch import RoleFactory, SwitchableRole
-from node_engine.shared_pool.node_address_space import NodeAddressSpace
-from node_engine.shared_pool.pool_client import PoolClientFactory
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext
+from node_engine.shared_pool.node_address_space import NodeAddressSpace
+from node_engine.shared_pool.pool_client import PoolClientFactory
 from node_engine.shared_pool.pool_connector import PoolConnector
+from node_engine.shared_pool.pool_lookups import PoolLookups
 
 
 async def run_node(
-    config: Config, role: Role, makers: Mapping[Role, RoleFactory], stop: asyncio.Event, make_pool: PoolClientFactory | None = None
+    config: Config,
+    role: Role,
+    makers: Mapping[Role, RoleFactory],
+    stop: asyncio.Event,
+    make_pool: PoolClientFactory | None = None,
 ) -> None:
-    """Run one node, in `role` first, until `stop` is set. `make_pool` makes the client of the host's shared pool, if
-    the configuration names one. Raises ConfigError for what a restart would not mend."""
+    """Run one node, in `role` first, until `stop` is set. `make_pool` makes the client of the
+    host's shared pool, if the configuration names one. Raises ConfigError for what a restart would
+    not mend."""
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
-    require_key_unless_loopback("--listen", get_endpoint_host(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
+    require_key_unless_loopback(
+        "--listen",
+        get_endpoint_host(config.listen),
+        "cluster_token",
+        config.cluster_token,
+        insecure=config.insecure,
+    )
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)
     folder = Path(config.segment_dir)
@@ -63,23 +79,31 @@ async def run_node(
     if stop.is_set():
         return
     block_bytes = engine.layout.block_bytes
-    size = segments.round_up_segment_bytes(compute_cache_blocks(config, block_bytes, engine.max_model_len) * block_bytes, block_bytes)
+    size = segments.round_up_segment_bytes(
+        compute_cache_blocks(config, block_bytes, engine.max_model_len) * block_bytes, block_bytes
+    )
     num_blocks = size // block_bytes
     arena = await asyncio.to_thread(segments.create_segment, folder, "arena", size)
     try:
         memory = NodeAddressSpace(folder, block_bytes, arena) if config.pool and make_pool else None
         reach = memory.block_memory if memory and engine.can_read_pool_in_place else arena.view
-        await asyncio.to_thread(_prepare_engine, engine, reach, num_blocks, config.max_batched_tokens, stop)
+        await asyncio.to_thread(
+            _prepare_engine, engine, reach, num_blocks, config.max_batched_tokens, stop
+        )
         if stop.is_set():
             return
         files = await asyncio.to_thread(load_model_files, config)
-        node = _NodeProcess(config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool)
+        node = _NodeProcess(
+            config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool
+        )
         await node.run(stop)
     finally:
         arena.close()
 
 
-def _prepare_engine(engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event) -> None:
+def _prepare_engine(
+    engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event
+) -> None:
     """On a GPU this takes seconds. Raises NodeFailed when the GPU has failed."""
     try:
         engine.bind_cache(reach, num_blocks)
@@ -89,7 +113,9 @@ def _prepare_engine(engine: Engine, reach: memoryview, num_blocks: int, max_batc
         what, _, _ = str(error).partition("\n")  # torch has advice for developers behind it
         raise NodeFailed(f"the GPU failed in the first steps: {what}") from error
     if not stop.is_set():
-        log.get_logger("process").info("engine is warm", seconds=round(monotonic_clock() - began, 3))
+        log.get_logger("process").info(
+            "engine is warm", seconds=round(monotonic_clock() - began, 3)
+        )
 
 
 class _NodeProcess:
@@ -112,13 +138,17 @@ class _NodeProcess:
         self._host_id = config.host_id or segments.compute_host_id(Path(config.segment_dir))
         self._inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
         self._block_pool = BlockPool(num_blocks, engine.layout.block_size, monotonic_clock)
-        limits = SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len)
+        limits = SchedulerLimits(
+            config.max_num_seqs, config.max_batched_tokens, engine.max_model_len
+        )
         self._link = CoordinatorLink(
             self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
         self._pool_client = None
         if memory is not None and make_pool is not None:
-            self._pool_client = make_pool(memory.build_client_context(config, name, self._host_id, engine))
+            self._pool_client = make_pool(
+                memory.build_client_context(config, name, self._host_id, engine)
+            )
         in_place = memory is None or engine.can_read_pool_in_place
         scheduler = Scheduler(
             self._block_pool,
@@ -137,7 +167,9 @@ class _NodeProcess:
         )
         self._lookups = PoolLookups(
             self._pool_client,
-            root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),
+            root_of=lambda work: root_hash(
+                engine.model_digest, engine.layout, work.request.cache_salt
+            ),
             block_size=engine.layout.block_size,
             epoch=lambda: sharing.publication_epoch,
             deliver=self._inbox.put,
@@ -151,13 +183,17 @@ class _NodeProcess:
             arena=arena,
             block_pool=self._block_pool,
             scheduler=scheduler,
-            reporter=CoordinatorReporter(name, lambda message: _call_on_loop(loop, self._link.send, message)),
+            reporter=CoordinatorReporter(
+                name, lambda message: _call_on_loop(loop, self._link.send, message)
+            ),
             clock=monotonic_clock,
             pool_connector=sharing,
             block_memory=memory.block_memory if memory else arena.view,
             emit=self._inbox.put,
         )
-        self._role = SwitchableRole(self._context, makers, role, changed=lambda: _call_on_loop(loop, self._link.rejoin))
+        self._role = SwitchableRole(
+            self._context, makers, role, changed=lambda: _call_on_loop(loop, self._link.rejoin)
+        )
         self._compute_thread = ComputeThread(self._context, self._inbox, monotonic_clock)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -168,7 +204,9 @@ class _NodeProcess:
         stopping = asyncio.create_task(stop.wait())
         try:
             await health.start()
-            log.get_logger("node").info("serving", role=self._role.role.value, health_port=health.port, pid=os.getpid())
+            log.get_logger("node").info(
+                "serving", role=self._role.role.value, health_port=health.port, pid=os.getpid()
+            )
             link = asyncio.create_task(self._link.run())
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
@@ -185,7 +223,9 @@ class _NodeProcess:
     async def _leave_cluster(self) -> None:
         """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
         leaving = cluster_pb2.Leaving(reason="stopping")
-        self._link.send(cluster_pb2.NodeMessage(incarnation=self._context.reporter.incarnation, leaving=leaving))
+        self._link.send(
+            cluster_pb2.NodeMessage(incarnation=self._context.reporter.incarnation, leaving=leaving)
+        )
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
         self._lookups.end_all_lookups()
         self._inbox.put(CallWhenIdle(lambda: _call_on_loop(loop, idle.set)))
@@ -193,7 +233,9 @@ class _NodeProcess:
             async with asyncio.timeout(self._config.drain_timeout):
                 await idle.wait()
         except TimeoutError:
-            log.get_logger("node").warning("leaving with work unfinished", seconds=self._config.drain_timeout)
+            log.get_logger("node").warning(
+                "leaving with work unfinished", seconds=self._config.drain_timeout
+            )
 
     # as a member of the cluster
 
@@ -240,17 +282,24 @@ class _NodeProcess:
         )
 
     def build_stats(self) -> cluster_pb2.NodeStats:
-        """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
+        """Read on the event loop without a lock: every figure is one that was true, at most a step
+        ago."""
         load, steps = self._compute_thread.scheduler_load, self._compute_thread.decode_step_totals
         live = load.num_sequences_by_state
-        counts = {f"blocks_{state.value}": count for state, count in self._block_pool.count_blocks_by_state().items()}
+        counts = {
+            f"blocks_{state.value}": count
+            for state, count in self._block_pool.count_blocks_by_state().items()
+        }
         return cluster_pb2.NodeStats(
             blocks_total=self._block_pool.num_blocks,
             waiting=live[SequenceState.WAITING] + live[SequenceState.PREFILLING],
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute_thread.progress_age_seconds,
-            counters=self._role.counters() | self._compute_thread.device_seconds | self._pool_counters() | log.get_log_counters(),
+            counters=self._role.counters()
+            | self._compute_thread.device_seconds
+            | self._pool_counters()
+            | log.get_log_counters(),
             decode_steps=steps.num_steps,
             decode_step_seconds=steps.seconds,
             decode_step_sequences=steps.num_sequences,
@@ -259,7 +308,11 @@ class _NodeProcess:
         )
 
     def _pool_counters(self) -> dict[str, float]:
-        return self._lookups.counters() | self._context.pool_connector.counters() | (self._pool_client.counters() if self._pool_client else {})
+        return (
+            self._lookups.counters()
+            | self._context.pool_connector.counters()
+            | (self._pool_client.counters() if self._pool_client else {})
+        )
 
 
 async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
@@ -269,7 +322,9 @@ async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
-def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
+def _call_on_loop(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object
+) -> None:
     """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)

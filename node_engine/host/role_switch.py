@@ -1,18 +1,25 @@
 """The role that a node has at this moment, and how it takes another one in place.
 
-A role is made when it is first taken and kept for as long as the process lives, its transfer plane with it. So the
-fences of the arena outlive every change of role: a writer that was frozen long ago is still kept from blocks that were
-given to others since. Pool, scheduler, engine and cache are the node's own and know no role.
+A role is made when it is first taken and kept for as long as the process lives, its transfer plane
+with it. So the fences of the arena outlive every change of role: a writer that was frozen long ago
+is still kept from blocks that were given to others since. Pool, scheduler, engine and cache are the
+node's own and know no role.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from baton.process import log
 from baton.errors import BatonError
+from baton.process import log
 from baton.types import Role
-from node_engine.core.node_commands import NodeCommand, CoordinatorLost, NodeJoined, PeerLostCommand, SetRoleCommand
+from node_engine.core.node_commands import (
+    CoordinatorLost,
+    NodeCommand,
+    NodeJoined,
+    PeerLostCommand,
+    SetRoleCommand,
+)
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.step_batch import LayerCallback, StepBatch
 from node_engine.host.compute_thread import CallWhenIdle
@@ -23,21 +30,27 @@ RoleFactory = Callable[[RoleContext], RolePolicy]
 
 @dataclass(frozen=True, slots=True)
 class RoleEvent:
-    """An event that a role emitted to itself: another one may be in charge by the time it is handled."""
+    """An event that a role emitted to itself: another one may be in charge by the time it is
+    handled."""
 
     role: Role
     event: object
 
 
 class SwitchableRole:
-    """A RolePolicy that passes everything on to the role in charge. What tells of the coordinator or of peers concerns
-    every role that was ever taken here: its plane has tickets and peers to forget."""
+    """A RolePolicy that passes everything on to the role in charge. What tells of the coordinator
+    or of peers concerns every role that was ever taken here: its plane has tickets and peers to
+    forget."""
 
     def __init__(
-        self, parts: RoleContext, makers: Mapping[Role, RoleFactory], role: Role, changed: Callable[[], None]
+        self,
+        parts: RoleContext,
+        makers: Mapping[Role, RoleFactory],
+        role: Role,
+        changed: Callable[[], None],
     ) -> None:
-        """`changed` is called on the compute thread when the node is to join anew, because it has another role or
-        cannot have it."""
+        """`changed` is called on the compute thread when the node is to join anew, because it has
+        another role or cannot have it."""
         self._context = parts
         self._role_factories = makers
         self._on_changed = changed
@@ -85,7 +98,9 @@ class SwitchableRole:
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
         return self._active_role.before_step(batch)
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+    def after_step(
+        self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
+    ) -> None:
         self._active_role.after_step(batch, outcomes, seconds)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:

@@ -1,4 +1,5 @@
-"""ModelEngine: a Hugging Face folder as the engine of a node (node_engine/core/step/step_batch.py)."""
+"""ModelEngine: a Hugging Face folder as the engine of a node
+(node_engine/core/step/step_batch.py)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.host_memory import MemoryPinError
 from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.step_batch import SliceResult, DeviceLost, LayerCallback, StepBatch
+from node_engine.core.step.step_batch import DeviceLost, LayerCallback, SliceResult, StepBatch
 from node_engine.model.config.model_config import ModelConfig, load_model_config
-from node_engine.model.forward_batch import ForwardBatchBuilder, ForwardBatch
+from node_engine.model.forward_batch import ForwardBatch, ForwardBatchBuilder
+from node_engine.model.loading.weights import build_dummy_weights, load_weights
+from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 from node_engine.model.sampling.sampler import sample_tokens
-from node_engine.model.sampling.logprobs import compute_rows_at_once, compute_logprobs
 from node_engine.model.transformer import Transformer
 from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS, iter_warm_up_steps
-from node_engine.model.loading.weights import build_dummy_weights, load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -68,7 +69,8 @@ class ModelEngine:
         threads: int | None = None,
         load_format: LoadFormat = "auto",
     ) -> "ModelEngine":
-        """Build from a Hugging Face folder. `threads` is torch's intra-op thread count, left alone when None.
+        """Build from a Hugging Face folder. `threads` is torch's intra-op thread count, left alone
+        when None.
 
         Raises ConfigError naming what in the folder or the arguments cannot be served.
         """
@@ -79,7 +81,11 @@ class ModelEngine:
         where = _resolve_device(device)
         kernels = kernels_for(where)
         layout = KVLayout(
-            config.num_layers, config.num_kv_heads, config.head_dim, block_size, _resolve_dtype(dtype, config)
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            block_size,
+            _resolve_dtype(dtype, config),
         )
         kind = _DTYPES[layout.dtype]
         with torch.inference_mode():
@@ -88,7 +94,15 @@ class ModelEngine:
             else:
                 weights = load_weights(folder, config, kind, where, kernels)
             model = Transformer(config, weights, kernels)
-        return cls(config, model, kernels, layout, where, _resolve_length(max_model_len, config), weights.digest)
+        return cls(
+            config,
+            model,
+            kernels,
+            layout,
+            where,
+            _resolve_length(max_model_len, config),
+            weights.digest,
+        )
 
     @property
     def layout(self) -> KVLayout:
@@ -114,7 +128,15 @@ class ModelEngine:
     def model_identity(self) -> ModelIdentity:
         config, dtype = self._config, self._layout.dtype
         digest = self._digest.hex()
-        return ModelIdentity(NATIVE_IMPLEMENTATION, digest, dtype, UNQUANTIZED, self._layout, config.vocab_size, config.eos_token_ids)
+        return ModelIdentity(
+            NATIVE_IMPLEMENTATION,
+            digest,
+            dtype,
+            UNQUANTIZED,
+            self._layout,
+            config.vocab_size,
+            config.eos_token_ids,
+        )
 
     @property
     def device(self) -> str:
@@ -127,22 +149,34 @@ class ModelEngine:
         return self._device.type == "cpu"
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks, ConfigError
-        when the GPU cannot use it, DeviceLost when it has failed."""
+        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole
+        blocks, ConfigError when the GPU cannot use it, DeviceLost when it has failed."""
         layout = self._layout
         reach, rest = divmod(arena.nbytes, layout.block_bytes)
-        if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.can_read_pool_in_place):
+        if (
+            arena.readonly
+            or rest
+            or reach < num_blocks
+            or (reach > num_blocks and not self.can_read_pool_in_place)
+        ):
             raise ValueError(
                 f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks need "
                 f"{num_blocks * layout.block_bytes} writable bytes"
             )
-        shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (
+            reach,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+        )
         try:
             with _translate_device_errors():
                 memory = self._kernels.memory_as_tensor(arena, _DTYPES[layout.dtype])
         except MemoryPinError as error:
             raise ConfigError(
-                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_FOLDER}: "
+                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_SEGMENT_FOLDER}: "
                 "choose one with --segment-dir; or allow the process more locked memory (ulimit -l)"
             ) from error
         self._cache = PagedCache.from_arena(memory.view(shape))
@@ -157,9 +191,11 @@ class ModelEngine:
                 return
             self.run(step)
 
-    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
-        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite; DeviceLost
-        when the GPU has failed."""
+    def run(
+        self, batch: StepBatch, on_layer: LayerCallback | None = None
+    ) -> tuple[SliceResult, ...]:
+        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not
+        finite; DeviceLost when the GPU has failed."""
         if self._cache is None or self._batch_builder is None:
             raise RuntimeError("run() before bind()")
         computed = [SliceResult()] * len(batch.slices)
@@ -174,29 +210,46 @@ class ModelEngine:
                 self._kernels.clear_blocks(self._cache.arena, plan.partly_filled_blocks)
             hidden = self._model.forward(plan, self._cache, on_layer)
             if hidden is not None and plan.sample_specs:
-                drawn = hidden.index_select(0, plan.drawn_rows) if plan.prompt_logprob_rows else hidden
-                for place, made in zip(plan.drawn_slice_indices, sample_tokens(self._model.compute_logits(drawn), plan.sample_specs), strict=True):
+                drawn = (
+                    hidden.index_select(0, plan.drawn_rows) if plan.prompt_logprob_rows else hidden
+                )
+                for place, made in zip(
+                    plan.drawn_slice_indices,
+                    sample_tokens(self._model.compute_logits(drawn), plan.sample_specs),
+                    strict=True,
+                ):
                     computed[place] = made
             if hidden is not None and plan.prompt_logprob_rows:
                 self._compute_prompt_logprobs(hidden, plan, computed)
             self._kernels.synchronize()
         return tuple(computed)
 
-    def _compute_prompt_logprobs(self, hidden: torch.Tensor, plan: ForwardBatch, computed: list[SliceResult]) -> None:  # hidden [tokens, hidden]
-        """Prompt tokens, in pieces: the logits of a long chunk over a large vocabulary would not fit."""
+    def _compute_prompt_logprobs(
+        self, hidden: torch.Tensor, plan: ForwardBatch, computed: list[SliceResult]
+    ) -> None:  # hidden [tokens, hidden]
+        """Prompt tokens, in pieces: the logits of a long chunk over a large vocabulary would not
+        fit."""
         for rows in plan.prompt_logprob_rows:
-            targets, at_once = rows.logprobs_spec.target_token_ids, compute_rows_at_once(self.vocab_size)
+            targets, at_once = (
+                rows.logprobs_spec.target_token_ids,
+                compute_rows_at_once(self.vocab_size),
+            )
             found: list[TokenLogprobs] = []
             for begin in range(0, len(targets), at_once):
                 piece = targets[begin : begin + at_once]
                 logits = self._model.compute_logits(hidden[rows.first_row + begin :][: len(piece)])
-                found += compute_logprobs(logits.float(), piece, [rows.logprobs_spec.top_logprobs] * len(piece))
-            computed[rows.slice_index] = computed[rows.slice_index]._replace(prompt_logprobs=tuple(found))
+                found += compute_logprobs(
+                    logits.float(), piece, [rows.logprobs_spec.top_logprobs] * len(piece)
+                )
+            computed[rows.slice_index] = computed[rows.slice_index]._replace(
+                prompt_logprobs=tuple(found)
+            )
 
 
 @contextmanager
 def _translate_device_errors() -> Iterator[None]:
-    """torch's two ways of saying that memory is gone, and its way of saying that the GPU is, as ours."""
+    """torch's two ways of saying that memory is gone, and its way of saying that the GPU is, as
+    ours."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -208,7 +261,9 @@ def _translate_device_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
-        raise OutOfMemory(f"no memory left for this step: {error}: lower --max-batched-tokens") from error
+        raise OutOfMemory(
+            f"no memory left for this step: {error}: lower --max-batched-tokens"
+        ) from error
 
 
 def _resolve_device(device: Device) -> torch.device:
@@ -225,7 +280,9 @@ def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
         return dtype
     stored = config.stored_dtype.removeprefix("torch.")
     if stored not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16")
+        raise ConfigError(
+            f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16"
+        )
     return "float32" if stored == "float32" else "bfloat16"
 
 
@@ -234,5 +291,7 @@ def _resolve_length(asked: int | None, config: ModelConfig) -> int:
     if asked is None:
         return longest
     if not 1 <= asked <= longest:
-        raise ConfigError(f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}")
+        raise ConfigError(
+            f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}"
+        )
     return asked

@@ -6,8 +6,8 @@ from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.step_batch import LayerCallback
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.forward_batch import ForwardBatch
 from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
+from node_engine.model.forward_batch import ForwardBatch
 from node_engine.model.loading.weights import LayerWeights, ModelWeights
 
 
@@ -18,13 +18,18 @@ class Transformer:
         self._config = config
         self._weights = weights
         self._kernels = kernels
-        self._frequencies = compute_inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
+        self._frequencies = compute_inverse_frequencies(config.rope, config.head_dim).to(
+            weights.embedding.device
+        )
 
-    def forward(self, plan: ForwardBatch, cache: PagedCache, on_layer: LayerCallback | None = None) -> torch.Tensor | None:
-        """Compute the step's tokens, write their KV, return what `compute_logits` takes, [sampled, hidden].
+    def forward(
+        self, plan: ForwardBatch, cache: PagedCache, on_layer: LayerCallback | None = None
+    ) -> torch.Tensor | None:
+        """Compute the step's tokens, write their KV, return what `compute_logits` takes, [sampled,
+        hidden].
 
-        None when nothing is sampled: the last layer then ends once its KV is written. When only some rows
-        are, all that follows the last layer's KV is computed for those alone.
+        None when nothing is sampled: the last layer then ends once its KV is written. When only
+        some rows are, all that follows the last layer's KV is computed for those alone.
         """
         hidden = self._weights.embedding.index_select(0, plan.token_ids)
         cos, sin = compute_angles(self._frequencies, plan.positions, hidden.dtype)
@@ -39,7 +44,10 @@ class Transformer:
                 if not len(plan.sampled_rows):
                     return None
                 attend = plan.sampled_attention
-                query, hidden = query.index_select(0, plan.sampled_rows), hidden.index_select(0, plan.sampled_rows)
+                query, hidden = (
+                    query.index_select(0, plan.sampled_rows),
+                    hidden.index_select(0, plan.sampled_rows),
+                )
             attended = query.new_empty(query.shape)
             for part in attend:
                 part(query, index, attended)
@@ -48,7 +56,9 @@ class Transformer:
             hidden = layer.down(self._kernels.silu_mul(layer.gate_up(normed)), hidden)
         return self._weights.norm(hidden)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
+    def compute_logits(
+        self, hidden: torch.Tensor
+    ) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
         return self._weights.head(hidden)
 
     def _project_qkv(

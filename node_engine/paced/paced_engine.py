@@ -1,22 +1,26 @@
-"""An engine without a model: it waits as long as a cost model says, and its tokens are a hash of the context.
+"""An engine without a model: it waits as long as a cost model says, and its tokens are a hash of
+the context.
 
-It stands in for a model wherever the protocol, and not the arithmetic, is on trial. Its KV is real bytes in the real
-arena. The record of the token at position p is
+It stands in for a model wherever the protocol, and not the arithmetic, is on trial. Its KV is real
+bytes in the real arena. The record of the token at position p is
 
     word 0      token id
     words 1, 2  digest of the context up to p:  digest_p = digest_{p-1} + mix(token, p)  mod 2**64
     words 3..   a pattern of both and of the place: layer, K or V, head, word
 
-so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as attention does.
-KV that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not match its
-pattern; the mismatch goes into the digest. **Wrong KV therefore gives wrong tokens, not an error**: it is what a
-model would do, and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is
-first seen (after a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only,
-or with `reread` all of it whenever a block is full: that finds what was written into a block after it was checked.
+so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as
+attention does. KV that was never written, belongs to other tokens, positions or layers, or has a
+flipped bit does not match its pattern; the mismatch goes into the digest. **Wrong KV therefore
+gives wrong tokens, not an error**: it is what a model would do, and the comparison with
+`paced_reference` has to notice. The whole context is read when a sequence is first seen (after a
+hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only,
+or with `reread` all of it whenever a block is full: that finds what was written into a block after
+it was checked.
 
-Scores are made up from the same digest, so that they too are wrong where KV is wrong, and the same in every run: the
-token that the digest gives is the most likely, those numbered after it follow in order, and each is e**(-1/8) times as
-likely as the one before. They are no distribution. Of the sampling fields only `forbidden` changes a token.
+Scores are made up from the same digest, so that they too are wrong where KV is wrong, and the same
+in every run: the token that the digest gives is the most likely, those numbered after it follow in
+order, and each is e**(-1/8) times as likely as the one before. They are no distribution. Of the
+sampling fields only `forbidden` changes a token.
 """
 
 import hashlib
@@ -28,12 +32,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.process.clock import Clock, monotonic_clock
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.process.clock import Clock, monotonic_clock
 from baton.types import TokenLogprobs
-from node_engine.core.step.step_batch import SliceResult, LayerCallback, SampleSpec, PromptLogprobsSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.core.step.step_batch import (
+    LayerCallback,
+    PromptLogprobsSpec,
+    SampleSpec,
+    SequenceId,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+)
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -45,8 +57,9 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class PacedCosts:
-    """How long a step takes, in microseconds. A slice of one token that samples counts as decode, any other as
-    prefill; *resident* and *cached* tokens are those whose KV the slice finds in the arena."""
+    """How long a step takes, in microseconds. A slice of one token that samples counts as decode,
+    any other as prefill; *resident* and *cached* tokens are those whose KV the slice finds in the
+    arena."""
 
     step_base_us: float = 0.0
     prefill_us_per_token: float = 20.0
@@ -60,9 +73,14 @@ class PacedCosts:
         for piece in batch.slices:
             if len(piece.token_ids) == 1 and piece.sample_spec is not None:
                 decoding = True
-                micros += self.decode_us_per_sequence + self.decode_us_per_context_token * piece.start
+                micros += (
+                    self.decode_us_per_sequence + self.decode_us_per_context_token * piece.start
+                )
             else:
-                micros += self.prefill_us_per_token * len(piece.token_ids) + self.prefill_us_per_cached_token * piece.start
+                micros += (
+                    self.prefill_us_per_token * len(piece.token_ids)
+                    + self.prefill_us_per_cached_token * piece.start
+                )
         return (micros + (self.decode_base_us if decoding else 0.0)) * 1e-6
 
 
@@ -70,8 +88,9 @@ ZERO_COSTS = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
-    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the costs leave after
-    the time that the step itself took. With `eos_probability` EOS ends outputs now and then."""
+    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the
+    costs leave after the time that the step itself took. With `eos_probability` EOS ends outputs
+    now and then."""
 
     def __init__(
         self,
@@ -99,7 +118,9 @@ class PacedEngine:
         self._wait = wait if wait is not None else _wait
         self._pattern_words = _pattern_words(layout)
         self._kv: _Words = np.zeros(0, np.uint32)
-        self._next_positions: OrderedDict[SequenceId, int] = OrderedDict()  # position after the last slice
+        self._next_positions: OrderedDict[SequenceId, int] = (
+            OrderedDict()
+        )  # position after the last slice
         self._max_sequences = 0
 
     @property
@@ -126,7 +147,15 @@ class PacedEngine:
     @property
     def model_identity(self) -> ModelIdentity:
         digest, layout = self.model_digest.hex(), self._layout
-        return ModelIdentity(PACED_IMPLEMENTATION, digest, layout.dtype, UNQUANTIZED, layout, self._vocab_size, self._eos)
+        return ModelIdentity(
+            PACED_IMPLEMENTATION,
+            digest,
+            layout.dtype,
+            UNQUANTIZED,
+            layout,
+            self._vocab_size,
+            self._eos,
+        )
 
     @property
     def can_read_pool_in_place(self) -> bool:
@@ -136,7 +165,14 @@ class PacedEngine:
         """The arena, and what follows it, as words [block][layer][k|v][kv_head][token][word]."""
         layout = self._layout
         reach = max(num_blocks, arena.nbytes // layout.block_bytes)
-        shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (
+            reach,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+        )
         self._kv = np.frombuffer(arena, np.uint32, reach * layout.block_bytes // 4).reshape(shape)
         self._max_sequences = num_blocks  # a live sequence has at least one block
         self._next_positions.clear()
@@ -144,12 +180,16 @@ class PacedEngine:
     def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Its first step takes no longer than the others."""
 
-    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
+    def run(
+        self, batch: StepBatch, on_layer: LayerCallback | None = None
+    ) -> tuple[SliceResult, ...]:
         began, seconds = self._clock(), self._costs.compute_step_seconds(batch)
         for source, destination in batch.block_copies:
             self._kv[destination] = self._kv[source]
         before = self._read_context_digests(batch.slices)
-        new = self._locate_tokens(batch.slices, [(each.start, each.start + len(each.token_ids)) for each in batch.slices])
+        new = self._locate_tokens(
+            batch.slices, [(each.start, each.start + len(each.token_ids)) for each in batch.slices]
+        )
         tokens = np.array([token for each in batch.slices for token in each.token_ids], np.uint64)
         digests = before[new.slice_indices] + new.running_sums(_mix_tokens(tokens, new.positions))
         records = self._build_records(tokens, digests)
@@ -161,46 +201,75 @@ class PacedEngine:
             if on_layer is not None:
                 on_layer(layer)
         last = digests[new.ends - 1].tolist()
-        computed = [self._build_result(digest, each.sample_spec) for digest, each in zip(last, batch.slices, strict=True)]
+        computed = [
+            self._build_result(digest, each.sample_spec)
+            for digest, each in zip(last, batch.slices, strict=True)
+        ]
         for place, each in enumerate(batch.slices):
             if each.logprobs_spec is not None:
                 after = digests[new.starts[place] : new.ends[place]].tolist()
-                computed[place] = computed[place]._replace(prompt_logprobs=self._compute_logprobs_of_targets(after, each.start, each.logprobs_spec))
+                computed[place] = computed[place]._replace(
+                    prompt_logprobs=self._compute_logprobs_of_targets(
+                        after, each.start, each.logprobs_spec
+                    )
+                )
         return tuple(computed)
 
     def _build_result(self, digest: int, sample: SampleSpec | None) -> SliceResult:
         if sample is None:
             return SliceResult()
-        token, top = self._draw_token(digest, sample.position, sample.forbidden_token_ids), sample.params.logprobs
-        return SliceResult(token, None if top is None else self._token_logprobs(digest, sample.position, token, top))
+        token, top = (
+            self._draw_token(digest, sample.position, sample.forbidden_token_ids),
+            sample.params.logprobs,
+        )
+        return SliceResult(
+            token,
+            None if top is None else self._token_logprobs(digest, sample.position, token, top),
+        )
 
-    def _compute_logprobs_of_targets(self, digests: Sequence[int], start: int, scoring: PromptLogprobsSpec) -> tuple[TokenLogprobs, ...]:
-        """`digests` are those after the tokens at positions `start` ..; of the last there may be none to score."""
+    def _compute_logprobs_of_targets(
+        self, digests: Sequence[int], start: int, scoring: PromptLogprobsSpec
+    ) -> tuple[TokenLogprobs, ...]:
+        """`digests` are those after the tokens at positions `start` ..; of the last there may be
+        none to score."""
         return tuple(
             self._token_logprobs(digest, position, token, scoring.top_logprobs)
-            for position, (digest, token) in enumerate(zip(digests, scoring.target_token_ids, strict=False), start + 1)
+            for position, (digest, token) in enumerate(
+                zip(digests, scoring.target_token_ids, strict=False), start + 1
+            )
         )
 
     def _draw_token(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
-        return _draw_token(digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden)
+        return _draw_token(
+            digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden
+        )
 
     def _token_logprobs(self, digest: int, position: int, token: int, top: int) -> TokenLogprobs:
-        return _token_logprobs(digest, self._draw_token(digest, position), token, top, self._vocab_size)
+        return _token_logprobs(
+            digest, self._draw_token(digest, position), token, top, self._vocab_size
+        )
 
     # KV
 
     def _read_context_digests(self, slices: Sequence[SequenceSlice]) -> _Longs:
-        """Per slice, the digest of the tokens before it as the arena has it; another number if anything that was read
-        is not as it should be, so that all that is written from now on is wrong as well."""
+        """Per slice, the digest of the tokens before it as the arena has it; another number if
+        anything that was read is not as it should be, so that all that is written from now on is
+        wrong as well."""
         before = np.zeros(len(slices), np.uint64)
-        old = self._locate_tokens(slices, [(self._first_unread_position(each), each.start) for each in slices])
+        old = self._locate_tokens(
+            slices, [(self._first_unread_position(each), each.start) for each in slices]
+        )
         read = old.ends > old.starts
         if not read.any():
             return before
         records = self._kv[old.blocks, :, :, :, old.offsets]
         tokens = records[:, 0, 0, 0, 0].astype(np.uint64)
-        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(np.uint64) << np.uint64(32)
-        pattern = ((records ^ self._build_records(tokens, digests)) * self._pattern_words).sum((1, 2, 3, 4), np.uint64)
+        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(
+            np.uint64
+        ) << np.uint64(32)
+        pattern = ((records ^ self._build_records(tokens, digests)) * self._pattern_words).sum(
+            (1, 2, 3, 4), np.uint64
+        )
         previous = np.roll(digests, 1)
         previous[old.starts[read]] = 0
         chain = digests - previous - _mix_tokens(tokens, old.positions)
@@ -212,7 +281,8 @@ class PacedEngine:
         return before
 
     def _first_unread_position(self, piece: SequenceSlice) -> int:
-        """Where to begin reading: at its last block if the sequence goes on where it stopped, else at 0."""
+        """Where to begin reading: at its last block if the sequence goes on where it stopped, else
+        at 0."""
         known = self._next_positions.get(piece.sequence_id) == piece.start > 0
         if self._reread and piece.start % self._layout.block_size == 0:
             known = False
@@ -220,23 +290,33 @@ class PacedEngine:
         self._next_positions.move_to_end(piece.sequence_id)
         if len(self._next_positions) > self._max_sequences:
             self._next_positions.popitem(last=False)
-        return (piece.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
+        return (
+            (piece.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
+        )
 
     def _build_records(self, tokens: _Longs, digests: _Longs) -> _Words:
         """What belongs in the arena for these tokens: [token][layer][k|v][kv_head][word]."""
         base = _mix(digests ^ _mix(tokens))
-        records = ((base[:, None, None, None, None] ^ self._pattern_words) * self._pattern_words >> np.uint64(32)).astype(np.uint32)
+        records = (
+            (base[:, None, None, None, None] ^ self._pattern_words) * self._pattern_words
+            >> np.uint64(32)
+        ).astype(np.uint32)
         records[..., 0] = tokens.astype(np.uint32)[:, None, None, None]
         records[..., 1] = digests.astype(np.uint32)[:, None, None, None]
         records[..., 2] = (digests >> np.uint64(32)).astype(np.uint32)[:, None, None, None]
         return records
 
-    def _locate_tokens(self, slices: Sequence[SequenceSlice], spans: Sequence[tuple[int, int]]) -> "_Places":
-        """Where the tokens at positions [begin, end) of each slice's sequence live; one span per slice."""
+    def _locate_tokens(
+        self, slices: Sequence[SequenceSlice], spans: Sequence[tuple[int, int]]
+    ) -> "_TokenPlaces":
+        """Where the tokens at positions [begin, end) of each slice's sequence live; one span per
+        slice."""
         size = self._layout.block_size
         positions = [np.arange(begin, end) for begin, end in spans]
         blocks = [
-            np.array(each.block_table[begin // size : -(-end // size)], np.int64)[span // size - begin // size]
+            np.array(each.block_table[begin // size : -(-end // size)], np.int64)[
+                span // size - begin // size
+            ]
             for each, span, (begin, end) in zip(slices, positions, spans, strict=True)
         ]
         lengths = np.array([end - begin for begin, end in spans])
@@ -248,8 +328,8 @@ class PacedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _TokenPlaces:
-    """Tokens of several slices in one row. Per token: the slice, the position, its block and its offset in the block;
-    per slice: where its tokens begin and end in the row."""
+    """Tokens of several slices in one row. Per token: the slice, the position, its block and its
+    offset in the block; per slice: where its tokens begin and end in the row."""
 
     slice_indices: _Ints
     positions: _Ints
@@ -273,10 +353,12 @@ def paced_reference_tokens(
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
 ) -> list[int]:
-    """The first `n` tokens that a PacedEngine of that vocabulary gives after `prompt`, computed without blocks or KV.
-    It does not stop at EOS."""
+    """The first `n` tokens that a PacedEngine of that vocabulary gives after `prompt`, computed
+    without blocks or KV. It does not stop at EOS."""
     tokens = list(prompt)
-    digest = int(_mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64))
+    digest = int(
+        _mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64)
+    )
     for position in range(len(prompt), len(prompt) + n):
         token = _draw_token(digest, position, vocab_size, eos_token_ids, eos_probability, ())
         digest = (digest + _mix_int(token + (position << 32))) & _MASK
@@ -292,8 +374,8 @@ def paced_reference_logprobs(
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
 ) -> list[TokenLogprobs]:
-    """The scores that a PacedEngine of that vocabulary gives `tokens[1:]`, prompt or output, each after all tokens
-    before it."""
+    """The scores that a PacedEngine of that vocabulary gives `tokens[1:]`, prompt or output, each
+    after all tokens before it."""
     digest, found = 0, []
     for position in range(1, len(tokens)):
         digest = (digest + _mix_int(tokens[position - 1] + (position - 1 << 32))) & _MASK
@@ -313,9 +395,15 @@ def _token_logprobs(digest: int, best: int, token: int, top: int, vocab_size: in
 
 
 def _draw_token(
-    digest: int, position: int, vocab_size: int, eos: Sequence[int], eos_probability: float, forbidden: Sequence[int]
+    digest: int,
+    position: int,
+    vocab_size: int,
+    eos: Sequence[int],
+    eos_probability: float,
+    forbidden: Sequence[int],
 ) -> int:
-    """The token at `position` after a context with that digest. EOS comes by its probability only."""
+    """The token at `position` after a context with that digest. EOS comes by its probability
+    only."""
     value = _mix_int(digest ^ _mix_int(position))
     allowed_eos = [token for token in eos if token not in forbidden]
     if allowed_eos and value / (_MASK + 1) < eos_probability:
@@ -329,8 +417,8 @@ def _draw_token(
 
 
 def _mix(values: _Longs) -> _Longs:
-    """SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants: Stafford's variant 13): a bijection that
-    scatters every bit."""
+    """SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants: Stafford's variant 13):
+    a bijection that scatters every bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -1,11 +1,12 @@
-"""What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Each is
-stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
+"""What a node says to the coordinator. Called on the compute thread; the message leaves on the
+event loop. Each is stamped with the incarnation under which its work was given, so that a late one
+is recognised and dropped."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.cluster_link import pb_conversion as wire
-from baton.kv.cache_journal import CacheEventBatch
 from baton.errors import BatonError
+from baton.kv.cache_journal import CacheEventBatch
 from baton.pb import cluster_pb2, common_pb2
 from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
 from node_engine.core.blocks.block_ledger import BlockLedger
@@ -33,19 +34,26 @@ class CoordinatorReporter:
         message = cluster_pb2.Tokens(tokens=[wire.token_event_to_pb(event) for event in events])
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
 
-    def report_prompt_logprobs(self, key: AttemptKey, first: int, scores: Sequence[TokenLogprobs]) -> None:
+    def report_prompt_logprobs(
+        self, key: AttemptKey, first: int, scores: Sequence[TokenLogprobs]
+    ) -> None:
         """Of the prompt's tokens `first` .. `first + len(scores)`."""
         for begin in range(0, len(scores), _LOGPROBS_PER_MESSAGE):
             message = cluster_pb2.PromptScores(
                 key=wire.attempt_key_to_pb(key),
                 first=first + begin,
-                scores=[wire.logprobs_to_pb(score) for score in scores[begin : begin + _LOGPROBS_PER_MESSAGE]],
+                scores=[
+                    wire.logprobs_to_pb(score)
+                    for score in scores[begin : begin + _LOGPROBS_PER_MESSAGE]
+                ],
             )
             self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
     def report_failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
         """`caused_by`: of a preemption, the class that took the blocks."""
-        message = cluster_pb2.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
+        message = cluster_pb2.AttemptFailed(
+            key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by
+        )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
     def report_prefill_ended(
@@ -59,7 +67,8 @@ class CoordinatorReporter:
         pooled: int = 0,
         remote: int = 0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them
+        from another host's."""
         message = cluster_pb2.PrefillEnded(
             key=wire.attempt_key_to_pb(key),
             computed_tokens=computed,
@@ -86,7 +95,8 @@ class CoordinatorReporter:
         remote: int = 0,
         share: float = 0.0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them
+        from another host's."""
         message = cluster_pb2.Admitted(
             key=wire.attempt_key_to_pb(key),
             computed_tokens=computed,
@@ -104,5 +114,12 @@ class CoordinatorReporter:
 
     def report_ledger(self, query: int, snapshot: BlockLedger) -> None:
         counts = {state.value: count for state, count in snapshot.counts.items()}
-        owners = ((one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in snapshot.entries)
-        self._send(wire.ledger_to_pb(query, self._name, self.incarnation, snapshot.num_blocks, counts, owners))
+        owners = (
+            (one.owner, one.state.value, one.num_blocks, one.age_seconds)
+            for one in snapshot.entries
+        )
+        self._send(
+            wire.ledger_to_pb(
+                query, self._name, self.incarnation, snapshot.num_blocks, counts, owners
+            )
+        )

@@ -1,21 +1,22 @@
-"""A role is a policy object: what a node does with what it is told and with what its steps produce. The process that
-hosts it (node_engine/host) knows no role; prefill_node and decode_node each bring one."""
+"""A role is a policy object: what a node does with what it is told and with what its steps produce.
+The process that hosts it (node_engine/host) knows no role; prefill_node and decode_node each bring
+one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.process.clock import Clock
 from baton.config.settings import Config
 from baton.errors import ModelMismatch
 from baton.limits import ModelBounds, check_prompt, check_sampling
+from baton.process.clock import Clock
 from baton.shared_memory.segment import Segment
-from baton.types import NodeName, AttemptSpec
-from node_engine.core.blocks.block_pool import BlockPool
+from baton.types import AttemptSpec, NodeName
 from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.scheduling.scheduler import Scheduler
+from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.step_batch import Engine, LayerCallback, StepBatch
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.shared_pool.pool_connector import PoolConnector
@@ -36,19 +37,23 @@ class RoleContext:
     clock: Clock
     pool_connector: PoolConnector  # the node's use of the host's shared pool; the compute thread's
     block_memory: memoryview  # every block that a block table may name, the arena's first
-    emit: Callable[[object], None]  # puts an event of the role's own on the compute thread's inbox; thread-safe
+    emit: Callable[
+        [object], None
+    ]  # puts an event of the role's own on the compute thread's inbox; thread-safe
 
 
 def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False) -> None:
-    """The coordinator has checked all of it; but what indexes a node's memory, and what no client would notice, is
-    checked by the node. With `context_only` another node gives the answer, and this one needs no room for it.
+    """The coordinator has checked all of it; but what indexes a node's memory, and what no client
+    would notice, is checked by the node. With `context_only` another node gives the answer, and
+    this one needs no room for it.
 
-    Raises WrongModel for a request that is bound to another model, whose tokens this node must not continue, TooLong
-    for one that is longer than this node serves, and InvalidRequest for what the model does not know."""
+    Raises WrongModel for a request that is bound to another model, whose tokens this node must not
+    continue, TooLong for one that is longer than this node serves, and InvalidRequest for what the
+    model does not know."""
     mine = engine.model_identity.digest()
     if work.identity_digest != mine:
         raise ModelMismatch(
-            f"{work.key} is bound to model {work.model.hex()[:16] or 'none'}, this node serves {mine.hex()[:16]}: it"
+            f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'}, this node serves {mine.hex()[:16]}: it"
             " must be placed on a node of its own model"
         )
     bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62)
@@ -59,10 +64,12 @@ def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False)
 
 
 def report_too_long(work: AttemptSpec, pool: BlockPool, report: CoordinatorReporter) -> None:
-    """Answer that this node will never have room for a request that another one may well hold. It is no fault of the
-    client, so it must not end the request."""
+    """Answer that this node will never have room for a request that another one may well hold. It
+    is no fault of the client, so it must not end the request."""
     counts = pool.count_blocks_by_state()
-    report.report_refused(work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED])
+    report.report_refused(
+        work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
+    )
 
 
 class RolePolicy(Protocol):
@@ -79,8 +86,8 @@ class RolePolicy(Protocol):
         ...
 
     def preview_command(self, command: NodeCommand) -> None:
-        """Every command, on the event loop, in the order of the stream and before `handle_item` sees it: for what must not
-        wait until the step in progress has ended."""
+        """Every command, on the event loop, in the order of the stream and before `handle_item`
+        sees it: for what must not wait until the step in progress has ended."""
         ...
 
     def handle_item(self, item: NodeCommand | object) -> None:
@@ -88,12 +95,14 @@ class RolePolicy(Protocol):
         ...
 
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
-        """Prepare for the step. Returns what is to be called when the KV of a layer is in the arena for
-        every slice, which must not block, or None if nobody waits for single layers: an engine
+        """Prepare for the step. Returns what is to be called when the KV of a layer is in the arena
+        for every slice, which must not block, or None if nobody waits for single layers: an engine
         then need not wait for the device after each of them."""
         ...
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+    def after_step(
+        self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
+    ) -> None:
         """The step took `seconds`; `outcomes` is what became of its sequences."""
         ...
 

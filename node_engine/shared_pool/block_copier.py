@@ -1,4 +1,5 @@
-"""Whole blocks copied inside one address range: from the shared pool, where the engine cannot read, into the arena."""
+"""Whole blocks copied inside one address range: from the shared pool, where the engine cannot read,
+into the arena."""
 
 import time
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
-"""The addresses of a node that shares its host's pool: its own arena, and room for the pool's segment beside it."""
+"""The addresses of a node that shares its host's pool: its own arena, and room for the pool's
+segment beside it."""
 
 from pathlib import Path
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.config.settings import Config
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import Segment
 from baton.types import BlockIndex
 from node_engine.core.step.step_batch import Engine
@@ -12,15 +13,29 @@ from node_engine.shared_pool.pool_client import PoolClientContext
 
 
 class NodeAddressSpace:
-    """`block_memory` is the whole range: block 0 of it is the arena's. `seconds_per_block_copy` is what copying a block takes."""
+    """`block_memory` is the whole range: block 0 of it is the arena's. `seconds_per_block_copy` is
+    what copying a block takes."""
 
     def __init__(self, folder: Path, block_bytes: int, arena: Segment) -> None:
-        """The arena is mapped once more, and is empty still: it is copied in to measure how long that takes."""
+        """The arena is mapped once more, and is empty still: it is copied in to measure how long
+        that takes."""
         self._address_space = BlockAddressSpace(block_bytes, folder)
         self._own_arena = self._address_space.attach_segment(arena.name)
         self.block_memory = self._address_space.view_range()
         self.block_copier = BlockCopier(self.block_memory, block_bytes)
-        self.seconds_per_block_copy = self.block_copier.measure_copy_seconds(BlockIndex(0), BlockIndex(1))
+        self.seconds_per_block_copy = self.block_copier.measure_copy_seconds(
+            BlockIndex(0), BlockIndex(1)
+        )
 
-    def build_client_context(self, config: Config, name: str, host_id: str, engine: Engine) -> PoolClientContext:
-        return PoolClientContext(config, name, host_id, engine.model_digest, engine.layout, self._address_space, self._own_arena)
+    def build_client_context(
+        self, config: Config, name: str, host_id: str, engine: Engine
+    ) -> PoolClientContext:
+        return PoolClientContext(
+            config,
+            name,
+            host_id,
+            engine.model_digest,
+            engine.layout,
+            self._address_space,
+            self._own_arena,
+        )

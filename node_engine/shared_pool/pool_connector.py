@@ -23,7 +23,8 @@ from node_engine.shared_pool.pool_client import SharedPoolClient
 
 @dataclass(frozen=True, slots=True)
 class PublicationEnded:
-    """A publication of `sequence` has ended: `pool_hit`, pinned, is what the pool has of its tokens, None if it failed."""
+    """A publication of `sequence` has ended: `pool_hit`, pinned, is what the pool has of its
+    tokens, None if it failed."""
 
     sequence: Sequence
     owner_label: str
@@ -34,9 +35,9 @@ class PublicationEnded:
 
 
 class PoolConnector:
-    """`emit` puts a Published on the compute thread's inbox. `in_place`: the engine reads the pool's blocks where they
-    are; otherwise they are copied, and nothing is re-pointed. Called on the compute thread only, but for `publication_epoch` and
-    `counters`."""
+    """`emit` puts a Published on the compute thread's inbox. `in_place`: the engine reads the
+    pool's blocks where they are; otherwise they are copied, and nothing is re-pointed. Called on
+    the compute thread only, but for `publication_epoch` and `counters`."""
 
     def __init__(
         self,
@@ -56,28 +57,39 @@ class PoolConnector:
         self.copy_cost_model = CopyCostModel(copy_seconds)
         self._publication_numbers = count(1)
         self._num_deduped_blocks = 0
-        self.publication_epoch = 0  # of the event loop's: how many publications have been put on the inbox
+        self.publication_epoch = (
+            0  # of the event loop's: how many publications have been put on the inbox
+        )
 
     def counters(self) -> dict[str, float]:
-        return {"baton_pool_repointed_blocks_total": float(self._num_deduped_blocks)} if self._pool_client else {}
+        return (
+            {"baton_pool_repointed_blocks_total": float(self._num_deduped_blocks)}
+            if self._pool_client
+            else {}
+        )
 
     def build_pool_prefix(self, hit: PoolHit | None) -> PoolPrefix | None:
         """What an order may start with. Whoever gets it owns its pin."""
         if hit is None or hit.pin is None:
             return None
-        partial = PartialHit(*hit.partial_block) if hit.partial_block and self.copy_cost_model.is_copy_worthwhile(hit.partial_block[1]) else None
+        partial = (
+            PartialHit(*hit.partial_block)
+            if hit.partial_block and self.copy_cost_model.is_copy_worthwhile(hit.partial_block[1])
+            else None
+        )
         return PoolPrefix(hit.blocks, partial, self._build_pin(hit.pin), hit.remote_blocks)
 
     def publish_sequence(self, sequence: Sequence, *, paced: bool = False) -> None:
-        """Give the pool the full blocks that this node has computed or received for `sequence`, which may have ended.
-        One publication of a sequence is under way at a time; what fills meanwhile follows it."""
+        """Give the pool the full blocks that this node has computed or received for `sequence`,
+        which may have ended. One publication of a sequence is under way at a time; what fills
+        meanwhile follows it."""
         if self._pool_client is None or not self._pool_client.is_attached or sequence.is_publishing:
             return
         end = sequence.num_published_blocks = sequence.num_indexed_blocks
         sources = self._block_pool.find_own_suffix(sequence.chain, end)
         if not sources:
             return
-        label = f"publication {next(self._numbers)}"
+        label = f"publication {next(self._publication_numbers)}"
         names, tokens = sequence.chain.packed_prefix(end)
 
         def then(hit: PoolHit | None) -> None:
@@ -88,13 +100,18 @@ class PoolConnector:
         self._block_pool.share_blocks(sources, label)
         sequence.is_publishing = True
         first = end - len(sources)
-        if not self._pool_client.publish_blocks(PublishRequest(sequence.chain.root_hash, names, tokens, first, sources, then, paced)):
+        if not self._pool_client.publish_blocks(
+            PublishRequest(sequence.chain.root_hash, names, tokens, first, sources, then, paced)
+        ):
             self._end_publication(PublicationEnded(sequence, label, sources, holds, paced, None))
 
     def publish_filled_blocks(self, sequence: Sequence) -> None:
-        """Decode: publish if a block has filled here since the last time, or the sequence has ended."""
+        """Decode: publish if a block has filled here since the last time, or the sequence has
+        ended."""
         known = sequence.num_published_blocks
-        if sequence.state is not SequenceState.FINISHED:  # the context is published by whoever computed it
+        if (
+            sequence.state is not SequenceState.FINISHED
+        ):  # the context is published by whoever computed it
             known = max(known, sequence.context_len // self._block_pool.block_size)
         if sequence.num_indexed_blocks > known:
             self.publish_sequence(sequence, paced=True)
@@ -105,7 +122,9 @@ class PoolConnector:
         if hit is not None and hit.pin is not None:
             hold = self._build_pin(hit.pin)
             if self._can_read_in_place:
-                self._num_deduped_blocks += self._scheduler.dedup_to_shared_pool(done.sequence.chain, hit.blocks, hold)
+                self._num_deduped_blocks += self._scheduler.dedup_to_shared_pool(
+                    done.sequence.chain, hit.blocks, hold
+                )
             hold.release()
         self._end_publication(done)
         if hit is not None and done.is_rate_limited:

@@ -1,20 +1,31 @@
-"""Looking up in the shared pool before the compute thread hears of an order: on the event loop, so that no step waits.
+"""Looking up in the shared pool before the compute thread hears of an order: on the event loop, so
+that no step waits.
 
-Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, those that concern all
-attempts end every wait, and the end of a writer those of the orders that name it. Questions for a ledger or a cache
-wait for nothing and end nothing: an operator's look must not cost prompts what the pool has of them. A look-up during
-which this node was told of a publication of its own is asked again: the compute thread gives own copies up for what was
-published, so an older answer may lack what is no longer found here.
+Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, those
+that concern all attempts end every wait, and the end of a writer those of the orders that name it.
+Questions for a ledger or a cache wait for nothing and end nothing: an operator's look must not cost
+prompts what the pool has of them. A look-up during which this node was told of a publication of its
+own is asked again: the compute thread gives own copies up for what was published, so an older
+answer may lack what is no longer found here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
-from baton.process.clock import Clock, monotonic_clock
 from baton.kv.pool_types import PoolHit
-from baton.types import AttemptKey, Incarnation, AttemptSpec
-from node_engine.core.node_commands import CacheSnapshotCommand, CancelCommand, NodeCommand, TicketCommand, LedgerCommand, PeerLostCommand, PrefillCommand, DecodeCommand
+from baton.process.clock import Clock, monotonic_clock
+from baton.types import AttemptKey, AttemptSpec, Incarnation
+from node_engine.core.node_commands import (
+    CacheSnapshotCommand,
+    CancelCommand,
+    DecodeCommand,
+    LedgerCommand,
+    NodeCommand,
+    PeerLostCommand,
+    PrefillCommand,
+    TicketCommand,
+)
 from node_engine.shared_pool.pool_client import SharedPoolClient
 
 _MAX_TRIES = 3
@@ -29,9 +40,9 @@ class _PendingLookup:
 
 
 class PoolLookups:
-    """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's blocks descend from;
-    `epoch` grows with each publication that was put there; `token_seconds` is what computing a token of a prompt takes,
-    None if that is not known yet."""
+    """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's
+    blocks descend from; `epoch` grows with each publication that was put there; `token_seconds` is
+    what computing a token of a prompt takes, None if that is not known yet."""
 
     def __init__(
         self,
@@ -59,7 +70,10 @@ class PoolLookups:
         if self._pool_client is None:
             return {}
         results = (("hit", self._hits), ("miss", self._misses))
-        found = {f'baton_pool_lookups_total{{result="{name}"}}': float(number) for name, number in results}
+        found = {
+            f'baton_pool_lookups_total{{result="{name}"}}': float(number)
+            for name, number in results
+        }
         return found | {"baton_pool_lookup_seconds_total": self._seconds}
 
     def submit_command(self, command: NodeCommand) -> None:
@@ -72,7 +86,11 @@ class PoolLookups:
             if isinstance(command, CancelCommand):
                 self._end_lookup(waiting, None)
             return
-        elif isinstance(command, DecodeCommand | PrefillCommand) and self._pool_client is not None and self._pool_client.is_attached:
+        elif (
+            isinstance(command, DecodeCommand | PrefillCommand)
+            and self._pool_client is not None
+            and self._pool_client.is_attached
+        ):
             self._begin_lookup(command)
             return
         self._deliver_command(command)
@@ -89,14 +107,20 @@ class PoolLookups:
                 pass
             case PeerLostCommand(incarnation):
                 for waiting in tuple(self._pending.values()):
-                    if isinstance(waiting.command, DecodeCommand) and _is_writer(incarnation, waiting.command):
+                    if isinstance(waiting.command, DecodeCommand) and _is_writer(
+                        incarnation, waiting.command
+                    ):
                         self._end_lookup(waiting, None)
             case _:
                 self.end_all_lookups()
 
     def _begin_lookup(self, order: DecodeCommand | PrefillCommand) -> None:
         work = order.work
-        reusable = 0 if work.request.sampling.prompt_logprobs is not None else len(work.context_token_ids) - 1
+        reusable = (
+            0
+            if work.request.sampling.prompt_logprobs is not None
+            else len(work.context_token_ids) - 1
+        )
         try:
             tokens = pack_tokens(work.context_token_ids)
         except (OverflowError, TypeError):  # no ids: the role says so
@@ -106,9 +130,13 @@ class PoolLookups:
             return
         root = self._root_of(work)
         waiting = self._pending[work.key] = _PendingLookup(order, self._clock())
-        self._query_pool(waiting, root, compute_packed_hashes(root, tokens, self._block_size), tokens, reusable)
+        self._query_pool(
+            waiting, root, compute_packed_hashes(root, tokens, self._block_size), tokens, reusable
+        )
 
-    def _query_pool(self, waiting: _PendingLookup, root: BlockHash, names: bytes, tokens: bytes, most: int) -> None:
+    def _query_pool(
+        self, waiting: _PendingLookup, root: BlockHash, names: bytes, tokens: bytes, most: int
+    ) -> None:
         assert self._pool_client is not None
         epoch = self._publication_epoch()
         waiting.num_tries += 1
@@ -123,7 +151,15 @@ class PoolLookups:
                 self._end_lookup(waiting, hit)
 
         elsewhere = waiting.command.remote_prefix
-        self._pool_client.find_prefix(root, names, tokens, most, then, token_seconds=self._token_seconds(), elsewhere=elsewhere)
+        self._pool_client.find_prefix(
+            root,
+            names,
+            tokens,
+            most,
+            then,
+            token_seconds=self._token_seconds(),
+            elsewhere=elsewhere,
+        )
 
     def _release_hit(self, hit: PoolHit) -> None:
         assert self._pool_client is not None

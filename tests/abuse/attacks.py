@@ -1,7 +1,9 @@
-"""Clients that misbehave, as a process of their own: `python -m tests.abuse.attacks KIND SECONDS ADDRESSES`.
+"""Clients that misbehave, as a process of their own: `python -m tests.abuse.attacks KIND SECONDS
+ADDRESSES`.
 
-ADDRESSES is a JSON object of host:port by the name of a port (http, grpc, admin, cluster). The process takes the
-lowest priority, prints a line when it is ready, attacks for SECONDS, and prints how often which answer came, as JSON.
+ADDRESSES is a JSON object of host:port by the name of a port (http, grpc, admin, cluster). The
+process takes the lowest priority, prints a line when it is ready, attacks for SECONDS, and prints
+how often which answer came, as JSON.
 """
 
 import asyncio
@@ -40,7 +42,8 @@ def mixed_text(length: int, seed: int) -> str:
 
 
 def hostile_bodies() -> list[tuple[bytes, dict[str, str]]]:
-    """Bodies just within the bound of 4 MiB, and headers: long texts, many small things, deep and doubled ones."""
+    """Bodies just within the bound of 4 MiB, and headers: long texts, many small things, deep and
+    doubled ones."""
     text = mixed_text(_MIB, 1)
     json_type = {"content-type": "application/json"}
     biases = {str(token): 1.0 for token in range(300_000)}
@@ -52,10 +55,20 @@ def hostile_bodies() -> list[tuple[bytes, dict[str, str]]]:
         {"prompt": "a", "max_tokens": 1, "stop": ["x"] * 300_000},
     ]
     bodies = [(json.dumps(value, ensure_ascii=False).encode(), json_type) for value in values]
-    chat = {"messages": [{"role": "user", "content": mixed_text(1500, seed)} for seed in range(700)], "max_tokens": 1}
-    bodies.append((json.dumps(chat, ensure_ascii=False).encode(), {**json_type, "path": "/v1/chat/completions"}))
+    chat = {
+        "messages": [{"role": "user", "content": mixed_text(1500, seed)} for seed in range(700)],
+        "max_tokens": 1,
+    }
+    bodies.append(
+        (
+            json.dumps(chat, ensure_ascii=False).encode(),
+            {**json_type, "path": "/v1/chat/completions"},
+        )
+    )
     bodies.append((b'{"prompt": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", json_type))
-    bodies.append((b"{" + b", ".join(b'"k%d": 0' % (n % 7) for n in range(300_000)) + b"}", json_type))
+    bodies.append(
+        (b"{" + b", ".join(b'"k%d": 0' % (n % 7) for n in range(300_000)) + b"}", json_type)
+    )
     page = {"content-type": "text/plain", "origin": "http://elsewhere.example"}
     bodies.append((json.dumps(values[0], ensure_ascii=False).encode(), page))
     return [(body, headers) for body, headers in bodies if len(body) <= 4 * _MIB]
@@ -65,7 +78,9 @@ async def attack_with_bodies(where: Addresses, until: float, answers: AnswerCoun
     bodies = hostile_bodies()
 
     async def send_in_turn(lane: int) -> None:
-        for body, headers in _cycle_until(bodies[lane % len(bodies) :] + bodies[: lane % len(bodies)], until):
+        for body, headers in _cycle_until(
+            bodies[lane % len(bodies) :] + bodies[: lane % len(bodies)], until
+        ):
             answers[await _post(where["http"], body, headers)] += 1
 
     await asyncio.gather(*(send_in_turn(lane) for lane in range(8)))
@@ -76,7 +91,9 @@ async def attack_over_grpc(where: Addresses, until: float, answers: AnswerCounts
     requests = [
         generation_pb2.GenerateRequest(text=mixed_text(_MIB, 2), max_tokens=1),
         generation_pb2.GenerateRequest(text="a", max_tokens=1, stop=["x"] * 500_000),
-        generation_pb2.GenerateRequest(text="a", max_tokens=1, logit_bias={token: 1.0 for token in range(200_000)}),
+        generation_pb2.GenerateRequest(
+            text="a", max_tokens=1, logit_bias={token: 1.0 for token in range(200_000)}
+        ),
     ]
     async with grpc.aio.insecure_channel(where["grpc"]) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -95,7 +112,10 @@ async def attack_over_grpc(where: Addresses, until: float, answers: AnswerCounts
 async def attack_with_silent_calls(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Calls on one connection that never send a message, begun again as soon as they end."""
     async with grpc.aio.insecure_channel(where["grpc"]) as channel:
-        methods = [channel.stream_unary(f"/baton.v1.{name}") for name in ("Generation/GenerateOnce", "Cluster/Status")]
+        methods = [
+            channel.stream_unary(f"/baton.v1.{name}")
+            for name in ("Generation/GenerateOnce", "Cluster/Status")
+        ]
 
         async def call_in_turn() -> None:
             for method in _cycle_until(methods, until):
@@ -117,7 +137,10 @@ async def attack_with_stalled_bodies(where: Addresses, until: float, answers: An
                 await asyncio.sleep(0.1)
                 continue
             with suppress(OSError, TimeoutError):
-                writer.write(_request_head("/v1/completions", length, {"content-type": "application/json"}) + b"{")
+                writer.write(
+                    _request_head("/v1/completions", length, {"content-type": "application/json"})
+                    + b"{"
+                )
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     line = (await reader.readline()).decode().split(" ")
                 answers[line[1] if len(line) > 1 else "closed"] += 1
@@ -133,7 +156,9 @@ async def attack_with_idle_sockets(where: Addresses, until: float, answers: Answ
     for address in where.values():
         for _ in range(_SOCKETS):
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(*_parse_address(address)), 2.0)
+                _, writer = await asyncio.wait_for(
+                    asyncio.open_connection(*_parse_address(address)), 2.0
+                )
                 held.append(writer)
                 answers["connected"] += 1
             except (OSError, TimeoutError):
@@ -152,13 +177,17 @@ async def attack_with_half_bodies(where: Addresses, until: float, answers: Answe
         with suppress(OSError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection(*_parse_address(where["http"]))
             try:
-                writer.write(_request_head("/v1/completions", 4 * _MIB, {"content-type": "application/json"}))
+                writer.write(
+                    _request_head("/v1/completions", 4 * _MIB, {"content-type": "application/json"})
+                )
                 writer.write(b'{"prompt": "' + b"a" * _MIB)
                 answer = asyncio.create_task(reader.readline())
                 while not answer.done() and time.monotonic() < until:
                     writer.write(b"a")
                     await asyncio.wait({answer}, timeout=1.0)
-                answers[answer.result().decode().strip() or "closed" if answer.done() else "held"] += 1
+                answers[
+                    answer.result().decode().strip() or "closed" if answer.done() else "held"
+                ] += 1
                 answer.cancel()
             finally:
                 writer.close()
@@ -168,12 +197,17 @@ async def attack_with_half_bodies(where: Addresses, until: float, answers: Answe
 
 async def attack_with_slow_readers(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Streams of which nobody reads a byte."""
-    body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}).encode()
+    body = json.dumps(
+        {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
+    ).encode()
 
     async def never_read() -> None:
         with suppress(OSError):
             _, writer = await asyncio.open_connection(*_parse_address(where["http"]), limit=256)
-            writer.write(_request_head("/v1/completions", len(body), {"content-type": "application/json"}) + body)
+            writer.write(
+                _request_head("/v1/completions", len(body), {"content-type": "application/json"})
+                + body
+            )
             answers["asked"] += 1
             await _sleep_until(until)
             writer.close()
@@ -188,7 +222,9 @@ async def attack_with_watches(where: Addresses, until: float, answers: AnswerCou
 
         async def watch() -> None:
             try:
-                call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=max(0.1, until - time.monotonic()))
+                call = stub.Watch(
+                    health_pb2.HealthCheckRequest(), timeout=max(0.1, until - time.monotonic())
+                )
                 async for _ in call:
                     answers["watched"] += 1
             except grpc.aio.AioRpcError as error:
@@ -225,7 +261,9 @@ async def _post(address: str, body: bytes, headers: Mapping[str, str]) -> str:
         async with asyncio.timeout(60):
             reader, writer = await asyncio.open_connection(*_parse_address(address))
             try:
-                writer.write(_request_head(headers.get("path", "/v1/completions"), len(body), others) + body)
+                writer.write(
+                    _request_head(headers.get("path", "/v1/completions"), len(body), others) + body
+                )
                 return (await reader.readline()).decode().split(" ")[1]
             finally:
                 writer.close()
@@ -235,7 +273,11 @@ async def _post(address: str, body: bytes, headers: Mapping[str, str]) -> str:
 
 def _request_head(path: str, length: int, headers: Mapping[str, str]) -> bytes:
     lines = {"host": "127.0.0.1", "content-length": str(length), "connection": "close", **headers}
-    return (f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {lines[name]}\r\n" for name in lines) + "\r\n").encode()
+    return (
+        f"POST {path} HTTP/1.1\r\n"
+        + "".join(f"{name}: {lines[name]}\r\n" for name in lines)
+        + "\r\n"
+    ).encode()
 
 
 def _parse_address(address: str) -> tuple[str, int]:

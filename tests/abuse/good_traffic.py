@@ -1,8 +1,9 @@
 """Clients that behave, beside others that do not: what they get, and how soon.
 
-Requests come at a steady rate, whatever becomes of those before. Half of them repeat prompts whose answers
-were recorded while nothing else ran, so that a wrong token is seen; the others have prompts that nobody has
-sent before, so that every one of them is prefilled and handed off. They are greedy and in float32.
+Requests come at a steady rate, whatever becomes of those before. Half of them repeat prompts whose
+answers were recorded while nothing else ran, so that a wrong token is seen; the others have prompts
+that nobody has sent before, so that every one of them is prefilled and handed off. They are greedy
+and in float32.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ _PATIENCE = 60.0  # seconds that a client waits for its answer
 
 @dataclass(slots=True)
 class TrafficOutcome:
-    """What one client got. `status` 0 is a connection that broke. Times are seconds since the request was due."""
+    """What one client got. `status` 0 is a connection that broke. Times are seconds since the
+    request was due."""
 
     prompt: str
     status: int = 0
@@ -68,13 +70,16 @@ class TrafficReport:
 
     def ttft_quantile(self, share: float) -> float:
         """The quantile `share` of the time to first token, in seconds."""
-        return percentile([outcome.ttft_seconds for outcome in self.outcomes if outcome.ttft_seconds is not None], share)
+        return percentile(
+            [outcome.ttft_seconds for outcome in self.outcomes if outcome.ttft_seconds is not None],
+            share,
+        )
 
 
 @dataclass(slots=True)
 class GoodTraffic:
-    """Asks one cluster over HTTP, every fourth time with a body of more than 64 KiB and every fifth time over gRPC, on
-    a connection of its own each time. `record_answers` before `run`."""
+    """Asks one cluster over HTTP, every fourth time with a body of more than 64 KiB and every fifth
+    time over gRPC, on a connection of its own each time. `record_answers` before `run`."""
 
     http_address: str  # host:port of HTTP
     grpc_address: str
@@ -85,13 +90,15 @@ class GoodTraffic:
     async def record_answers(self) -> None:
         """Ask each of the prompts that are repeated once, while nothing else runs."""
         for number in range(_PROMPTS):
-            outcome = await self._run_client(f"def function_{number}(first, second):\n    ", time.monotonic())
+            outcome = await self._run_client(
+                f"def function_{number}(first, second):\n    ", time.monotonic()
+            )
             assert outcome.result == "answered", outcome
             self._recorded[outcome.prompt] = outcome.text
 
     async def run(self, rate: float, seconds: float) -> TrafficReport:
-        """`rate` requests a second for `seconds`; ends when the last of them has. Raises AssertionError when an
-        answer is not the recorded one."""
+        """`rate` requests a second for `seconds`; ends when the last of them has. Raises
+        AssertionError when an answer is not the recorded one."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as clients:
             asked: list[asyncio.Task[TrafficOutcome]] = []
@@ -103,7 +110,9 @@ class GoodTraffic:
         for outcome in outcomes:
             expected = self._recorded.get(outcome.prompt)
             if outcome.result == "answered" and expected is not None:
-                assert outcome.text == expected, f"{outcome.prompt!r} was answered {outcome.text!r}, not {expected!r}"
+                assert outcome.text == expected, (
+                    f"{outcome.prompt!r} was answered {outcome.text!r}, not {expected!r}"
+                )
         return TrafficReport(outcomes)
 
     def _next_prompt(self) -> str:
@@ -121,27 +130,36 @@ class GoodTraffic:
                 if number % 5 == 4:
                     await self._read_grpc_answer(outcome, due)
                 else:
-                    await self._read_answer(outcome, due, {"user": "a" * _LARGE} if number % 4 == 3 else {})
+                    await self._read_answer(
+                        outcome, due, {"user": "a" * _LARGE} if number % 4 == 3 else {}
+                    )
         except (OSError, http_exchange.ConnectionCut, TimeoutError) as error:
             outcome.error = repr(error)
         outcome.ended_seconds = time.monotonic() - due
         return outcome
 
     async def _read_grpc_answer(self, outcome: TrafficOutcome, due: float) -> None:
-        request = GenerateRequest(text=outcome.prompt, max_tokens=_OUTPUT, temperature=0, ignore_eos=True)
+        request = GenerateRequest(
+            text=outcome.prompt, max_tokens=_OUTPUT, temperature=0, ignore_eos=True
+        )
         try:
-            async with grpc.aio.insecure_channel(self.grpc_address, options=_OWN_CONNECTION) as channel:
+            async with grpc.aio.insecure_channel(
+                self.grpc_address, options=_OWN_CONNECTION
+            ) as channel:
                 async for message in GenerationStub(channel).Generate(request, timeout=_PATIENCE):
                     outcome.ttft_seconds = outcome.ttft_seconds or time.monotonic() - due
                     outcome.text += message.text
             outcome.status = 200
         except grpc.aio.AioRpcError as error:
             outcome.error = f"{error.code().name} {error.details()}"[:200]
-            # Only what the coordinator refused has a code of its own: a connection that broke has none.
+            # Only what the coordinator refused has a code of its own: a connection that broke has
+            # none.
             if any(key == "baton-error-code" for key, _ in error.trailing_metadata() or ()):
                 outcome.status = _HTTP_STATUS.get(error.code(), 0)
 
-    async def _read_answer(self, outcome: TrafficOutcome, due: float, more: Mapping[str, str]) -> None:
+    async def _read_answer(
+        self, outcome: TrafficOutcome, due: float, more: Mapping[str, str]
+    ) -> None:
         host, _, port = self.http_address.rpartition(":")
         body = {
             "prompt": outcome.prompt,

@@ -1,9 +1,11 @@
-"""Good traffic through a real cluster while others misbehave: hostile bodies, floods of connections, slow bodies and
-readers, log sinks that block or fail, processes of a name that is taken, nodes of another model.
+"""Good traffic through a real cluster while others misbehave: hostile bodies, floods of
+connections, slow bodies and readers, log sinks that block or fail, processes of a name that is
+taken, nodes of another model.
 
-`make test` plays each attack for two seconds and judges outcomes, counts and memory; `make abuse` plays it for
-`--abuse-seconds` and judges time too. The attackers run at the lowest priority on the same cores. Whoever behaves
-gets its own tokens: prompts that are repeated have the answers that were recorded before.
+`make test` plays each attack for two seconds and judges outcomes, counts and memory; `make abuse`
+plays it for `--abuse-seconds` and judges time too. The attackers run at the lowest priority on the
+same cores. Whoever behaves gets its own tokens: prompts that are repeated have the answers that
+were recorded before.
 """
 
 import asyncio
@@ -35,7 +37,13 @@ MIN_ANSWERED_SHARE = 0.95  # of good requests
 MAX_TTFT_RATIO = 3.0  # times the idle p99 of the time to first token
 MAX_REFUSAL_SECONDS = 1.0  # seconds
 MAX_GROWTH_BYTES = 384 << 20  # bytes that one process may take while bodies are in flight
-SETTINGS = {"prefill": 1, "decode": 1, "dtype": "float32", "kv_memory": "64MiB", "pool_memory": "16MiB"}
+SETTINGS = {
+    "prefill": 1,
+    "decode": 1,
+    "dtype": "float32",
+    "kv_memory": "64MiB",
+    "pool_memory": "16MiB",
+}
 
 
 class AbuseRun:
@@ -54,8 +62,11 @@ class AbuseRun:
         assert self._idle_report.answered_share == 1.0, self._idle_report.result_counts
         self._record_figures("idle", self._idle_report, {})
 
-    async def check_report(self, name: str, report: TrafficReport, answers: Mapping[str, int]) -> None:
-        """Whoever behaves is answered or refused, and the cluster is whole and at rest afterwards."""
+    async def check_report(
+        self, name: str, report: TrafficReport, answers: Mapping[str, int]
+    ) -> None:
+        """Whoever behaves is answered or refused, and the cluster is whole and at rest
+        afterwards."""
         assert self._idle_report is not None
         self._record_figures(name, report, answers)
         assert set(report.result_counts) <= {"answered", "refused"}, report.result_counts
@@ -64,8 +75,12 @@ class AbuseRun:
         if self.seconds < JUDGED_SECONDS:
             return
         slowest = report.ttft_quantile(0.99)
-        assert slowest <= MAX_TTFT_RATIO * self._idle_report.ttft_quantile(0.99), f"{slowest} s, idle {self._idle.ttft(0.99)} s"
-        assert max(report.refusal_seconds, default=0.0) <= MAX_REFUSAL_SECONDS, report.refusal_seconds
+        assert slowest <= MAX_TTFT_RATIO * self._idle_report.ttft_quantile(0.99), (
+            f"{slowest} s, idle {self._idle.ttft(0.99)} s"
+        )
+        assert max(report.refusal_seconds, default=0.0) <= MAX_REFUSAL_SECONDS, (
+            report.refusal_seconds
+        )
 
     def _record_figures(self, name: str, report: TrafficReport, answers: Mapping[str, int]) -> None:
         ends = ", ".join(f"{count} {end}" for end, count in sorted(report.result_counts.items()))
@@ -83,7 +98,10 @@ async def scene(
 ) -> AsyncIterator[AbuseRun]:
     seconds = float(request.config.getoption("--abuse-seconds"))
     folder = tmp_path_factory.mktemp("abuse")
-    impostor, stranger = str(_other_model(folder / "impostor")), str(_other_model(folder / "stranger"))
+    impostor, stranger = (
+        str(_other_model(folder / "impostor")),
+        str(_other_model(folder / "stranger")),
+    )
     async with Cluster(
         folder,
         model=str(find_default_model()),
@@ -104,7 +122,11 @@ async def scene(
 @pytest.mark.parametrize("kind", ATTACKS)
 async def test_good_traffic_is_served_during_an_attack(scene: AbuseRun, kind: str) -> None:
     cluster = scene.cluster
-    pids, before, joins = cluster.get_pids(), measure_private_bytes(cluster.get_pids()), await _incarnation_by_node(cluster)
+    pids, before, joins = (
+        cluster.get_pids(),
+        measure_private_bytes(cluster.get_pids()),
+        await _incarnation_by_node(cluster),
+    )
     attackers = await _start_attack(kind, cluster, scene.seconds)
     good = asyncio.create_task(scene.traffic.run(REQUESTS_PER_SECOND, scene.seconds))
     largest = dict(before)
@@ -121,21 +143,32 @@ async def test_good_traffic_is_served_during_an_attack(scene: AbuseRun, kind: st
     assert await _incarnation_by_node(cluster) == joins, "a node was lost"
     growth = {name: largest[name] - before[name] for name in before}
     assert max(growth.values()) <= MAX_GROWTH_BYTES, growth
-    wrong = {answer: count for answer, count in answers.items() if answer.startswith("50") and answer != "503"}
+    wrong = {
+        answer: count
+        for answer, count in answers.items()
+        if answer.startswith("50") and answer != "503"
+    }
     assert wrong == {}
 
 
 @pytest.mark.parametrize("name", ["same-name", "impostor", "stranger"])
 async def test_good_traffic_is_served_while_a_join_is_refused(scene: AbuseRun, name: str) -> None:
-    """One of a name that is taken, with the same model and with other weights, and one of other weights alone."""
+    """One of a name that is taken, with the same model and with other weights, and one of other
+    weights alone."""
     cluster = scene.cluster
-    pids, joins, before = cluster.get_pids(), await _incarnation_by_node(cluster), _count_refusals(await cluster.get_status())
+    pids, joins, before = (
+        cluster.get_pids(),
+        await _incarnation_by_node(cluster),
+        _count_refusals(await cluster.get_status()),
+    )
     cluster.start(name)
     try:
         refused = asyncio.create_task(_wait_join_refused(cluster, before))
         report = await scene.traffic.run(REQUESTS_PER_SECOND, scene.seconds)
         while not refused.done():
-            report = TrafficReport([*report.outcomes, *(await scene.traffic.run(REQUESTS_PER_SECOND, 1.0)).outcomes])
+            report = TrafficReport(
+                [*report.outcomes, *(await scene.traffic.run(REQUESTS_PER_SECOND, 1.0)).outcomes]
+            )
         await refused
         await scene.check_report(f"process {name}", report, {})
     finally:
@@ -150,7 +183,9 @@ async def test_good_traffic_is_served_when_logs_cannot_be_written(
     request: pytest.FixtureRequest, tmp_path: Path, figures: Figures, sink: str
 ) -> None:
     seconds = float(request.config.getoption("--abuse-seconds"))
-    cluster = _ClusterWithoutLogs(tmp_path, full=sink == "full disk", model=str(find_default_model()), **SETTINGS)
+    cluster = _ClusterWithoutLogs(
+        tmp_path, full=sink == "full disk", model=str(find_default_model()), **SETTINGS
+    )
     async with cluster:
         scene = AbuseRun(cluster, seconds, figures)
         pids = cluster.get_pids()
@@ -162,7 +197,8 @@ async def test_good_traffic_is_served_when_logs_cannot_be_written(
 
 
 class _ClusterWithoutLogs(Cluster):
-    """Its processes write to a pipe that is full and that nobody reads, or to a device that has no space."""
+    """Its processes write to a pipe that is full and that nobody reads, or to a device that has no
+    space."""
 
     def __init__(self, folder: Path, *, full: bool, **settings: object) -> None:
         super().__init__(folder, log_level="debug", **settings)
@@ -171,7 +207,8 @@ class _ClusterWithoutLogs(Cluster):
 
 
 def _full_pipe() -> int:
-    """The end to write to of a pipe that takes no byte more. The other end stays open, and is read by nobody."""
+    """The end to write to of a pipe that takes no byte more. The other end stays open, and is read
+    by nobody."""
     _, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -186,13 +223,21 @@ def _other_model(folder: Path) -> Path:
     """The bundled model with weights that give other tokens."""
     shutil.copytree(find_default_model(), folder)
     weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.flip(0).contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
 async def _start_attack(kind: str, cluster: Cluster, seconds: float) -> asyncio.subprocess.Process:
     where = cluster.endpoints
-    addresses = {"http": where.http, "grpc": where.grpc, "admin": where.admin, "cluster": where.cluster}
+    addresses = {
+        "http": where.http,
+        "grpc": where.grpc,
+        "admin": where.admin,
+        "cluster": where.cluster,
+    }
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "tests.abuse.attacks", kind, f"{seconds:g}", json.dumps(addresses)),

@@ -1,4 +1,5 @@
-"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed and replayed.
+"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed
+and replayed.
 
 Two may strike at once: what the one has ended the other leaves alone.
 """
@@ -19,7 +20,8 @@ _ARMING_TIMEOUT_SECONDS = 1.0  # seconds
 
 
 class Fault:
-    """`victims` are the processes that may end because of it, `killed_processes` those of them that end without a word."""
+    """`victims` are the processes that may end because of it, `killed_processes` those of them that
+    end without a word."""
 
     @property
     def victims(self) -> frozenset[str]:
@@ -33,7 +35,8 @@ class Fault:
         pass
 
     async def remove(self, cluster: ProxiedCluster) -> None:
-        """Take the fault away. What it has ended is started again by `ProxiedCluster.start_missing`."""
+        """Take the fault away. What it has ended is started again by
+        `ProxiedCluster.start_missing`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class KillProcess(Fault):
 
 @dataclass(frozen=True)
 class JoinMismatchedNode(Fault):
-    """A node of another model wants to join under this name, which may be that of a live node. It is refused."""
+    """A node of another model wants to join under this name, which may be that of a live node. It
+    is refused."""
 
     name: str
 
@@ -131,7 +135,8 @@ class ArmFailpoint(Fault):
 
 @dataclass(frozen=True)
 class RandomFailpoints(Fault):
-    """Many failpoints of every process at once, each of which acts now and then. `specs` by process."""
+    """Many failpoints of every process at once, each of which acts now and then. `specs` by
+    process."""
 
     specs: tuple[tuple[str, str], ...]
 
@@ -154,10 +159,15 @@ class DegradeLink(Fault):
 
     @property
     def victims(self) -> frozenset[str]:
-        """gRPC's client (1.85.1) aborts its process on a GOAWAY with an error code that no standard names, which a
-        flipped bit can make: a node may end by what comes from the coordinator, and is started again."""
+        """gRPC's client (1.85.1) aborts its process on a GOAWAY with an error code that no standard
+        names, which a flipped bit can make: a node may end by what comes from the coordinator, and
+        is started again."""
         node, _, listener = self.link.partition(" -> ")
-        risky = self.conditions.bit_flip_probability > 0 and Direction.DOWNSTREAM in self.directions and listener == COORDINATOR
+        risky = (
+            self.conditions.bit_flip_probability > 0
+            and Direction.DOWNSTREAM in self.directions
+            and listener == COORDINATOR
+        )
         return frozenset({node}) if risky else frozenset()
 
     async def inject(self, cluster: ProxiedCluster) -> None:

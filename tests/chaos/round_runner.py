@@ -10,24 +10,24 @@ import grpc
 
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb.cluster_pb2 import ExplainRequest, ExplainResponse
-from tests.grpc_calls import call_cluster_service
 from tests.chaos.rounds import ChaosLoad, ChaosRound
-from tests.recording_clients import RecordingClients
+from tests.grpc_calls import call_cluster_service
 from tests.history import (
+    ClientApi,
     ClientCall,
     Closed,
-    ClientApi,
     Failed,
     History,
     Operation,
     RequestIdentity,
     Tokens,
-    find_violations,
     find_held_blocks,
     find_mixed_models,
     find_unbalanced_ledgers,
+    find_violations,
 )
 from tests.proxied_cluster import ProxiedCluster
+from tests.recording_clients import RecordingClients
 
 _POLL_SECONDS = 0.2  # seconds between looks at the ledgers while a load runs
 _PROBE_TIMEOUT_SECONDS = 40.0  # seconds: it must succeed, however busy the machine
@@ -37,12 +37,15 @@ _IDLE_TIMEOUT_SECONDS = 60.0  # seconds from the end of a load until nothing is 
 
 
 class RoundRunner:
-    """One cluster, used for many rounds. After a round with complaints it is not to be used again."""
+    """One cluster, used for many rounds. After a round with complaints it is not to be used
+    again."""
 
     def __init__(self, cluster: ProxiedCluster, load: ChaosLoad) -> None:
         self.cluster = cluster
         self._load_plan = load
-        self._probe = ClientCall(ClientApi.GRPC_STREAM, load.draw_prompt(random.Random(0)), 5, _PROBE_TIMEOUT_SECONDS)
+        self._probe = ClientCall(
+            ClientApi.GRPC_STREAM, load.draw_prompt(random.Random(0)), 5, _PROBE_TIMEOUT_SECONDS
+        )
         self.outcomes: Counter[str] = Counter()
 
     async def run_round(self, one: ChaosRound) -> list[str]:
@@ -50,7 +53,10 @@ class RoundRunner:
         cluster = self.cluster
         before = cluster.get_pids()
         history = History()
-        async with RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, history) as clients, self._watch_ledgers() as seen:
+        async with (
+            RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, history) as clients,
+            self._watch_ledgers() as seen,
+        ):
             over = asyncio.Event()
             load = asyncio.create_task(self._run_load(clients, one, over))
             await self._wait_tokens(clients, one.strike_after_tokens)
@@ -62,14 +68,19 @@ class RoundRunner:
             cluster.start_missing()
             over.set()
             await load
-            wrong = self._find_violations(history, one) + await self._find_mixed_models(history, one)
+            wrong = self._find_violations(history, one) + await self._find_mixed_models(
+                history, one
+            )
             wrong += await self._check_recovery(clients, one)
             wrong += [f"I5: {line}" for line in self._unexpected_exits(before, one)]
         self.outcomes += history.count_outcomes()
         return [*wrong, *seen]
 
-    async def _run_load(self, clients: RecordingClients, one: ChaosRound, over: asyncio.Event) -> None:
-        """One call after the other at each client, until the fault is over and as many more have been made."""
+    async def _run_load(
+        self, clients: RecordingClients, one: ChaosRound, over: asyncio.Event
+    ) -> None:
+        """One call after the other at each client, until the fault is over and as many more have
+        been made."""
         calls = self._load_plan.generate_calls(one.seed)
 
         async def client() -> None:
@@ -108,7 +119,8 @@ class RoundRunner:
         )
 
     async def _find_mixed_models(self, history: History, one: ChaosRound) -> list[str]:
-        """I7, also for the doors that do not tell: the coordinator does, unless it has been started again since."""
+        """I7, also for the doors that do not tell: the coordinator does, unless it has been started
+        again since."""
         told, wrong, excused = list[RequestIdentity](), list[str](), COORDINATOR in one.victims
         for operation in history.operations:
             if operation.identity is not None and not operation.identity.model_digests:
@@ -118,14 +130,22 @@ class RoundRunner:
                     if operation.finished is not None and not excused:
                         wrong.append(f"{operation}: I7: cannot be explained: {error}")
         answers = [*(operation.identity for operation in history.operations), *told]
-        if not excused and history.count_outcomes()["finished"] and not any(answer and answer.model_digests for answer in answers):
+        if (
+            not excused
+            and history.count_outcomes()["finished"]
+            and not any(answer and answer.model_digests for answer in answers)
+        ):
             wrong.append("I7: no operation of the round names a model")
         return [*wrong, *find_mixed_models(answers)]
 
     async def _explain_identity(self, request: str) -> RequestIdentity:
         asked = ExplainRequest(request_id=request)
-        answer: ExplainResponse = await call_cluster_service(self.cluster.grpc_address, "Explain", asked)
-        models = dict.fromkeys(model for one in (answer, *answer.others) for model in one.timeline.models)
+        answer: ExplainResponse = await call_cluster_service(
+            self.cluster.grpc_address, "Explain", asked
+        )
+        models = dict.fromkeys(
+            model for one in (answer, *answer.others) for model in one.timeline.models
+        )
         return RequestIdentity(request, tuple(models))
 
     def _unexpected_exits(self, before: dict[str, int], one: ChaosRound) -> list[str]:
@@ -134,12 +154,15 @@ class RoundRunner:
         return [f"{name} has ended" for name in sorted(spared) if now.get(name) != before[name]]
 
     async def _check_recovery(self, clients: RecordingClients, one: ChaosRound) -> list[str]:
-        """I6, then I1 at rest. The fault is over, but what it has armed may strike until it is disarmed."""
+        """I6, then I1 at rest. The fault is over, but what it has armed may strike until it is
+        disarmed."""
         try:
             await self.cluster.wait_all_joined(_RECOVERY_TIMEOUT_SECONDS, one.victims)
             await self.cluster.disarm_failpoints(one.victims)
         except TimeoutError:
-            return [f"I6: not whole again {_RECOVERY:g} s after the fault: {await self._state()}"]
+            return [
+                f"I6: not whole again {_RECOVERY_TIMEOUT_SECONDS:g} s after the fault: {await self._state()}"
+            ]
         probes = [await clients.run_call(self._probe) for _ in range(len(self.cluster.node_names))]
         bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(is_orderly=True)]
         wrong = [f"I6: a probe of the healed cluster ended in {end}" for end in bad]
@@ -159,7 +182,8 @@ class RoundRunner:
 
     @contextlib.asynccontextmanager
     async def _watch_ledgers(self) -> AsyncIterator[list[str]]:
-        """The ledgers, while the block runs: a list that collects what is out of balance at any look."""
+        """The ledgers, while the block runs: a list that collects what is out of balance at any
+        look."""
         seen: list[str] = []
         watching = asyncio.create_task(self._poll_ledgers(seen))
         try:

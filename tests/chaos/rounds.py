@@ -9,26 +9,31 @@ from baton.process.failpoints import KNOWN_FAILPOINTS, FailpointAction
 from baton.types import Role
 from tests.chaos.faults import (
     ArmFailpoint,
+    DegradeLink,
     Fault,
     FreezeProcess,
     HalfCloseLink,
     JoinMismatchedNode,
     KillProcess,
-    RandomFailpoints,
     NoFault,
+    RandomFailpoints,
     ResetLink,
     RestartProcess,
-    DegradeLink,
     StrandLink,
 )
 from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
-from tests.history import ClientCall, ClientApi, Reference, Scorer
+from tests.history import ClientApi, ClientCall, Reference, Scorer
 
 TIMEOUT_SECONDS = 6.0  # seconds that a client allows an operation
-SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/proxied_cluster.py IMPATIENT)
+SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = (
+    0.4,
+    2.2,
+)  # seconds: within everybody's patience, and beyond it (tests/proxied_cluster.py IMPATIENT)
 MAX_STRIKE_AFTER_TOKENS = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG_FAULT_SECONDS)
-_POINTS = [point for point in sorted(KNOWN_FAILPOINTS) if not point.startswith("pool.")]  # these clusters have no pool
+_POINTS = [
+    point for point in sorted(KNOWN_FAILPOINTS) if not point.startswith("pool.")
+]  # these clusters have no pool
 LONGEST_OUTPUT = 24
 _OUTPUTS = (1, 2, 3, 8, 17, LONGEST_OUTPUT)
 _CANCELLED_SHARE = 0.2  # share of calls whose client goes away
@@ -42,8 +47,9 @@ _MISMATCHED_NODE_SHARE = 0.15  # share of rounds in which a node of another mode
 
 @dataclass(frozen=True, slots=True)
 class ChaosLoad:
-    """What clients ask for: `draw_prompt` draws one. `reference` has the whole one of each, as reference. `scorer` is there if
-    tokens depend on the context alone, and says how they are scored: any sampling and scores may then be asked for."""
+    """What clients ask for: `draw_prompt` draws one. `reference` has the whole one of each, as
+    reference. `scorer` is there if tokens depend on the context alone, and says how they are
+    scored: any sampling and scores may then be asked for."""
 
     client_count: int
     draw_prompt: Callable[[random.Random], tuple[int, ...]]
@@ -65,9 +71,19 @@ class ChaosLoad:
                 after = rng.randint(1, max_tokens)
             else:
                 within = rng.uniform(0.0, 0.3)
-        call = ClientCall(door, prompt, max_tokens, TIMEOUT_SECONDS, cancel_after_tokens=after, cancel_after_seconds=within, n=rng.choice(_CHOICES))
+        call = ClientCall(
+            door,
+            prompt,
+            max_tokens,
+            TIMEOUT_SECONDS,
+            cancel_after_tokens=after,
+            cancel_after_seconds=within,
+            n=rng.choice(_CHOICES),
+        )
         if rng.random() < _STOP_TOKEN_SHARE:
-            call = replace(call, stop_token_ids=(rng.choice(self.reference(prompt, LONGEST_OUTPUT)),))
+            call = replace(
+                call, stop_token_ids=(rng.choice(self.reference(prompt, LONGEST_OUTPUT)),)
+            )
         return call if self.scorer is None else self._add_scores(rng, call)
 
     @staticmethod
@@ -81,8 +97,9 @@ class ChaosLoad:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRound:
-    """Calls are made without a pause; the faults strike when the clients have received `strike_after_tokens` tokens and relent
-    `duration_seconds` seconds later; then the last calls are made."""
+    """Calls are made without a pause; the faults strike when the clients have received
+    `strike_after_tokens` tokens and relent `duration_seconds` seconds later; then the last calls
+    are made."""
 
     seed: int
     faults: tuple[Fault, ...]
@@ -107,20 +124,42 @@ def draw_round(seed: int, processes: Sequence[str], links: Sequence[str]) -> Cha
     faults = [_draw_fault(rng, processes, links)]
     if rng.random() < _SECOND_FAULT_SHARE:
         faults.append(_draw_fault(rng, processes, links))
-    # From a source of its own, so that a seed's other faults stay what they were. Without the coordinator or with noise
-    # everywhere no member might be left to say which model is served.
+    # From a source of its own, so that a seed's other faults stay what they were. Without the
+    # coordinator or with noise everywhere no member might be left to say which model is served.
     rng = random.Random(f"intruder {seed}")
     struck = frozenset[str]().union(*(fault.victims for fault in faults))
-    if rng.random() < _MISMATCHED_NODE_SHARE and COORDINATOR not in struck and not any(isinstance(one, RandomFailpoints) for one in faults):
+    if (
+        rng.random() < _MISMATCHED_NODE_SHARE
+        and COORDINATOR not in struck
+        and not any(isinstance(one, RandomFailpoints) for one in faults)
+    ):
         names = [name for name in processes if name != COORDINATOR] + ["intruder"]
-        faults.insert(0, JoinMismatchedNode(rng.choice(names)))  # the last to relent: the others must not wait for its end
-    return ChaosRound(seed, tuple(faults), rng.randrange(MAX_STRIKE_AFTER_TOKENS), rng.choice((SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS)))
+        faults.insert(
+            0, JoinMismatchedNode(rng.choice(names))
+        )  # the last to relent: the others must not wait for its end
+    return ChaosRound(
+        seed,
+        tuple(faults),
+        rng.randrange(MAX_STRIKE_AFTER_TOKENS),
+        rng.choice((SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS)),
+    )
 
 
 def _draw_fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
     process, link = rng.choice(processes), rng.choice(links)
     kind = rng.choices(
-        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "strand", "noise", "nothing"),
+        (
+            "failpoint",
+            "kill",
+            "freeze",
+            "restart",
+            "weather",
+            "reset",
+            "half-close",
+            "strand",
+            "noise",
+            "nothing",
+        ),
         weights=(10, 4, 4, 2, 5, 2, 2, 2, 4, 1),
     )[0]
     match kind:
@@ -133,7 +172,11 @@ def _draw_fault(rng: random.Random, processes: Sequence[str], links: Sequence[st
         case "restart":
             return RestartProcess(process)
         case "weather":
-            return DegradeLink(link, _draw_conditions(rng), rng.choice((BOTH_DIRECTIONS, (Direction.UPSTREAM,), (Direction.DOWNSTREAM,))))
+            return DegradeLink(
+                link,
+                _draw_conditions(rng),
+                rng.choice((BOTH_DIRECTIONS, (Direction.UPSTREAM,), (Direction.DOWNSTREAM,))),
+            )
         case "reset":
             return ResetLink(link, refuses_new=rng.random() < 0.5)
         case "half-close":
@@ -141,7 +184,9 @@ def _draw_fault(rng: random.Random, processes: Sequence[str], links: Sequence[st
         case "strand":
             return StrandLink(link)
         case "noise":
-            return RandomFailpoints(tuple((process, _draw_noise(rng, process)) for process in processes))
+            return RandomFailpoints(
+                tuple((process, _draw_noise(rng, process)) for process in processes)
+            )
         case _:
             return NoFault()
 
@@ -163,7 +208,9 @@ def _draw_failpoint(rng: random.Random, processes: Sequence[str]) -> ArmFailpoin
     argument = rng.choice(_DELAYS) if action is FailpointAction.DELAY else 0.0
     skip = rng.choice((0, 0, 1, 3, 8, 20))
     times = 1 if action is FailpointAction.STOP else rng.choice((1, 1, 2, 5))
-    return ArmFailpoint(rng.choice(list_processes(point, processes)), point, action, argument, skip, times)
+    return ArmFailpoint(
+        rng.choice(list_processes(point, processes)), point, action, argument, skip, times
+    )
 
 
 def _draw_noise(rng: random.Random, process: str) -> str:
@@ -171,7 +218,12 @@ def _draw_noise(rng: random.Random, process: str) -> str:
     passed = [point for point in _POINTS if process in list_processes(point, [process])]
     entries = []
     for point in rng.sample(passed, -(-len(passed) // 2)):
-        action = rng.choice(sorted(KNOWN_FAILPOINTS[point] - {FailpointAction.EXIT, FailpointAction.STOP}, key=lambda action: action.value))
+        action = rng.choice(
+            sorted(
+                KNOWN_FAILPOINTS[point] - {FailpointAction.EXIT, FailpointAction.STOP},
+                key=lambda action: action.value,
+            )
+        )
         argument = f"({rng.choice((0.005, 0.05))})" if action is FailpointAction.DELAY else ""
         entries.append(f"{point}={action.value}{argument}@{rng.choice((0.01, 0.05))}")
     return ";".join(entries)

@@ -1,7 +1,8 @@
 """Where rounds are played: clusters, what their clients ask for, and what is right.
 
 wide    two prefill and two decode nodes, one hand-off in two over shared memory, the rest over TCP
-tight   one prefill node, prompts that fill the decode nodes' caches: refusals, evictions, preemption. One of them is
+tight   one prefill node, prompts that fill the decode nodes' caches: refusals, evictions,
+preemption. One of them is
         reached over gRPC
 model   a small real model instead of the paced engine
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node_engine.paced.paced_engine import paced_reference_tokens, paced_reference_logprobs
+from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
 from tests.chaos.rounds import LONGEST_OUTPUT, ChaosLoad
 from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_reference_model
 
@@ -30,7 +31,8 @@ class ChaosStage:
 
 
 def choose_stage(number: int, rounds: int) -> str:
-    """The stage of round `number` of `rounds`: each stage has its share, and all of its rounds in a row."""
+    """The stage of round `number` of `rounds`: each stage has its share, and all of its rounds in a
+    row."""
     bound = 0.0
     for name, share in _SHARES.items():
         bound += share * rounds / sum(_SHARES.values())
@@ -49,24 +51,62 @@ def list_stages() -> Sequence[str]:
 
 
 def _wide_stage(_: Path) -> ChaosStage:
-    lengths = (1, 2, 15, 16, 17, 31, 33, 64, 100, 130, 200, 257, 300)  # around block and chunk boundaries
+    lengths = (
+        1,
+        2,
+        15,
+        16,
+        17,
+        31,
+        33,
+        64,
+        100,
+        130,
+        200,
+        257,
+        300,
+    )  # around block and chunk boundaries
     settings = {"prefill": 2, "decode": 2, "per_node": _DECODE_1_ON_ANOTHER_HOST}
-    return ChaosStage(ChaosLoad(6, _random_prompts(lengths, _PACED_VOCAB), paced_reference_tokens, paced_reference_logprobs), settings)
+    return ChaosStage(
+        ChaosLoad(
+            6,
+            _random_prompts(lengths, _PACED_VOCAB),
+            paced_reference_tokens,
+            paced_reference_logprobs,
+        ),
+        settings,
+    )
 
 
 def _tight_stage(_: Path) -> ChaosStage:
     lengths = (16, 33, 300, 511, 512, 640, 800, 960)
-    settings = {"prefill": 1, "decode": 2, "per_node": _DECODE_1_OVER_GRPC, "paced_prefill_us_per_token": 60.0}
-    return ChaosStage(ChaosLoad(14, _random_prompts(lengths, _PACED_VOCAB), paced_reference_tokens, paced_reference_logprobs), settings)
+    settings = {
+        "prefill": 1,
+        "decode": 2,
+        "per_node": _DECODE_1_OVER_GRPC,
+        "paced_prefill_us_per_token": 60.0,
+    }
+    return ChaosStage(
+        ChaosLoad(
+            14,
+            _random_prompts(lengths, _PACED_VOCAB),
+            paced_reference_tokens,
+            paced_reference_logprobs,
+        ),
+        settings,
+    )
 
 
 def _model_stage(folder: Path) -> ChaosStage:
-    """Greedy outputs of the reference cost as much as the cluster's own: the prompts come from a table."""
+    """Greedy outputs of the reference cost as much as the cluster's own: the prompts come from a
+    table."""
     model = build_model("llama", folder)
     loaded = load_reference_model(model)
     shared = [random.Random(0).randrange(VOCAB_SIZE) for _ in range(130)]
     fresh = find_stable_prompts(loaded, (1, 16, 33, 100, 257), LONGEST_OUTPUT)
-    alike = find_stable_prompts(loaded, (131, 160, 200), LONGEST_OUTPUT, seed=1, shared_prefix=shared)
+    alike = find_stable_prompts(
+        loaded, (131, 160, 200), LONGEST_OUTPUT, seed=1, shared_prefix=shared
+    )
     answers = {entry.prompt: entry.reference_tokens for entry in (*fresh, *alike)}
     settings = {
         "prefill": 1,
@@ -79,12 +119,16 @@ def _model_stage(folder: Path) -> ChaosStage:
         "other_model": {"model": str(build_model("llama", folder, seed=1))},
     }
     return ChaosStage(
-        ChaosLoad(4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]),
+        ChaosLoad(
+            4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]
+        ),
         settings,
     )
 
 
-def _random_prompts(lengths: Sequence[int], vocab_size: int) -> Callable[[random.Random], tuple[int, ...]]:
+def _random_prompts(
+    lengths: Sequence[int], vocab_size: int
+) -> Callable[[random.Random], tuple[int, ...]]:
     """Half of them begin like others."""
 
     def draw(rng: random.Random) -> tuple[int, ...]:
@@ -96,6 +140,12 @@ def _random_prompts(lengths: Sequence[int], vocab_size: int) -> Callable[[random
     return draw
 
 
-_DECODE_1_ON_ANOTHER_HOST = {"decode-1": {"host_id": "elsewhere"}}  # so that its hand-offs go over TCP
+_DECODE_1_ON_ANOTHER_HOST = {
+    "decode-1": {"host_id": "elsewhere"}
+}  # so that its hand-offs go over TCP
 _DECODE_1_OVER_GRPC = {"decode-1": {"transport": "grpc"}}
-_STAGES: dict[str, Callable[[Path], ChaosStage]] = {"wide": _wide_stage, "tight": _tight_stage, "model": _model_stage}
+_STAGES: dict[str, Callable[[Path], ChaosStage]] = {
+    "wide": _wide_stage,
+    "tight": _tight_stage,
+    "model": _model_stage,
+}

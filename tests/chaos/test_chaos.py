@@ -1,6 +1,8 @@
-"""Rounds of random faults on real processes, each checked against the six invariants of tests/history.py.
+"""Rounds of random faults on real processes, each checked against the six invariants of
+tests/history.py.
 
-`make test` plays ten, `make chaos` two hundred. A failure names its seed and the command that plays it again.
+`make test` plays ten, `make chaos` two hundred. A failure names its seed and the command that plays
+it again.
 """
 
 from collections.abc import AsyncIterator
@@ -12,7 +14,7 @@ import pytest_asyncio
 
 from tests.chaos.round_runner import RoundRunner
 from tests.chaos.rounds import draw_round
-from tests.chaos.stages import build_stage, list_stages, choose_stage
+from tests.chaos.stages import build_stage, choose_stage, list_stages
 from tests.proxied_cluster import ProxiedCluster
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
@@ -22,13 +24,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     rounds, first, only = option("--chaos-rounds"), option("--chaos-seed"), option("--chaos-stage")
     if only and only not in list_stages():
-        raise pytest.UsageError(f"--chaos-stage is {only!r}: it must be one of {', '.join(names())}")
+        raise pytest.UsageError(
+            f"--chaos-stage is {only!r}: it must be one of {', '.join(list_stages())}"
+        )
     plays = [(only or choose_stage(number, rounds), first + number) for number in range(rounds)]
     metafunc.parametrize(("stage", "seed"), plays, ids=[f"{stage}-{seed}" for stage, seed in plays])
 
 
 class StageCluster:
-    """The cluster of the stage in play. It is kept from round to round, and made anew after a round that failed."""
+    """The cluster of the stage in play. It is kept from round to round, and made anew after a round
+    that failed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,7 +48,9 @@ class StageCluster:
             await self.close()
             stage = build_stage(name, self._folder)
             self._opened += 1
-            self._cluster = ProxiedCluster(self._folder / f"cluster-{self._opened}", seed=seed, **stage.settings)
+            self._cluster = ProxiedCluster(
+                self._folder / f"cluster-{self._opened}", seed=seed, **stage.settings
+            )
             await self._open.enter_async_context(self._cluster)
             self._runner, self._name = RoundRunner(self._cluster, stage.load), name
         return self._runner
@@ -69,7 +76,9 @@ async def stages(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stag
     await made.close()
 
 
-async def test_chaos_round_keeps_the_invariants(stage: str, seed: int, stages: StageCluster) -> None:
+async def test_chaos_round_keeps_the_invariants(
+    stage: str, seed: int, stages: StageCluster
+) -> None:
     arena = await stages.get_runner(stage, seed)
     one = draw_round(seed, arena.cluster.process_names, tuple(arena.cluster.proxies))
     try:

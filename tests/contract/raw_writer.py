@@ -1,4 +1,5 @@
-"""A writer that speaks frames by hand, so that it can be wrong in every way that a Departure never is."""
+"""A writer that speaks frames by hand, so that it can be wrong in every way that a Departure never
+is."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,13 +9,13 @@ import xxhash
 
 from baton.shared_memory.fence import WriterFences
 from baton.types import Ticket
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.slabs import SlabRange, extend_manifest_digest
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from kv_transfer.transports.links import TransferDialer
 from kv_transfer.transports.memory_link import MemoryDialer
 from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.common.settings import TransferSettings
-from kv_transfer.transports.links import TransferDialer
 from kv_transfer.transports.zmq_link import ZmqDialer
 from tests.contract.transfer_pair import TOKEN, TransferPair, wait_until
 
@@ -35,8 +36,15 @@ class RawWriter:
     def __init__(self, pair: TransferPair, ticket: Ticket) -> None:
         self.pair = pair
         self.ticket = ticket
-        self.frame_ids = (ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation)
-        self._dialer = _dialer(ticket.decode_peer.transfer_endpoint.partition("://")[0], pair.settings)
+        self.frame_ids = (
+            ticket.id,
+            ticket.key.attempt_number,
+            ticket.writer_incarnation,
+            ticket.decode_peer.incarnation,
+        )
+        self._dialer = _dialer(
+            ticket.decode_peer.transfer_endpoint.partition("://")[0], pair.settings
+        )
         self._link = self._dialer.dial(ticket.decode_peer.transfer_endpoint)
         self.fences = WriterFences(pair.folder, ticket.segment.name)
         self.is_one_sided = ticket.transport == "shm"
@@ -54,7 +62,9 @@ class RawWriter:
         self.send_bytes(frames.encode_frame(frame), payload)
 
     def send_bytes(self, header: bytes, payload: bytes | None = None) -> None:
-        wait_until(lambda: self._link.send(header, None if payload is None else memoryview(payload)))
+        wait_until(
+            lambda: self._link.send(header, None if payload is None else memoryview(payload))
+        )
 
     def receive_frame(self) -> frames.FrameToWriter:
         found: list[bytes] = []
@@ -73,14 +83,25 @@ class RawWriter:
     def send_open(self) -> None:
         layout = self.pair.layout
         self.send(
-            frames.OpenFrame(*self.frame_ids, frames.PROTOCOL_VERSION, layout.num_layers, layout.slab_bytes, 1 << 20, "elsewhere")
+            frames.OpenFrame(
+                *self.frame_ids,
+                frames.PROTOCOL_VERSION,
+                layout.num_layers,
+                layout.slab_bytes,
+                1 << 20,
+                "elsewhere",
+            )
         )
         assert isinstance(self.receive_frame(), frames.CreditFrame)
 
     def make_write_frame(self, area: SlabRange) -> tuple[frames.WriteFrame, bytes]:
         """A right one; source blocks are those of the same number as the logical ones."""
         layers = slice(area.first_layer, area.end_layer)
-        payload = self.pair.prefill_arena[area.first_block : area.end_block, layers].swapaxes(0, 1).tobytes()
+        payload = (
+            self.pair.prefill_arena[area.first_block : area.end_block, layers]
+            .swapaxes(0, 1)
+            .tobytes()
+        )
         frame = frames.WriteFrame(
             *self.frame_ids,
             first_layer=area.first_layer,
@@ -101,24 +122,37 @@ class RawWriter:
         if self.is_one_sided:
             self.write_in_place(area)
         slabs, size, digest = self._manifest
-        self._manifest = (slabs + area.num_slabs, size + len(payload), extend_manifest_digest(digest, area, frame.checksum))
+        self._manifest = (
+            slabs + area.num_slabs,
+            size + len(payload),
+            extend_manifest_digest(digest, area, frame.checksum),
+        )
         self.send(_with_fields(frame, wrong), None if self.is_one_sided else payload)
 
     def write_in_place(self, area: SlabRange) -> None:
         """The bytes themselves, as a one-sided writer puts them."""
         for block in range(area.first_block, area.end_block):
-            at = self.ticket.block_offsets[block - self.ticket.first_block] // self.pair.layout.block_bytes
+            at = (
+                self.ticket.block_offsets[block - self.ticket.first_block]
+                // self.pair.layout.block_bytes
+            )
             for layer in range(area.first_layer, area.end_layer):
                 self.pair.decode_arena[at, layer] = self.pair.prefill_arena[block, layer]
 
     def send_all_writes(self) -> None:
-        grid = SlabRange(0, self.pair.layout.num_layers, self.ticket.first_block, len(self.ticket.block_offsets))
+        grid = SlabRange(
+            0, self.pair.layout.num_layers, self.ticket.first_block, len(self.ticket.block_offsets)
+        )
         self.send_write(grid)
         assert isinstance(self.receive_frame(), frames.LandedFrame)
 
     def send_seal(self, **wrong: int) -> None:
         slabs, size, digest = self._manifest
-        self.send(_with_fields(frames.SealFrame(*self.frame_ids, slabs, size, digest, (17,), None, ()), wrong))
+        self.send(
+            _with_fields(
+                frames.SealFrame(*self.frame_ids, slabs, size, digest, (17,), None, ()), wrong
+            )
+        )
 
     def expect_refused(self, code: str) -> None:
         answer = self.receive_frame()

@@ -1,5 +1,6 @@
-"""An end from either side in every state that either side can be in. The tables are keyed by the state enums, so that a
-new state fails here until somebody has said how it is reached and what ends it."""
+"""An end from either side in every state that either side can be in. The tables are keyed by the
+state enums, so that a new state fails here until somebody has said how it is reached and what ends
+it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,20 @@ import pytest
 from baton.errors import Cancelled
 from baton.types import AttemptKey, Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.outbound_handoff import OutboundState
 from kv_transfer.core.inbound_handoff import InboundState
+from kv_transfer.core.outbound_handoff import OutboundState
 from kv_transfer.core.slabs import SlabRange
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundFenced, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.plane import (
+    InboundFenced,
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    OutboundAborted,
+    OutboundCommitted,
+    SealInfo,
+)
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import BACKENDS, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import BACKENDS, TransferPair, transfer_pair, wait_until
 
 REASON = Cancelled("the client left")
 BLOCKS = [3, 4]
@@ -59,8 +68,8 @@ REACH_OUTBOUND_STATE: dict[OutboundState, Callable[[TransferPair, AttemptKey, Ti
     OutboundState.COMMITTED: _to_outbound_committed,
     OutboundState.ABORTED: _to_outbound_aborted,
 }
-# This plane writes on the thread that hears the abort: no write is ever in flight when one comes. The exploration
-# (tests/unit/transfer) covers the state.
+# This plane writes on the thread that hears the abort: no write is ever in flight when one comes.
+# The exploration (tests/unit/transfer) covers the state.
 UNREACHABLE_OUTBOUND = {OutboundState.ABORTING}
 
 
@@ -151,10 +160,19 @@ REACH_INBOUND_STATE: dict[InboundState, Callable[[TransferPair, RawWriter], None
     InboundState.LOST: _to_lost,
 }
 ONE_SIDED_ONLY = {InboundState.SEALING, InboundState.QUARANTINED}
-# What an end does: Lost now (and then fenced or not), or nothing because it is over or not the asker's to decide.
-LOST_BY_REVOKE = {InboundState.GRANTED, InboundState.WRITING, InboundState.SEALED, InboundState.SEALING}
+# What an end does: Lost now (and then fenced or not), or nothing because it is over or not the
+# asker's to decide.
+LOST_BY_REVOKE = {
+    InboundState.GRANTED,
+    InboundState.WRITING,
+    InboundState.SEALED,
+    InboundState.SEALING,
+}
 LOST_BY_ABORT = LOST_BY_REVOKE - {InboundState.SEALED}
-AWAITING_FENCE = {InboundState.SEALING, InboundState.QUARANTINED}  # until the writer lets go of its byte
+AWAITING_FENCE = {
+    InboundState.SEALING,
+    InboundState.QUARANTINED,
+}  # until the writer lets go of its byte
 
 
 def _backend_and_state() -> list[tuple[str, InboundState]]:
@@ -172,7 +190,9 @@ def test_every_state_of_decode_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("backend", "state"), _backend_and_state())
 @pytest.mark.parametrize("how", ["revoke", "abort", "peer_gone"])
-def test_decode_revokes_or_hears_of_an_end(backend: str, state: InboundState, how: str, tmp_path: Path) -> None:
+def test_decode_revokes_or_hears_of_an_end(
+    backend: str, state: InboundState, how: str, tmp_path: Path
+) -> None:
     with transfer_pair(backend, tmp_path) as pair:
         ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
         with RawWriter(pair, ticket) as writer:
@@ -180,7 +200,11 @@ def test_decode_revokes_or_hears_of_an_end(backend: str, state: InboundState, ho
             if how == "revoke":
                 pair.inbound.revoke_ticket(ticket.id, REASON)
             elif how == "abort":
-                writer.send(frames.AbortFrame(*writer.frame_ids, code="cancelled", message="the client left"))
+                writer.send(
+                    frames.AbortFrame(
+                        *writer.frame_ids, code="cancelled", message="the client left"
+                    )
+                )
             else:
                 pair.inbound.on_peer_gone(ticket.writer_incarnation)
             if state in (LOST_BY_REVOKE if how == "revoke" else LOST_BY_ABORT):
@@ -189,7 +213,9 @@ def test_decode_revokes_or_hears_of_an_end(backend: str, state: InboundState, ho
             if state in AWAITING_FENCE:
                 retries = pair.inbound.counters().get("fence_retries", 0)
                 wait_until(lambda: pair.inbound.counters().get("fence_retries", 0) >= retries + 3)
-                assert pair.decode_events.drain_unexpected() == []  # no message and no time frees the blocks
+                assert (
+                    pair.decode_events.drain_unexpected() == []
+                )  # no message and no time frees the blocks
                 writer.fences.unlock_byte(ticket.fence_byte)
                 assert pair.decode_events.expect_event(InboundFenced) == InboundFenced(ticket.id)
             if state is InboundState.SEALED and how != "revoke":
@@ -200,7 +226,8 @@ def test_decode_revokes_or_hears_of_an_end(backend: str, state: InboundState, ho
 
 @pytest.mark.parametrize(("backend", "state"), _backend_and_state())
 def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path: Path) -> None:
-    """Each frame of the union, out of place: the ticket ends at most once, and the next hand-off works."""
+    """Each frame of the union, out of place: the ticket ends at most once, and the next hand-off
+    works."""
     with transfer_pair(backend, tmp_path) as pair:
         ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
         with RawWriter(pair, ticket) as writer:
@@ -209,7 +236,11 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
             writer.send(again, None if writer.is_one_sided else payload)
             writer.send(frames.RenewFrame(*writer.frame_ids))
             writer.send_seal()
-            writer.send(frames.OpenFrame(*writer.frame_ids, 1, pair.layout.num_layers, pair.layout.slab_bytes, 1, "x"))
+            writer.send(
+                frames.OpenFrame(
+                    *writer.frame_ids, 1, pair.layout.num_layers, pair.layout.slab_bytes, 1, "x"
+                )
+            )
             writer.send(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""))
             writer.fences.unlock_byte(ticket.fence_byte)
             pair.inbound.revoke_ticket(ticket.id, REASON)

@@ -15,7 +15,13 @@ import pytest
 from baton.errors import Cancelled, LeaseExpired, PeerUnreachable
 from baton.types import Ticket
 from kv_transfer.plane import InboundFenced, InboundSealed
-from tests.contract.transfer_pair import LAYOUT, POISON_BYTE, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import (
+    LAYOUT,
+    POISON_BYTE,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 from tests.contract.writer_process import WriterOrder, make_source_arena
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +34,31 @@ class WriterProcess:
 
     def __init__(self, pair: TransferPair, failpoints: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.writer_process", str(pair.folder), pair.writer_incarnation, str(SEED)],
+            [
+                sys.executable,
+                "-m",
+                "tests.contract.writer_process",
+                str(pair.folder),
+                pair.writer_incarnation,
+                str(SEED),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "BATON_FAILPOINTS": failpoints},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+                "BATON_FAILPOINTS": failpoints,
+            },
         )
         assert self.read_line() == "ready"
 
     def send_order(self, ticket: Ticket) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(WriterOrder(ticket, SOURCE_BLOCKS)).decode() + "\n")
+        self.process.stdin.write(
+            msgspec.json.encode(WriterOrder(ticket, SOURCE_BLOCKS)).decode() + "\n"
+        )
         self.process.stdin.flush()
 
     def read_line(self) -> str:
@@ -103,7 +122,9 @@ def frozen(pair: TransferPair) -> Iterator[WriterProcess]:
         yield writer
 
 
-def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: TransferPair, frozen: WriterProcess) -> None:
+def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(
+    pair: TransferPair, frozen: WriterProcess
+) -> None:
     ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
     frozen.send_order(ticket)
     frozen.wait_until_stopped()
@@ -116,7 +137,9 @@ def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: Tr
     pair.check_full_handoff()
 
 
-def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(pair: TransferPair, frozen: WriterProcess) -> None:
+def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(
+    pair: TransferPair, frozen: WriterProcess
+) -> None:
     ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS, ttl=2.0)
     frozen.send_order(ticket)
     frozen.wait_until_stopped()
@@ -129,7 +152,8 @@ def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(pair: Tra
 def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_over(
     pair: TransferPair, frozen: WriterProcess
 ) -> None:
-    """It may complete the write that it was in: the blocks are still nobody else's. Then it lets go."""
+    """It may complete the write that it was in: the blocks are still nobody else's. Then it lets
+    go."""
     ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
     frozen.send_order(ticket)
     frozen.wait_until_stopped()
@@ -143,7 +167,8 @@ def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_o
 
 
 def test_a_writer_frozen_between_two_writes_holds_nothing(pair: TransferPair) -> None:
-    """Its blocks are free at once; thawed, it finds itself shut out before it has written another byte."""
+    """Its blocks are free at once; thawed, it finds itself shut out before it has written another
+    byte."""
     with writer_process(pair, "transfer.seal.before=stop*1") as writer:
         ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
         writer.send_order(ticket)
@@ -158,7 +183,9 @@ def test_a_writer_frozen_between_two_writes_holds_nothing(pair: TransferPair) ->
 
 
 @pytest.mark.parametrize("where", [IN_A_WRITE, "transfer.write.after", "transfer.seal.before"])
-def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(pair: TransferPair, where: str) -> None:
+def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(
+    pair: TransferPair, where: str
+) -> None:
     with writer_process(pair, f"{where}=exit") as writer:
         ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS, ttl=1000.0)
         writer.send_order(ticket)

@@ -14,18 +14,25 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from baton.network import cluster_certificates as certificates
 from baton.errors import ConfigError, PeerUnreachable
+from baton.network import cluster_certificates as certificates
 from baton.types import Incarnation
-from kv_transfer.transports import grpc_protocol as grpc_terms
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.core.message_framing import pack_message, packed_message_size, unpack_message
 from kv_transfer.factory import build_kv_receiver
+from kv_transfer.transports import grpc_protocol as grpc_terms
 from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
-from kv_transfer.common.settings import TransferSettings
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import LAYOUT, FAST_SETTINGS, TOKEN, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import (
+    FAST_SETTINGS,
+    LAYOUT,
+    TOKEN,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 PATIENCE = 20.0  # seconds
 NOISE = {
@@ -42,10 +49,17 @@ def address(pair: TransferPair) -> tuple[str, int]:
     return host, int(port)
 
 
-def status_of_refused_call(credentials: grpc.ChannelCredentials | None, pair: TransferPair, metadata: Sequence[tuple[str, bytes]]) -> str:
+def status_of_refused_call(
+    credentials: grpc.ChannelCredentials | None,
+    pair: TransferPair,
+    metadata: Sequence[tuple[str, bytes]],
+) -> str:
     """The status code that a caller gets who sends one message that is no frame."""
     target = "{}:{}".format(*address(pair))
-    options = [("grpc.ssl_target_name_override", certificates.DECODE_CERTIFICATE_NAME), ("grpc.enable_http_proxy", 0)]
+    options = [
+        ("grpc.ssl_target_name_override", certificates.DECODE_CERTIFICATE_NAME),
+        ("grpc.enable_http_proxy", 0),
+    ]
     made: Any = (
         grpc.insecure_channel(target, options=options)
         if credentials is None
@@ -78,45 +92,66 @@ def test_its_error_asks_for_the_token(tmp_path: Path) -> None:
         loss = link.get_loss()
         link.close()
     assert loss is not None
-    assert (loss.was_up, "is the cluster token the same?" in loss.error.message) == (False, True), loss
+    assert (loss.was_up, "is the cluster token the same?" in loss.error.message) == (False, True), (
+        loss
+    )
 
 
 def foreign_credentials() -> grpc.ChannelCredentials:
-    """Trusts this cluster's authority, were its certificate ever to leak, and shows a certificate of another's."""
+    """Trusts this cluster's authority, were its certificate ever to leak, and shows a certificate
+    of another's."""
     other = certificates._derive_authority_key("a guess")
-    key, shown = certificates._issue_certificate(other, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH)
-    return grpc.ssl_channel_credentials(certificates._authority_certificate(certificates._derive_authority_key(TOKEN)), key, shown)
+    key, shown = certificates._issue_certificate(
+        other, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH
+    )
+    return grpc.ssl_channel_credentials(
+        certificates._authority_certificate(certificates._derive_authority_key(TOKEN)), key, shown
+    )
 
 
 def anonymous_credentials() -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(certificates._authority_certificate(certificates._derive_authority_key(TOKEN)))
+    return grpc.ssl_channel_credentials(
+        certificates._authority_certificate(certificates._derive_authority_key(TOKEN))
+    )
 
 
 def decode_node_credentials() -> grpc.ChannelCredentials:
     authority = certificates._derive_authority_key(TOKEN)
-    key, shown = certificates._issue_certificate(authority, certificates.DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    key, shown = certificates._issue_certificate(
+        authority, certificates.DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH
+    )
     return grpc.ssl_channel_credentials(certificates._authority_certificate(authority), key, shown)
 
 
-@pytest.mark.parametrize("made", [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials])
+@pytest.mark.parametrize(
+    "made", [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials]
+)
 def test_a_caller_without_a_writers_certificate_gets_nowhere(made: Any, tmp_path: Path) -> None:
-    """Plaintext; no certificate; one of another cluster; one of this cluster that is for the other end."""
+    """Plaintext; no certificate; one of another cluster; one of this cluster that is for the other
+    end."""
     with transfer_pair("grpc", tmp_path) as pair:
         assert status_of_refused_call(made(), pair, proof_metadata(TOKEN)) == "UNAVAILABLE"
         assert "bad_frames" not in pair.inbound.counters()
         pair.check_full_handoff()
 
 
-@pytest.mark.parametrize("metadata", [(), proof_metadata("a guess"), ((grpc_terms.PROOF_KEY, b""),)])
+@pytest.mark.parametrize(
+    "metadata", [(), proof_metadata("a guess"), ((grpc_terms.PROOF_KEY, b""),)]
+)
 def test_a_stream_without_proof_of_the_token_is_refused(metadata: Any, tmp_path: Path) -> None:
     with transfer_pair("grpc", tmp_path) as pair:
-        assert status_of_refused_call(certificates.writer_channel_credentials(TOKEN), pair, metadata) == "UNAUTHENTICATED"
+        assert (
+            status_of_refused_call(certificates.writer_channel_credentials(TOKEN), pair, metadata)
+            == "UNAUTHENTICATED"
+        )
         assert pair.inbound.counters()["auth_failures"] == 1
         assert "bad_frames" not in pair.inbound.counters()
         pair.check_full_handoff()
 
 
-def test_the_proof_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_proof_is_compared_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compared = []
 
     def compare(given: bytes, expected: bytes) -> bool:
@@ -141,10 +176,15 @@ def listening_server(credentials: grpc.ServerCredentials) -> Iterator[str]:
 
 
 def test_a_writer_sends_nothing_to_who_is_no_decode_node() -> None:
-    """One of this cluster's own writers, with its own certificate, where a decode node is expected."""
+    """One of this cluster's own writers, with its own certificate, where a decode node is
+    expected."""
     authority = certificates._derive_authority_key(TOKEN)
-    shown = certificates._issue_certificate(authority, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH)
-    credentials = grpc.ssl_server_credentials([shown], certificates._authority_certificate(authority), require_client_auth=True)
+    shown = certificates._issue_certificate(
+        authority, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH
+    )
+    credentials = grpc.ssl_server_credentials(
+        [shown], certificates._authority_certificate(authority), require_client_auth=True
+    )
     with listening_server(credentials) as endpoint:
         link = GrpcDialer(TOKEN, FAST_SETTINGS).dial(endpoint)
         wait_until(lambda: link.get_loss() is not None)
@@ -155,11 +195,17 @@ def test_a_writer_sends_nothing_to_who_is_no_decode_node() -> None:
 
 
 def test_certificates_of_one_token_differ_and_share_their_authority() -> None:
-    one, other = (certificates._derive_authority_key(token).private_numbers().private_value for token in (TOKEN, TOKEN + " "))
+    one, other = (
+        certificates._derive_authority_key(token).private_numbers().private_value
+        for token in (TOKEN, TOKEN + " ")
+    )
     certificates._derive_authority_key.cache_clear()
     assert one == certificates._derive_authority_key(TOKEN).private_numbers().private_value != other
     authority = certificates._derive_authority_key(TOKEN)
-    issued = [certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH) for _ in range(2)]
+    issued = [
+        certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)
+        for _ in range(2)
+    ]
     assert len({key for key, _ in issued}) == len({shown for _, shown in issued}) == 2
 
 
@@ -167,7 +213,9 @@ def test_certificates_are_good_by_every_clock() -> None:
     """Also by one that was never set and stands at the epoch, and by one that is far ahead."""
     authority = certificates._derive_authority_key(TOKEN)
     _, issued = certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)
-    for shown in map(x509.load_pem_x509_certificate, (issued, certificates._authority_certificate(authority))):
+    for shown in map(
+        x509.load_pem_x509_certificate, (issued, certificates._authority_certificate(authority))
+    ):
         assert shown.not_valid_before_utc.timestamp() <= 0
         assert shown.not_valid_after_utc.year == 9999
 
@@ -192,7 +240,9 @@ def test_many_half_open_connections_do_not_stop_a_hand_off(tmp_path: Path) -> No
         pair.check_full_handoff()
 
 
-def test_an_oversize_message_of_a_member_costs_it_its_stream_and_nobody_elses(tmp_path: Path) -> None:
+def test_an_oversize_message_of_a_member_costs_it_its_stream_and_nobody_elses(
+    tmp_path: Path,
+) -> None:
     with transfer_pair("grpc", tmp_path) as pair:
         ticket = pair.grant_ticket(pair.new_key(), [3], ttl=1000.0)
         with RawWriter(pair, ticket) as writer:
@@ -216,8 +266,17 @@ def test_messages_that_nobody_packed_are_bad_frames(tmp_path: Path) -> None:
     with transfer_pair("grpc", tmp_path) as pair:
         target = "{}:{}".format(*address(pair))
         options = [("grpc.ssl_target_name_override", certificates.DECODE_CERTIFICATE_NAME)]
-        parcels = [b"", b"\x01", b"\xff\xff\xff\xff", bytes(4), bytes(500), b"\x80\x04\x95}\x94\x8c\x01a\x94K\x01s."]
-        with grpc.secure_channel(target, certificates.writer_channel_credentials(TOKEN), options=options) as channel:
+        parcels = [
+            b"",
+            b"\x01",
+            b"\xff\xff\xff\xff",
+            bytes(4),
+            bytes(500),
+            b"\x80\x04\x95}\x94\x8c\x01a\x94K\x01s.",
+        ]
+        with grpc.secure_channel(
+            target, certificates.writer_channel_credentials(TOKEN), options=options
+        ) as channel:
             call = channel.stream_stream(f"/{grpc_terms.SERVICE}/{grpc_terms.METHOD}")
             list(call(iter(parcels), metadata=proof_metadata(TOKEN), timeout=PATIENCE))
         wait_until(lambda: pair.inbound.counters().get("bad_frames", 0) == len(parcels))
@@ -233,7 +292,14 @@ def test_a_parcel_is_what_was_packed(payload: bytes | None) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["grpc://", "grpc://host", "grpc://host:1/x", "grpc://unix:/tmp/x:1", "grpc://[::1", "grpc://xds:///a:1"],
+    [
+        "grpc://",
+        "grpc://host",
+        "grpc://host:1/x",
+        "grpc://unix:/tmp/x:1",
+        "grpc://[::1",
+        "grpc://xds:///a:1",
+    ],
 )
 def test_an_endpoint_that_is_no_address_is_not_dialled(endpoint: str) -> None:
     link = GrpcDialer(TOKEN, FAST_SETTINGS).dial(endpoint)
@@ -244,7 +310,9 @@ def test_an_endpoint_that_is_no_address_is_not_dialled(endpoint: str) -> None:
 
 
 def test_a_listener_that_cannot_bind_says_where(tmp_path: Path) -> None:
-    settings = replace(FAST_SETTINGS, transport="grpc", listen="203.0.113.1:1", segment_folder=tmp_path)
+    settings = replace(
+        FAST_SETTINGS, transport="grpc", listen="203.0.113.1:1", segment_folder=tmp_path
+    )
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1:1"):
         _make_inbound(settings, TOKEN)
 
@@ -252,7 +320,9 @@ def test_a_listener_that_cannot_bind_says_where(tmp_path: Path) -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
 def test_an_empty_token_is_refused_beyond_loopback(listen: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cluster-token"):
-        _make_inbound(TransferSettings(transport="grpc", listen=listen, segment_folder=tmp_path), "")
+        _make_inbound(
+            TransferSettings(transport="grpc", listen=listen, segment_folder=tmp_path), ""
+        )
 
 
 def _make_inbound(settings: TransferSettings, token: str) -> None:

@@ -8,16 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.plane import (
+    InboundLost,
+    InboundSealed,
+    OutboundAborted,
+    OutboundCommitted,
+    SealInfo,
+)
 from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo
-from kv_transfer.common.settings import TransferSettings
-from tests.contract.transfer_pair import TOKEN, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import TOKEN, TransferPair, transfer_pair, wait_until
 from tests.fault_proxy import BOTH_DIRECTIONS, FaultProxy, LinkConditions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The reader stands at its high-water mark when its peer's connection is reset; then any heartbeat would fall due.
+# The reader stands at its high-water mark when its peer's connection is reset; then any heartbeat
+# would fall due.
 _RESET_AT_HIGH_WATER = """
 import asyncio, zmq
 from kv_transfer.transports.zmq_keys import derive_keys
@@ -58,13 +65,16 @@ async def _proxy_for(pair: TransferPair) -> FaultProxy:
     scheme, _, where = pair.decode_address.transfer_endpoint.partition("://")
     host, _, port = where.rpartition(":")
     link = await FaultProxy.open("writer -> decode", (host, int(port)))
-    pair.decode_address = replace(pair.decode_address, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}")
+    pair.decode_address = replace(
+        pair.decode_address, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}"
+    )
     return link
 
 
 @pytest.mark.parametrize("backend", ["zmq", "grpc"])
 async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path) -> None:
-    """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
+    """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one
+    has a new link."""
     with transfer_pair(backend, tmp_path) as pair:
         link = await _proxy_for(pair)
 
@@ -97,7 +107,8 @@ async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path
 
 
 async def test_grpc_backpressure_reaches_the_writer_and_a_reset_loses_only_the_tail() -> None:
-    """What nobody takes is bounded in memory on both sides; what had come before the reset is whole and in order."""
+    """What nobody takes is bounded in memory on both sides; what had come before the reset is whole
+    and in order."""
     settings = TransferSettings(link_timeout=2.0, max_queued_messages=8)
     decode = GrpcDecodeLink(TOKEN, settings)
     host, _, port = decode.endpoint.removeprefix("grpc://").rpartition(":")

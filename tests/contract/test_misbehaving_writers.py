@@ -1,5 +1,5 @@
-"""Writers that are wrong, late, or somebody else; and messages that arrive broken. Whatever they do, no wrong byte is
-ever sealed, the process lives and the next hand-off works."""
+"""Writers that are wrong, late, or somebody else; and messages that arrive broken. Whatever they
+do, no wrong byte is ever sealed, the process lives and the next hand-off works."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,12 +8,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, IncompleteTransfer, LayoutMismatch
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    HandoffFailed,
+    IncompleteTransfer,
+    LayoutMismatch,
+)
 from kv_transfer.core import frames
 from kv_transfer.core.slabs import SlabRange
-from kv_transfer.plane import OutboundAborted, InboundLost, InboundSealed, SealInfo
+from kv_transfer.plane import InboundLost, InboundSealed, OutboundAborted, SealInfo
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import BACKENDS, FAST_SETTINGS, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import (
+    BACKENDS,
+    FAST_SETTINGS,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 BLOCKS = [3, 4]
 
@@ -70,7 +82,13 @@ def test_a_write_that_is_wrong_loses_the_ticket(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"writer": "somebody"}, {"decode": "somebody"}, {"attempt": 0}, {"attempt": 2}, {"ticket": "f" * 32}],
+    [
+        {"writer": "somebody"},
+        {"decode": "somebody"},
+        {"attempt": 0},
+        {"attempt": 2},
+        {"ticket": "f" * 32},
+    ],
     ids=str,
 )
 def test_frame_of_another_incarnation_is_refused(
@@ -80,7 +98,11 @@ def test_frame_of_another_incarnation_is_refused(
     writer.send(msgspec.structs.replace(stale, **wrong), None if writer.is_one_sided else payload)
     writer.expect_refused("stale")
     assert pair.is_untouched(BLOCKS) or writer.is_one_sided
-    writer.send(msgspec.structs.replace(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""), **wrong))
+    writer.send(
+        msgspec.structs.replace(
+            frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""), **wrong
+        )
+    )
     writer.expect_refused("stale")
     writer.send_all_writes()
     writer.send_seal()
@@ -91,7 +113,9 @@ def test_frame_of_another_incarnation_is_refused(
 
 
 @pytest.mark.parametrize("wrong", [{"slabs": 5}, {"size": 1}, {"digest": 1}], ids=str)
-def test_a_manifest_that_is_not_what_landed_is_incomplete(pair: TransferPair, writer: RawWriter, wrong: dict[str, int]) -> None:
+def test_a_manifest_that_is_not_what_landed_is_incomplete(
+    pair: TransferPair, writer: RawWriter, wrong: dict[str, int]
+) -> None:
     writer.send_all_writes()
     writer.send_seal(**wrong)
     pair.expect_lost(writer.ticket, IncompleteTransfer)
@@ -123,7 +147,9 @@ def test_duplicate_write_is_ignored(pair: TransferPair, writer: RawWriter) -> No
     assert pair.has_arrived([1, 2], BLOCKS)
 
 
-def test_a_write_that_overlaps_what_has_landed_loses_the_ticket(pair: TransferPair, writer: RawWriter) -> None:
+def test_a_write_that_overlaps_what_has_landed_loses_the_ticket(
+    pair: TransferPair, writer: RawWriter
+) -> None:
     writer.send_write(SlabRange(0, 1, 1, 2))
     assert isinstance(writer.receive_frame(), frames.LandedFrame)
     writer.send_write(SlabRange(0, 2, 1, 2))
@@ -131,24 +157,34 @@ def test_a_write_that_overlaps_what_has_landed_loses_the_ticket(pair: TransferPa
 
 
 @pytest.mark.parametrize("wrong", [{"version": 99}, {"num_layers": 4}, {"slab_bytes": 1}], ids=str)
-def test_another_geometry_or_protocol_is_refused_by_name(pair: TransferPair, wrong: dict[str, int]) -> None:
+def test_another_geometry_or_protocol_is_refused_by_name(
+    pair: TransferPair, wrong: dict[str, int]
+) -> None:
     ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
     with RawWriter(pair, ticket) as writer:
-        right = frames.OpenFrame(*writer.frame_ids, 1, 3, pair.layout.slab_bytes, window_bytes=1, host_id="")
+        right = frames.OpenFrame(
+            *writer.frame_ids, 1, 3, pair.layout.slab_bytes, window_bytes=1, host_id=""
+        )
         writer.send(msgspec.structs.replace(right, **wrong))
         pair.expect_lost(ticket, LayoutMismatch)
         writer.expect_refused("layout_mismatch")
 
 
-def test_payload_present_or_missing_against_the_frame(pair: TransferPair, writer: RawWriter) -> None:
+def test_payload_present_or_missing_against_the_frame(
+    pair: TransferPair, writer: RawWriter
+) -> None:
     frame, payload = writer.make_write_frame(ALL_SLABS)
     writer.send(frame, payload if writer.is_one_sided else None)
     lost = pair.decode_events.expect_event(InboundLost)
     assert isinstance(lost.error, ChecksumMismatch)
 
 
-@pytest.mark.parametrize("header", [b"", b"\x00", b"\xc1" * 50, b"\x80\x04\x95", b"\x9a\xa4\x80pen"], ids=repr)
-def test_garbage_is_counted_and_dropped(pair: TransferPair, writer: RawWriter, header: bytes) -> None:
+@pytest.mark.parametrize(
+    "header", [b"", b"\x00", b"\xc1" * 50, b"\x80\x04\x95", b"\x9a\xa4\x80pen"], ids=repr
+)
+def test_garbage_is_counted_and_dropped(
+    pair: TransferPair, writer: RawWriter, header: bytes
+) -> None:
     writer.send_bytes(header)
     writer.send_bytes(header, bytes(100_000))
     writer.send_all_writes()
@@ -163,7 +199,9 @@ def test_garbage_is_counted_and_dropped(pair: TransferPair, writer: RawWriter, h
 @dataclass(frozen=True)
 class TransferFault:
     failpoints: str
-    expected_error: type[BatonError] | None  # how decode's side ends; None: the hand-off commits all the same
+    expected_error: (
+        type[BatonError] | None
+    )  # how decode's side ends; None: the hand-off commits all the same
 
 
 FAULTS = [
@@ -187,7 +225,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.armed)
-def test_a_fault_on_the_way_never_seals_a_wrong_byte(backend: str, fault: TransferFault, tmp_path: Path) -> None:
+def test_a_fault_on_the_way_never_seals_a_wrong_byte(
+    backend: str, fault: TransferFault, tmp_path: Path
+) -> None:
     with transfer_pair(backend, tmp_path, failpoints=fault.failpoints) as pair:
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         if fault.expected_error is None:
@@ -202,8 +242,11 @@ def test_a_fault_on_the_way_never_seals_a_wrong_byte(backend: str, fault: Transf
 
 
 @pytest.mark.parametrize("action", ["drop", "corrupt", "error"])
-def test_a_commit_that_does_not_arrive_ends_the_writers_wait(backend: str, action: str, tmp_path: Path) -> None:
-    """Decode has committed and the writer cannot know: it gives up after its progress_timeout, and ends once."""
+def test_a_commit_that_does_not_arrive_ends_the_writers_wait(
+    backend: str, action: str, tmp_path: Path
+) -> None:
+    """Decode has committed and the writer cannot know: it gives up after its progress_timeout, and
+    ends once."""
     impatient = replace(FAST_SETTINGS, progress_timeout=1.0)
     armed = f"transfer.commit.before={action}+1*1"
     with transfer_pair(backend, tmp_path, outbound_settings=impatient, failpoints=armed) as pair:
@@ -216,11 +259,15 @@ def test_a_commit_that_does_not_arrive_ends_the_writers_wait(backend: str, actio
 
 
 @pytest.mark.parametrize("action", ["drop", "corrupt"])
-def test_a_seal_that_does_not_arrive_ends_both_sides(backend: str, action: str, tmp_path: Path) -> None:
+def test_a_seal_that_does_not_arrive_ends_both_sides(
+    backend: str, action: str, tmp_path: Path
+) -> None:
     impatient = replace(FAST_SETTINGS, progress_timeout=0.2)
     soon = replace(FAST_SETTINGS, progress_timeout=1.0, ticket_ttl=1.0)
     armed = f"transfer.seal.before={action}*1"
-    with transfer_pair(backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed) as pair:
+    with transfer_pair(
+        backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed
+    ) as pair:
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         assert pair.prefill_events.expect_event(OutboundAborted).key == key
         assert pair.decode_events.expect_event(InboundLost).ticket_id == ticket.id
@@ -233,7 +280,9 @@ def test_invalid_frames_to_the_writer(pair: TransferPair) -> None:
     pair.outbound.set_ticket(key, ticket)
     pair.announce_layers(key, [1, 2], layers=[0])
     assert pair.outbound.wait_for_layer(key, 0, timeout=30)
-    pair.outbound.seal_handoff(key, SealInfo((1,)))  # with layers missing: a programming error of the role
+    pair.outbound.seal_handoff(
+        key, SealInfo((1,))
+    )  # with layers missing: a programming error of the role
     pair.expect_aborted(key, IncompleteTransfer)
     pair.expect_lost(ticket, IncompleteTransfer)
     wait_until(lambda: pair.outbound.counters().get("aborted_incomplete") == 1)

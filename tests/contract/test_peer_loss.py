@@ -4,12 +4,20 @@ from pathlib import Path
 
 from baton.errors import PeerUnreachable
 from baton.types import BlockIndex, Incarnation
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.plane import (
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    OutboundAborted,
+    OutboundCommitted,
+    SealInfo,
+)
 from tests.contract.transfer_pair import transfer_pair
 
 
 def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
-    """Its arena is let go when the last of them has dropped its lock; those of its next incarnation keep theirs."""
+    """Its arena is let go when the last of them has dropped its lock; those of its next incarnation
+    keep theirs."""
     with transfer_pair("shm", tmp_path) as pair:
         keys = [pair.new_key() for _ in range(3)]
         for block, key in enumerate(keys):
@@ -18,7 +26,9 @@ def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
             pair.inbound.grant_ticket(ticket)
             pair.outbound.set_ticket(key, ticket)
             for layer in range(pair.layout.num_layers):
-                pair.outbound.announce_layer(key, layer, 0, [BlockIndex(block)])  # one block of two: the lock is held
+                pair.outbound.announce_layer(
+                    key, layer, 0, [BlockIndex(block)]
+                )  # one block of two: the lock is held
             pair.decode_events.expect_event(InboundStarted)
         pair.outbound.on_peer_gone(Incarnation("somebody else"))
         pair.outbound.on_peer_gone(pair.decode_address.incarnation)

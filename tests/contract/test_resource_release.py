@@ -11,13 +11,20 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffFailed, StaleMessage
 from baton.types import Incarnation
-from kv_transfer.sender_loop import SenderLoop
-from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
-from kv_transfer.transports.grpc_writer_link import GrpcDialer
 from kv_transfer.inbound import KVReceiver
 from kv_transfer.outbound import KVSender
 from kv_transfer.plane import SealInfo
-from tests.contract.transfer_pair import BACKENDS, FAST_SETTINGS, TOKEN, TransferPair, wait_until, transfer_pair
+from kv_transfer.sender_loop import SenderLoop
+from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from tests.contract.transfer_pair import (
+    BACKENDS,
+    FAST_SETTINGS,
+    TOKEN,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 
 def _sender_loop(pair: TransferPair) -> SenderLoop:
@@ -47,14 +54,17 @@ def _no_garbage_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_links_to_earlier_incarnations_are_closed(backend: str, tmp_path: Path) -> None:
-    """A coordinator that is started again gives everybody a new life, and tells nobody that the old ones are over."""
+    """A coordinator that is started again gives everybody a new life, and tells nobody that the old
+    ones are over."""
     with transfer_pair(backend, tmp_path) as pair:
         pair.check_full_handoff()
         for number in range(3):
             _decode_rejoins(pair, Incarnation(f"decode {number}"))
             _writer_rejoins(pair, Incarnation(f"writer {number}"))
             pair.check_full_handoff()
-        assert [peer for peer, _ in _sender_loop(pair)._links.items()] == [(pair.decode_address.transfer_endpoint, "decode 2")]
+        assert [peer for peer, _ in _sender_loop(pair)._links.items()] == [
+            (pair.decode_address.transfer_endpoint, "decode 2")
+        ]
 
 
 def test_link_in_use_is_not_closed(tmp_path: Path) -> None:
@@ -74,7 +84,11 @@ def test_link_in_use_is_not_closed(tmp_path: Path) -> None:
         pair.announce_layers(key, [1, 2], layers=[1, 2])
         pair.outbound.seal_handoff(key, SealInfo((17,)))
         pair.finish_handoff(ticket)
-        assert used is links.get((pair.decode_address.transfer_endpoint, pair.decode_address.incarnation)) is not None
+        assert (
+            used
+            is links.get((pair.decode_address.transfer_endpoint, pair.decode_address.incarnation))
+            is not None
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,11 +101,17 @@ def test_rejected_ticket_is_not_stored(backend: str, tmp_path: Path) -> None:
         pair.check_full_handoff()
 
 
-@pytest.mark.parametrize("point", ["transfer.write.before", "transfer.write.after", "transfer.seal.before"])
+@pytest.mark.parametrize(
+    "point", ["transfer.write.before", "transfer.write.after", "transfer.seal.before"]
+)
 def test_a_failed_write_does_not_keep_the_peers_arena_mapped(point: str, tmp_path: Path) -> None:
-    """An error kept with its hand-off, and through its traceback the hand-off with the error, would keep it until the
-    garbage collector comes; the next life of the peer has the same arena and could not be mapped."""
-    with _no_garbage_collector(), transfer_pair("shm", tmp_path, failpoints=f"{point}=error*1") as pair:
+    """An error kept with its hand-off, and through its traceback the hand-off with the error, would
+    keep it until the garbage collector comes; the next life of the peer has the same arena and
+    could not be mapped."""
+    with (
+        _no_garbage_collector(),
+        transfer_pair("shm", tmp_path, failpoints=f"{point}=error*1") as pair,
+    ):
         key, ticket = pair.start_handoff([1, 2], [3, 4])
         pair.expect_aborted(key, HandoffFailed)
         pair.expect_lost(ticket, HandoffFailed)
@@ -111,9 +131,10 @@ def test_ended_ticket_keeps_no_block_offsets(backend: str, tmp_path: Path) -> No
         assert isinstance(pair.inbound, KVReceiver)
         ended = pair.inbound._loop._ended_handoffs
         wait_until(lambda: len(ended) == 2)
-        assert [(machine.ticket.block_offsets, machine.landed_slabs, machine.seal_info) for machine in ended.values()] == [
-            ((), 0, None)
-        ] * 2
+        assert [
+            (machine.ticket.block_offsets, machine.landed_slabs, machine.seal_info)
+            for machine in ended.values()
+        ] == [((), 0, None)] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -128,7 +149,8 @@ def test_two_failures_of_one_write_lose_its_ticket_once(backend: str, tmp_path: 
 
 
 def test_a_grpc_link_that_is_closed_keeps_no_thread() -> None:
-    """Also while somebody still refers to it. The threads that answer are not daemons: the process could not end."""
+    """Also while somebody still refers to it. The threads that answer are not daemons: the process
+    could not end."""
     before = set(threading.enumerate())
     decode = GrpcDecodeLink(TOKEN, FAST_SETTINGS)
     writers = [GrpcDialer(TOKEN, FAST_SETTINGS).dial(decode.endpoint) for _ in range(3)]

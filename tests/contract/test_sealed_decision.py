@@ -1,11 +1,18 @@
-"""Between Sealed and the node's answer nobody else decides: the node may be committing at that very moment."""
+"""Between Sealed and the node's answer nobody else decides: the node may be committing at that very
+moment."""
 
 from pathlib import Path
 
 import pytest
 
 from baton.errors import Cancelled, StaleMessage
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo
+from kv_transfer.plane import (
+    InboundLost,
+    InboundSealed,
+    OutboundAborted,
+    OutboundCommitted,
+    SealInfo,
+)
 from tests.contract.transfer_pair import BACKENDS, TransferPair, transfer_pair
 
 
@@ -38,7 +45,9 @@ def test_aborting_writer_does_not_undo_sealed(backend: str, tmp_path: Path) -> N
         event = seal_one_handoff(pair)
         pair.outbound.rejoin(pair.writer_incarnation)  # aborts everything that is open
         pair.prefill_events.expect_event(OutboundAborted)
-        after = seal_one_handoff(pair)  # its frames came after the Abort, which has been dealt with by now
+        after = seal_one_handoff(
+            pair
+        )  # its frames came after the Abort, which has been dealt with by now
         for one in (event, after):
             pair.inbound.commit_ticket(one.ticket_id)
         pair.prefill_events.expect_event(OutboundCommitted)

@@ -7,10 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import Cancelled, HandoffFailed, IncompleteTransfer, LeaseExpired, PeerUnreachable, StaleMessage
+from baton.errors import (
+    Cancelled,
+    HandoffFailed,
+    IncompleteTransfer,
+    LeaseExpired,
+    PeerUnreachable,
+    StaleMessage,
+)
 from baton.kv.kv_layout import KVLayout
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, LayerLanded, InboundLost, InboundSealed, SealInfo, InboundStarted
-from tests.contract.transfer_pair import BACKENDS, LAYOUT, FAST_SETTINGS, SEAL_INFO, TransferPair, wait_until, transfer_pair
+from kv_transfer.plane import (
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    LayerLanded,
+    OutboundAborted,
+    OutboundCommitted,
+    SealInfo,
+)
+from tests.contract.transfer_pair import (
+    BACKENDS,
+    FAST_SETTINGS,
+    LAYOUT,
+    SEAL_INFO,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 LAYERS = LAYOUT.num_layers
 ONE_LAYER = replace(FAST_SETTINGS, layers_per_message=1)
@@ -45,7 +68,8 @@ def test_a_hand_off_lands_whole_and_commits(pair: TransferPair) -> None:
 
 
 def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Path) -> None:
-    """The next layer is announced only when this one has landed: a transfer of the whole would hang."""
+    """The next layer is announced only when this one has landed: a transfer of the whole would
+    hang."""
     with transfer_pair(backend, tmp_path, settings=ONE_LAYER) as pair:
         source, target = [1, 2, 3, 4], [5, 6, 7, 8]
         key = pair.open_handoff(4)
@@ -65,7 +89,9 @@ def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Pa
 
 @pytest.mark.parametrize("held", [0, 1, 3])
 @pytest.mark.parametrize("chunks", [[4], [1, 3], [2, 1, 1]], ids=str)
-def test_only_what_decode_lacks_is_written(pair: TransferPair, held: int, chunks: list[int]) -> None:
+def test_only_what_decode_lacks_is_written(
+    pair: TransferPair, held: int, chunks: list[int]
+) -> None:
     """Partial prefixes at every cut, against chunks that end elsewhere."""
     source, lacking = [3, 1, 4, 15], [20, 21, 22, 23][held:]
     key = pair.open_handoff(4)
@@ -108,7 +134,9 @@ def test_messages_of_any_size_carry_the_same(
     backend: str, layers_per_message: int, slabs_per_message: int, tmp_path: Path
 ) -> None:
     payload = slabs_per_message * LAYOUT.slab_bytes
-    settings = replace(FAST_SETTINGS, layers_per_message=layers_per_message, max_payload_bytes=payload)
+    settings = replace(
+        FAST_SETTINGS, layers_per_message=layers_per_message, max_payload_bytes=payload
+    )
     settings = replace(settings, credit_bytes=2 * payload)
     with transfer_pair(backend, tmp_path, settings=settings) as pair:
         source, target = [8, 6, 7, 5, 3], [0, 9, 2, 4, 1]
@@ -151,7 +179,8 @@ def test_one_of_two_hand_offs_is_cancelled_and_the_other_is_whole(pair: Transfer
 
 
 def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
-    """Always a few at a time, over the same few blocks, each checked; and nothing is left of them."""
+    """Always a few at a time, over the same few blocks, each checked; and nothing is left of
+    them."""
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=2, dtype="float32")
     with transfer_pair(backend, tmp_path, layout=layout) as pair:
         free, running, ended = list(range(0, 32, 2)), {}, 0
@@ -173,14 +202,17 @@ def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
         counters = pair.inbound.counters()
         assert counters["slabs_landed"] == 1000 * 4
         counters.pop("ignored_late", None)  # a writer may renew what has just been committed
-        assert not [name for name in counters if name.startswith(("ignored", "refused", "bad", "lost"))]
+        assert not [
+            name for name in counters if name.startswith(("ignored", "refused", "bad", "lost"))
+        ]
 
 
 # leases and silence
 
 
 def test_a_ticket_is_kept_alive_while_its_work_is_queued(tmp_path: Path) -> None:
-    """For longer than its lease nothing is ready to be written: the heartbeat alone keeps the ticket."""
+    """For longer than its lease nothing is ready to be written: the heartbeat alone keeps the
+    ticket."""
     settings = replace(FAST_SETTINGS, ticket_ttl=2.0, renew_interval=0.1)
     with transfer_pair("zmq", tmp_path, settings=settings) as pair:
         key = pair.open_handoff(1)
@@ -213,7 +245,9 @@ def test_a_ticket_whose_writer_never_comes_is_lost(pair: TransferPair) -> None:
 
 def test_handoff_without_progress_is_lost_even_if_renewed(backend: str, tmp_path: Path) -> None:
     settings = replace(FAST_SETTINGS, renew_interval=0.05, progress_timeout=0.3)
-    with transfer_pair(backend, tmp_path, settings=settings, outbound_settings=FAST_SETTINGS) as pair:
+    with transfer_pair(
+        backend, tmp_path, settings=settings, outbound_settings=FAST_SETTINGS
+    ) as pair:
         key = pair.open_handoff(2)
         ticket = pair.grant_ticket(key, [3, 4])
         pair.outbound.set_ticket(key, ticket)
@@ -255,7 +289,10 @@ def test_rejoined_writer_aborts_its_handoffs(pair: TransferPair) -> None:
     ticket = pair.grant_ticket(key, [3])
     pair.outbound.set_ticket(key, ticket)
     pair.outbound.rejoin(pair.decode_address.incarnation)
-    assert {pair.prefill_events.expect_event(OutboundAborted).key for _ in range(2)} == {key, waiting}
+    assert {pair.prefill_events.expect_event(OutboundAborted).key for _ in range(2)} == {
+        key,
+        waiting,
+    }
     pair.expect_lost(ticket, StaleMessage)
     reborn = pair.open_handoff(1)
     pair.outbound.set_ticket(reborn, pair.make_ticket(reborn, [4]))  # minted for the life before
@@ -263,7 +300,13 @@ def test_rejoined_writer_aborts_its_handoffs(pair: TransferPair) -> None:
 
 
 def test_the_coordinator_says_that_the_writer_is_gone(pair: TransferPair) -> None:
-    ticket, other = pair.grant_ticket(pair.new_key(), [3]), replace(pair.make_ticket(pair.new_key(), [4]), writer_incarnation=pair.decode_address.incarnation)
+    ticket, other = (
+        pair.grant_ticket(pair.new_key(), [3]),
+        replace(
+            pair.make_ticket(pair.new_key(), [4]),
+            writer_incarnation=pair.decode_address.incarnation,
+        ),
+    )
     pair.inbound.grant_ticket(other)
     pair.inbound.on_peer_gone(pair.writer_incarnation)
     pair.expect_lost(ticket, PeerUnreachable)
@@ -282,7 +325,9 @@ def test_the_coordinator_says_that_decode_is_gone(pair: TransferPair) -> None:
     pair.outbound.abort_handoff(other, Cancelled("done"))
     pair.expect_aborted(other, Cancelled)
     pair.inbound.revoke_ticket(ticket.id, Cancelled("done"))
-    lost = pair.decode_events.expect_event(InboundLost)  # the writer's last word may reach a decode node that is not gone after all
+    lost = pair.decode_events.expect_event(
+        InboundLost
+    )  # the writer's last word may reach a decode node that is not gone after all
     assert isinstance(lost.error, Cancelled | PeerUnreachable)
 
 
@@ -328,8 +373,12 @@ def test_dialling_a_closed_endpoint_aborts(pair: TransferPair) -> None:
 # misuse
 
 
-@pytest.mark.parametrize("announced", [[0, 1], [0, 1, 1], [0, 1, 2, 3]], ids=["too little", "twice", "too much"])
-def test_a_seal_over_the_wrong_slabs_is_incomplete(pair: TransferPair, announced: list[int]) -> None:
+@pytest.mark.parametrize(
+    "announced", [[0, 1], [0, 1, 1], [0, 1, 2, 3]], ids=["too little", "twice", "too much"]
+)
+def test_a_seal_over_the_wrong_slabs_is_incomplete(
+    pair: TransferPair, announced: list[int]
+) -> None:
     key = pair.open_handoff(3)
     ticket = pair.grant_ticket(key, [10, 11, 12])
     pair.outbound.set_ticket(key, ticket)

@@ -10,13 +10,20 @@ import zmq
 from baton.errors import ConfigError, UnmappableSegment
 from baton.shared_memory.segment import compute_host_id
 from baton.types import Incarnation, SegmentRef
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.factory import build_kv_receiver
-from kv_transfer.plane import OutboundAborted, InboundLost
+from kv_transfer.plane import InboundLost, OutboundAborted
 from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.common.settings import TransferSettings
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import LAYOUT, FAST_SETTINGS, TOKEN, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import (
+    FAST_SETTINGS,
+    LAYOUT,
+    TOKEN,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 A_PICKLE = b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."
 
@@ -39,7 +46,10 @@ def test_a_writer_with_another_token_gets_nowhere(tmp_path: Path) -> None:
         key, ticket = pair.start_handoff([1, 2], [3, 4])
         event = pair.prefill_events.expect_event(OutboundAborted)
         assert event.key == key
-        assert "is the cluster token the same?" in event.error.message or "handshake" in event.error.message
+        assert (
+            "is the cluster token the same?" in event.error.message
+            or "handshake" in event.error.message
+        )
         wait_until(lambda: pair.inbound.counters().get("auth_failures", 0) >= 1)
         assert pair.is_untouched([3, 4])
         pair.inbound.revoke_ticket(ticket.id, event.error)
@@ -58,7 +68,8 @@ def test_a_client_without_curve_gets_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_client_that_knows_decodes_key_but_not_the_token_gets_nowhere(tmp_path: Path) -> None:
-    """The public key alone, were it ever to leak: the authenticator refuses any client key but the cluster's."""
+    """The public key alone, were it ever to leak: the authenticator refuses any client key but the
+    cluster's."""
     with transfer_pair("zmq", tmp_path) as pair:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -73,7 +84,13 @@ def test_a_client_that_knows_decodes_key_but_not_the_token_gets_nowhere(tmp_path
 
 @pytest.mark.parametrize(
     "noise",
-    [b"", A_PICKLE, b"GET / HTTP/1.1\r\n\r\n", bytes(100_000), b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" * 50],
+    [
+        b"",
+        A_PICKLE,
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(100_000),
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" * 50,
+    ],
     ids=["nothing", "pickle", "http", "zeros", "zmtp"],
 )
 def test_bytes_that_are_no_zmtp_are_dropped(noise: bytes, tmp_path: Path) -> None:
@@ -95,7 +112,9 @@ def test_many_half_open_connections_do_not_stop_a_hand_off(tmp_path: Path) -> No
         pair.check_full_handoff()
 
 
-def test_an_oversize_message_of_a_member_costs_it_its_connection_and_nobody_elses(tmp_path: Path) -> None:
+def test_an_oversize_message_of_a_member_costs_it_its_connection_and_nobody_elses(
+    tmp_path: Path,
+) -> None:
     with transfer_pair("zmq", tmp_path) as pair:
         ticket = pair.grant_ticket(pair.new_key(), [3], ttl=1000.0)
         with RawWriter(pair, ticket) as writer:
@@ -141,15 +160,21 @@ def test_a_writer_that_cannot_map_the_segment_is_served_by_zmq_from_then_on(tmp_
 
 
 @pytest.mark.parametrize("wrong", ["name", "incarnation", "offsets"])
-def test_a_ticket_whose_segment_is_not_what_it_says_is_not_written(wrong: str, tmp_path: Path) -> None:
+def test_a_ticket_whose_segment_is_not_what_it_says_is_not_written(
+    wrong: str, tmp_path: Path
+) -> None:
     with transfer_pair("shm", tmp_path) as pair:
         key = pair.open_handoff(1)
         ticket = pair.grant_ticket(key, [3])
         match wrong:
             case "name":
-                told = replace(ticket, segment=SegmentRef("../../etc/passwd", ticket.segment.incarnation))
+                told = replace(
+                    ticket, segment=SegmentRef("../../etc/passwd", ticket.segment.incarnation)
+                )
             case "incarnation":
-                told = replace(ticket, segment=SegmentRef(ticket.segment.name, pair.writer_incarnation))
+                told = replace(
+                    ticket, segment=SegmentRef(ticket.segment.name, pair.writer_incarnation)
+                )
             case _:
                 told = replace(ticket, block_offsets=(1 << 40,))
         pair.outbound.set_ticket(key, told)

@@ -1,4 +1,5 @@
-"""Two planes and two arenas of one backend, and what it takes to see a hand-off through. No node, no model."""
+"""Two planes and two arenas of one backend, and what it takes to see a hand-off through. No node,
+no model."""
 
 import queue
 import threading
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import BatonError
+from baton.kv.kv_layout import KVLayout
 from baton.process.failpoints import Failpoints
 from baton.shared_memory.fence import ArenaFences
-from baton.kv.kv_layout import KVLayout
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import (
     AttemptKey,
@@ -30,24 +31,30 @@ from baton.types import (
     TokenLogprobs,
     mint_id,
 )
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.plane import (
+    InboundLost,
+    InboundPlane,
+    InboundSealed,
+    InboundStarted,
+    LayerLanded,
     OutboundAborted,
     OutboundCommitted,
-    InboundPlane,
-    LayerLanded,
-    InboundLost,
     OutboundPlane,
-    InboundSealed,
     SealInfo,
-    InboundStarted,
 )
-from kv_transfer.common.settings import TransferSettings
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 TOKEN = "the cluster's token"
 BACKENDS = ("memory", "shm", "zmq", "grpc")
-FAST_SETTINGS = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry_interval=0.02, link_timeout=2.0)
+FAST_SETTINGS = TransferSettings(
+    ticket_ttl=5.0,
+    progress_timeout=5.0,
+    renew_interval=0.5,
+    fence_retry_interval=0.02,
+    link_timeout=2.0,
+)
 TIMEOUT_SECONDS = 30.0  # seconds; only a failing test waits so long
 POISON_BYTE = 0xA5
 SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
@@ -66,7 +73,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 class EventQueue(queue.SimpleQueue[object]):
     def expect_event(self, kind: type[E]) -> E:
-        """The next event, which must be of this kind; LayerLanded and Started are passed over unless asked for."""
+        """The next event, which must be of this kind; LayerLanded and Started are passed over
+        unless asked for."""
         while True:
             event = self.get(timeout=TIMEOUT_SECONDS)
             if isinstance(event, kind):
@@ -102,7 +110,9 @@ class TransferPair:
     def new_key(self, attempt: int = 0) -> AttemptKey:
         return AttemptKey(RequestId(mint_id()), attempt, 0)
 
-    def make_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+    def make_ticket(
+        self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None
+    ) -> Ticket:
         return Ticket(
             id=TicketId(mint_id()),
             key=key,
@@ -117,7 +127,9 @@ class TransferPair:
             fence_byte=self.inbound.allocate_fence_byte(),
         )
 
-    def grant_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+    def grant_ticket(
+        self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None
+    ) -> Ticket:
         ticket = self.make_ticket(key, blocks, first_block, ttl)
         self.inbound.grant_ticket(ticket)
         return ticket
@@ -127,11 +139,15 @@ class TransferPair:
         self.outbound.open_handoff(key, blocks * self.layout.block_size)
         return key
 
-    def announce_layers(self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None) -> None:
+    def announce_layers(
+        self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None
+    ) -> None:
         for layer in range(self.layout.num_layers) if layers is None else layers:
             self.outbound.announce_layer(key, layer, first, [BlockIndex(block) for block in source])
 
-    def start_handoff(self, source: list[int], target: list[int], first_block: int = 0) -> tuple[AttemptKey, Ticket]:
+    def start_handoff(
+        self, source: list[int], target: list[int], first_block: int = 0
+    ) -> tuple[AttemptKey, Ticket]:
         """Everything up to and including seal, as a prefill node would do it."""
         key = self.open_handoff(len(source))
         ticket = self.grant_ticket(key, target, first_block)
@@ -147,7 +163,8 @@ class TransferPair:
         return self.prefill_events.expect_event(OutboundCommitted)
 
     def check_full_handoff(self) -> None:
-        """A whole hand-off, checked byte by byte: nothing that came before has done lasting harm."""
+        """A whole hand-off, checked byte by byte: nothing that came before has done lasting
+        harm."""
         source, target = [30, 28, 29], [31, 27, 26]
         key, ticket = self.start_handoff(source, target)
         assert self.finish_handoff(ticket).key == key
@@ -155,7 +172,11 @@ class TransferPair:
 
     def expect_lost(self, ticket: Ticket, error: type[BatonError], *, fenced: bool = True) -> None:
         event = self.decode_events.expect_event(InboundLost)
-        assert (event.ticket_id, type(event.error), event.is_fenced) == (ticket.id, error, fenced), event
+        assert (event.ticket_id, type(event.error), event.is_fenced) == (
+            ticket.id,
+            error,
+            fenced,
+        ), event
 
     def expect_aborted(self, key: AttemptKey, error: type[BatonError]) -> None:
         event = self.prefill_events.expect_event(OutboundAborted)
@@ -184,7 +205,9 @@ def transfer_pair(
 ) -> Iterator[TransferPair]:
     """`outbound_*` only where the writer differs."""
     settings = replace(settings, transport=backend, segment_folder=folder)
-    arena = create_segment(folder, "arena", round_up_segment_bytes(blocks * layout.block_bytes, layout.block_bytes))
+    arena = create_segment(
+        folder, "arena", round_up_segment_bytes(blocks * layout.block_bytes, layout.block_bytes)
+    )
     target = np.frombuffer(arena.view, dtype=np.uint8)[: blocks * layout.block_bytes]
     target[:] = POISON_BYTE
     source = np.random.default_rng(7).integers(0, 256, blocks * layout.block_bytes, dtype=np.uint8)
@@ -208,7 +231,11 @@ def transfer_pair(
         token=outbound_token,
         host_id=outbound_host,
         emit=prefill_events.put,
-        settings=replace(outbound_settings or settings, transport=backend, segment_folder=outbound_folder or folder),
+        settings=replace(
+            outbound_settings or settings,
+            transport=backend,
+            segment_folder=outbound_folder or folder,
+        ),
         failpoints=points,
     )
     shape = (-1, layout.num_layers, layout.slab_bytes)

@@ -1,5 +1,6 @@
-"""A prefill node's transfer plane in a process of its own, so that it can be stopped and killed. Says `ready`, reads
-one JSON line with ticket and source blocks, says how it ended. Failpoints come by environment."""
+"""A prefill node's transfer plane in a process of its own, so that it can be stopped and killed.
+Says `ready`, reads one JSON line with ticket and source blocks, says how it ended. Failpoints come
+by environment."""
 
 import queue
 import sys
@@ -14,7 +15,7 @@ from baton.process.failpoints import arm_from_environment
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.factory import build_kv_sender
 from kv_transfer.plane import OutboundAborted, OutboundCommitted, SealInfo
-from tests.contract.transfer_pair import LAYOUT, FAST_SETTINGS, TOKEN
+from tests.contract.transfer_pair import FAST_SETTINGS, LAYOUT, TOKEN
 
 
 class WriterOrder(msgspec.Struct):
@@ -27,7 +28,9 @@ def make_source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uin
 
 
 def main(folder: str, incarnation: str, seed: str) -> None:
-    log.configure_logging("warning", "json")  # to standard error: what is said on the other one is the test's
+    log.configure_logging(
+        "warning", "json"
+    )  # to standard error: what is said on the other one is the test's
     arm_from_environment()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     plane = build_kv_sender(

@@ -1,5 +1,5 @@
-"""One cluster of real processes for all named scenarios, and one whose hand-offs go over gRPC, each at rest before and
-after every scenario."""
+"""One cluster of real processes for all named scenarios, and one whose hand-offs go over gRPC, each
+at rest before and after every scenario."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -56,7 +56,8 @@ async def grpc_theatre(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def scene(theatre: SharedCluster) -> AsyncIterator[ObservedCluster]:
-    """The cluster, at rest. Afterwards it must come to rest again by itself, and nobody may have got a wrong answer."""
+    """The cluster, at rest. Afterwards it must come to rest again by itself, and nobody may have
+    got a wrong answer."""
     async with _checked_cluster(theatre) as made:
         yield made
 

@@ -1,4 +1,5 @@
-"""A small paced cluster whose clients write down what they see, and the means to catch a request in a state."""
+"""A small paced cluster whose clients write down what they see, and the means to catch a request in
+a state."""
 
 import asyncio
 import inspect
@@ -14,10 +15,19 @@ from typing import Any, Self
 import grpc
 
 from baton.pb.common_pb2 import Ledger
-from node_engine.paced.paced_engine import paced_reference_tokens, paced_reference_logprobs
-from tests.recording_clients import RecordingClients
-from tests.history import ClientCall, Closed, ClientApi, History, Operation, find_violations, find_held_blocks, find_unbalanced_ledgers
+from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
+from tests.history import (
+    ClientApi,
+    ClientCall,
+    Closed,
+    History,
+    Operation,
+    find_held_blocks,
+    find_unbalanced_ledgers,
+    find_violations,
+)
 from tests.proxied_cluster import ProxiedCluster
+from tests.recording_clients import RecordingClients
 
 TIMEOUT_SECONDS = 40.0  # seconds that a client allows an operation
 PATIENCE_SECONDS = 60.0  # seconds until a scenario is stuck
@@ -39,7 +49,9 @@ class ObservedCluster:
     async def build(cls, folder: Path, **settings: Any) -> AsyncIterator[Self]:
         shape = {"prefill": 1, "decode": 2, "layers_per_message": 1} | settings
         async with ProxiedCluster(folder, **shape) as cluster:
-            async with RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, History()) as clients:
+            async with RecordingClients(
+                cluster.endpoints.http, cluster.endpoints.grpc, History()
+            ) as clients:
                 yield cls(cluster, clients)
 
     # asking
@@ -53,7 +65,9 @@ class ObservedCluster:
     async def complete_call(self, call: ClientCall) -> tuple[int, ...]:
         """Of a call that must succeed. Whether it is right is looked at in the end, as of all."""
         operation = await self.start_call(call).wait_end()
-        assert operation.end == Closed(is_orderly=True), f"{operation} ended in {operation.events[-1]}"
+        assert operation.end == Closed(is_orderly=True), (
+            f"{operation} ended in {operation.events[-1]}"
+        )
         return operation.tokens
 
     # waiting
@@ -65,9 +79,11 @@ class ObservedCluster:
                 while not await _await_value(condition()):
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
-            raise AssertionError(f"waited {PATIENCE:g} s in vain: {what}") from None
+            raise AssertionError(f"waited {PATIENCE_SECONDS:g} s in vain: {what}") from None
 
-    async def wait_until_or_end(self, asked: "PendingCall", what: str, condition: Callable[[], Any]) -> bool:
+    async def wait_until_or_end(
+        self, asked: "PendingCall", what: str, condition: Callable[[], Any]
+    ) -> bool:
         """Whether the condition came to hold while the call was under way, or right after."""
         came = False
 
@@ -89,7 +105,11 @@ class ObservedCluster:
     def count_failpoint_hits(self, process: str, point: str) -> int:
         """How often a failpoint has acted on those processes, by their logs."""
         acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint"')
-        logs = [self.cluster.logs.log_path(name) for name in self.cluster.node_names if name.startswith(process)]
+        logs = [
+            self.cluster.logs.log_path(name)
+            for name in self.cluster.node_names
+            if name.startswith(process)
+        ]
         return sum(len(acted.findall(path.read_text(errors="replace"))) for path in logs)
 
     async def wait_placed(self, requests: int = 1) -> None:
@@ -120,7 +140,9 @@ class ObservedCluster:
         async def there() -> bool:
             ledgers: Iterable[Ledger] = (await self.cluster.get_ledgers()).ledgers
             found[:] = [
-                one for one in ledgers if one.node.startswith(node) and any(getattr(one, state) for state in states)
+                one
+                for one in ledgers
+                if one.node.startswith(node) and any(getattr(one, state) for state in states)
             ]
             return bool(found)
 
@@ -129,13 +151,15 @@ class ObservedCluster:
 
     async def wait_tokens(self, asked: "PendingCall", tokens: int = 1) -> None:
         """Until its client has so many tokens, or it has ended."""
-        await self.wait_until(f"{tokens} tokens", lambda: len(asked.operation.tokens) >= tokens or asked.task.done())
+        await self.wait_until(
+            f"{tokens} tokens", lambda: len(asked.operation.tokens) >= tokens or asked.task.done()
+        )
 
     # the end
 
     async def recover_and_check(self, *, quiet_within: float = PATIENCE_SECONDS) -> None:
-        """Faults are over: everybody is back, every operation has ended and ended well, a probe succeeds, and no block
-        is held anywhere."""
+        """Faults are over: everybody is back, every operation has ended and ended well, a probe
+        succeeds, and no block is held anywhere."""
         cluster = self.cluster
         for link in cluster.proxies.values():
             await link.heal()
@@ -176,7 +200,11 @@ class ObservedCluster:
         patience = loop.time() + within
         while True:
             answer = await self.cluster.get_ledgers()
-            wrong = [*find_unbalanced_ledgers(answer.ledgers), *find_held_blocks(answer.ledgers), *answer.silent]
+            wrong = [
+                *find_unbalanced_ledgers(answer.ledgers),
+                *find_held_blocks(answer.ledgers),
+                *answer.silent,
+            ]
             if not wrong:
                 return
             assert loop.time() < patience, wrong
@@ -192,7 +220,9 @@ class ObservedCluster:
         operations = self.clients.history.operations
         fresh, self._judged = operations[self._judged :], len(operations)
         cut, self.was_coordinator_killed = self.was_coordinator_killed, False
-        return find_violations(fresh, paced_reference_tokens, scorer=paced_reference_logprobs, cut_excused=cut)
+        return find_violations(
+            fresh, paced_reference_tokens, scorer=paced_reference_logprobs, cut_excused=cut
+        )
 
 
 class FailpointTrap:
@@ -229,10 +259,19 @@ class PendingCall:
         await asyncio.wait({self.task})
 
 
-def make_call(door: ClientApi, length: int, max_tokens: int, *, salt: int = 0, timeout: float = TIMEOUT_SECONDS) -> ClientCall:
+def make_call(
+    door: ClientApi,
+    length: int,
+    max_tokens: int,
+    *,
+    salt: int = 0,
+    timeout: float = TIMEOUT_SECONDS,
+) -> ClientCall:
     """A call with a prompt of its own for every (length, salt)."""
     rng = random.Random(f"{length} {salt}")
-    return ClientCall(door, tuple(rng.randrange(1, 32000) for _ in range(length)), max_tokens, timeout)
+    return ClientCall(
+        door, tuple(rng.randrange(1, 32000) for _ in range(length)), max_tokens, timeout
+    )
 
 
 PROBE_CALL = make_call(ClientApi.GRPC_ONCE, 40, 3)

@@ -1,5 +1,5 @@
-"""A prefill node that has the cluster's token and plays by no rules: it joins a real cluster, gets real work and real
-tickets, and then sends what it likes to a real decode node."""
+"""A prefill node that has the cluster's token and plays by no rules: it joins a real cluster, gets
+real work and real tickets, and then sends what it likes to a real decode node."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ from baton.cluster_link import pb_conversion as wire
 from baton.errors import HandoffFailed
 from baton.pb import cluster_pb2 as pb
 from baton.types import AttemptKey, Ticket
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.common.settings import TransferSettings
 from kv_transfer.transports.zmq_link import ZmqDialer, ZmqWriterLink
 from node_engine.host.engine_factory import build_engine
 from tests.fake_nodes import FakeNode
-from tests.faults.observed_cluster import PATIENCE_SECONDS, PendingCall, ObservedCluster, make_call
+from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi
 
 F = TypeVar("F", bound=frames.Frame)
@@ -38,8 +38,8 @@ class RogueGrant:
 
 
 class RogueWriter:
-    """Use as `async with Rogue(scene) as rogue`. `obtain_ticket` gets it a ticket; `write_frame` and its like send frames that are
-    right but for the `wrong` fields."""
+    """Use as `async with Rogue(scene) as rogue`. `obtain_ticket` gets it a ticket; `write_frame`
+    and its like send frames that are right but for the `wrong` fields."""
 
     def __init__(self, scene: ObservedCluster) -> None:
         self._cluster = scene
@@ -61,7 +61,9 @@ class RogueWriter:
             "dtype": engine.model_identity.dtype,
             "quantization": engine.model_identity.quantization,
         }
-        self._node = FakeNode(scene.cluster.endpoints.cluster, "rogue", "prefill", config.cluster_token, changes)
+        self._node = FakeNode(
+            scene.cluster.endpoints.cluster, "rogue", "prefill", config.cluster_token, changes
+        )
         self._dialer = ZmqDialer(derive_curve_keys(config.cluster_token), TransferSettings())
         self._link: ZmqWriterLink | None = None
 
@@ -71,7 +73,10 @@ class RogueWriter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._node.drop_connection()
         if self._link is not None:
@@ -97,7 +102,8 @@ class RogueWriter:
         return RogueGrant(asked, ticket.key, ticket)
 
     async def _next_ticket(self, asked: PendingCall) -> pb.Ticket | None:
-        """The next ticket given to us, None when the request is answered without us. Other orders are passed over."""
+        """The next ticket given to us, None when the request is answered without us. Other orders
+        are passed over."""
         while True:
             order = asyncio.ensure_future(self._node.orders.get())
             done, _ = await asyncio.wait({order, asked.task}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +127,9 @@ class RogueWriter:
     async def send_frame(self, frame: frames.FrameToDecode, payload: bytes | None = None) -> None:
         assert self._link is not None
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not self._link.send(frames.encode_frame(frame), memoryview(payload) if payload is not None else None):
+            while not self._link.send(
+                frames.encode_frame(frame), memoryview(payload) if payload is not None else None
+            ):
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def send_bytes(self, *parts: bytes) -> None:
@@ -144,30 +152,62 @@ class RogueWriter:
 
     def open_frame(self, ticket: Ticket, **wrong: Any) -> frames.OpenFrame:
         right = frames.OpenFrame(
-            *_frame_ids(ticket), frames.PROTOCOL_VERSION, self.layout.num_layers, self.layout.slab_bytes, 1 << 20, "rogue"
+            *_frame_ids(ticket),
+            frames.PROTOCOL_VERSION,
+            self.layout.num_layers,
+            self.layout.slab_bytes,
+            1 << 20,
+            "rogue",
         )
         return _with_fields(right, wrong)
 
     def write_frame(self, ticket: Ticket, checksum: int, **wrong: Any) -> frames.WriteFrame:
         """Layer 0 of the ticket's first block."""
-        layer, layers, block, blocks, head, heads = 0, 1, ticket.first_block, 1, 0, self.layout.num_kv_heads
+        layer, layers, block, blocks, head, heads = (
+            0,
+            1,
+            ticket.first_block,
+            1,
+            0,
+            self.layout.num_kv_heads,
+        )
         right = frames.WriteFrame(
-            *_frame_ids(ticket), layer, layers, block, blocks, head, heads, self.layout.slab_bytes, checksum, is_inline=True
+            *_frame_ids(ticket),
+            layer,
+            layers,
+            block,
+            blocks,
+            head,
+            heads,
+            self.layout.slab_bytes,
+            checksum,
+            is_inline=True,
         )
         return _with_fields(right, wrong)
 
     def seal_frame(self, ticket: Ticket, **wrong: Any) -> frames.SealFrame:
         slabs = self.layout.num_layers * len(ticket.block_offsets)
-        return _with_fields(frames.SealFrame(*_frame_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()), wrong)
+        return _with_fields(
+            frames.SealFrame(
+                *_frame_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()
+            ),
+            wrong,
+        )
 
 
 def _ignore_ended_stream() -> contextlib.suppress:
-    """The coordinator has ended the stream: on a busy machine, because it heard too late of this process."""
+    """The coordinator has ended the stream: on a busy machine, because it heard too late of this
+    process."""
     return contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError)
 
 
 def _frame_ids(ticket: Ticket) -> tuple[str, int, str, str]:
-    return ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation
+    return (
+        ticket.id,
+        ticket.key.attempt_number,
+        ticket.writer_incarnation,
+        ticket.decode_peer.incarnation,
+    )
 
 
 def _with_fields(frame: F, wrong: dict[str, Any]) -> F:

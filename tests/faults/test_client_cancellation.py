@@ -1,4 +1,5 @@
-"""The client goes away: in every state of a request, through every door. Compute stops and every block comes back."""
+"""The client goes away: in every state of a request, through every door. Compute stops and every
+block comes back."""
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.core.requests.record import RequestState
-from tests.faults.observed_cluster import PendingCall, ObservedCluster, make_call
+from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi, Failed
 
 HOLD_SECONDS = 0.5  # seconds
@@ -30,17 +31,21 @@ async def queued(scene: ObservedCluster, door: ClientApi) -> PendingCall:
 
 async def placed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Decode has not answered yet."""
-    await scene.cluster.arm_failpoints("decode", f"decode.allocate.before=delay({HOLD})*1;{SLOWLY}")
+    await scene.cluster.arm_failpoints(
+        "decode", f"decode.allocate.before=delay({HOLD_SECONDS})*1;{SLOW_DECODE}"
+    )
     asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
     await scene.wait_placed()
     return asked
 
 
 async def reserved(scene: ObservedCluster, door: ClientApi) -> PendingCall:
-    """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late leaves, and another
-    asks."""
+    """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late
+    leaves, and another asks."""
     while True:
-        await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
+        await scene.cluster.arm_failpoints(
+            "prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1"
+        )
         asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
         if not (await scene.wait_blocks("reserved", "writing", "in_use")).in_use:
             return asked
@@ -66,8 +71,10 @@ async def finished(scene: ObservedCluster, door: ClientApi) -> PendingCall:
 
 async def failed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Its deadline has just passed."""
-    await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS), timeout=0.3))
+    await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1")
+    asked = scene.start_call(
+        make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS), timeout=0.3)
+    )
     await scene.wait_until("an end", lambda: asked.operation.end)
     assert isinstance(asked.operation.end, Failed)
     assert asked.operation.end.code == "DEADLINE_EXCEEDED"
@@ -89,15 +96,20 @@ def test_every_state_is_covered() -> None:
 
 
 def list_cases() -> Iterator[Any]:
-    """Every state through every door; half of them, and so that every state and every door has its turn, by default."""
-    for (row, state), (column, door) in itertools.product(enumerate(RequestState), enumerate(ClientApi)):
+    """Every state through every door; half of them, and so that every state and every door has its
+    turn, by default."""
+    for (row, state), (column, door) in itertools.product(
+        enumerate(RequestState), enumerate(ClientApi)
+    ):
         marks = [pytest.mark.thorough] if (row + column) % 2 else []
         yield pytest.param(state, door, marks=marks, id=f"{state.value}-{door.value}")
 
 
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("state", "door"), list(list_cases()))
-async def test_client_cancellation_releases_everything(scene: ObservedCluster, state: RequestState, door: ClientApi) -> None:
+async def test_client_cancellation_releases_everything(
+    scene: ObservedCluster, state: RequestState, door: ClientApi
+) -> None:
     generated = await scene.read_counter("baton_generated_tokens_total")
     await scene.cluster.arm_failpoints("decode", SLOW_DECODE)
     asked = await CATCHER_BY_STATE[state](scene, door)

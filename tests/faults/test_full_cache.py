@@ -1,4 +1,5 @@
-"""More than the caches hold: waves of clients that all go away, requests that collide, requests that can never fit."""
+"""More than the caches hold: waves of clients that all go away, requests that collide, requests
+that can never fit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from tests.faults.observed_cluster import ObservedCluster, make_call
-from tests.history import Closed, ClientApi, Failed
+from tests.history import ClientApi, Closed, Failed
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,7 +36,11 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Obser
 async def test_waves_of_cancelled_requests_leave_nothing_held(scene: ObservedCluster) -> None:
     for wave in range(3):
         crowd = [
-            scene.start_call(make_call(list(ClientApi)[number % 4], 300, 200, salt=1000 * wave + number, timeout=60.0))
+            scene.start_call(
+                make_call(
+                    list(ClientApi)[number % 4], 300, 200, salt=1000 * wave + number, timeout=60.0
+                )
+            )
             for number in range(100)
         ]
         await scene.wait_blocks("in_use")
@@ -46,17 +51,28 @@ async def test_waves_of_cancelled_requests_leave_nothing_held(scene: ObservedClu
 
 
 @IN_MODULE
-async def test_requests_that_exceed_the_cache_together_are_all_answered(scene: ObservedCluster) -> None:
-    """Any two fit at first, and no two fit with their outputs: somebody is preempted, and goes on later."""
+async def test_requests_that_exceed_the_cache_together_are_all_answered(
+    scene: ObservedCluster,
+) -> None:
+    """Any two fit at first, and no two fit with their outputs: somebody is preempted, and goes on
+    later."""
     length, output = CACHE_TOKENS // 2 - 100, 200
     replaced = await scene.read_counter("baton_replaced_total")
 
     async def two_are_in() -> bool:
         ledgers = (await scene.cluster.get_ledgers()).ledgers
-        return any(ledger.node.startswith("decode") and ledger.in_use >= 2 * (length // 16) for ledger in ledgers)
+        return any(
+            ledger.node.startswith("decode") and ledger.in_use >= 2 * (length // 16)
+            for ledger in ledgers
+        )
 
-    await scene.cluster.arm_failpoints("decode", "decode.step.before=delay(0.2)")  # the first is not done when the second comes
-    crowd = [scene.start_call(make_call(ClientApi.SSE, length, output, salt=number, timeout=60.0)) for number in range(3)]
+    await scene.cluster.arm_failpoints(
+        "decode", "decode.step.before=delay(0.2)"
+    )  # the first is not done when the second comes
+    crowd = [
+        scene.start_call(make_call(ClientApi.SSE, length, output, salt=number, timeout=60.0))
+        for number in range(3)
+    ]
     await scene.wait_until("two in the cache", two_are_in)
     await scene.cluster.arm_failpoints("decode", "")
     ends = [(await asked.wait_end()).end for asked in crowd]
@@ -66,9 +82,17 @@ async def test_requests_that_exceed_the_cache_together_are_all_answered(scene: O
 
 
 @IN_MODULE
-async def test_small_requests_pass_a_waiting_large_one_without_starving_it(scene: ObservedCluster) -> None:
-    big = [scene.start_call(make_call(ClientApi.GRPC_ONCE, 5000, 8, salt=number, timeout=60.0)) for number in range(3)]
-    small = [scene.start_call(make_call(ClientApi.GRPC_ONCE, 64, 8, salt=number, timeout=60.0)) for number in range(40)]
+async def test_small_requests_pass_a_waiting_large_one_without_starving_it(
+    scene: ObservedCluster,
+) -> None:
+    big = [
+        scene.start_call(make_call(ClientApi.GRPC_ONCE, 5000, 8, salt=number, timeout=60.0))
+        for number in range(3)
+    ]
+    small = [
+        scene.start_call(make_call(ClientApi.GRPC_ONCE, 64, 8, salt=number, timeout=60.0))
+        for number in range(40)
+    ]
     for asked in [*small, *big]:
         assert (await asked.wait_end()).end == Closed(is_orderly=True)
     await scene.recover_and_check()
@@ -76,7 +100,9 @@ async def test_small_requests_pass_a_waiting_large_one_without_starving_it(scene
 
 @IN_MODULE
 @pytest.mark.parametrize("door", list(ClientApi), ids=lambda door: door.value)
-async def test_request_larger_than_the_cache_is_refused_and_holds_nothing(scene: ObservedCluster, door: ClientApi) -> None:
+async def test_request_larger_than_the_cache_is_refused_and_holds_nothing(
+    scene: ObservedCluster, door: ClientApi
+) -> None:
     refused = [
         await scene.start_call(make_call(door, CACHE_TOKENS + 1, 1)).wait_end(),
         await scene.start_call(make_call(door, CACHE_TOKENS - 10, 11)).wait_end(),

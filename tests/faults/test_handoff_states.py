@@ -1,9 +1,10 @@
-"""Kill, freeze or restart each process while a hand-off stands in each state that either side of it can have.
+"""Kill, freeze or restart each process while a hand-off stands in each state that either side of it
+can have.
 
-Each state is held by a failpoint, long enough for the fault to strike there as soon as somebody has come to it. The
-request under way, which one fault can delay and not break, ends with the reference's tokens (only the coordinator's own
-death may end it), and every block comes back. It is one output, or several of one prompt, or asks for its prompt back
-with scores.
+Each state is held by a failpoint, long enough for the fault to strike there as soon as somebody has
+come to it. The request under way, which one fault can delay and not break, ends with the
+reference's tokens (only the coordinator's own death may end it), and every block comes back. It is
+one output, or several of one prompt, or asks for its prompt back with scores.
 """
 
 import asyncio
@@ -15,37 +16,58 @@ from typing import Any
 import pytest
 
 from baton.cli.supervisor.child_specs import COORDINATOR
-from kv_transfer.core.outbound_handoff import OutboundState
 from kv_transfer.core.inbound_handoff import InboundState
+from kv_transfer.core.outbound_handoff import OutboundState
 from tests.chaos.faults import Fault, FreezeProcess, KillProcess, RestartProcess
-from tests.faults.observed_cluster import PendingCall, ObservedCluster, make_call
-from tests.history import ClientCall, Closed, ClientApi
+from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_call
+from tests.history import ClientApi, ClientCall, Closed
 
 HOLD_SECONDS = 0.6  # seconds
-FAULT_SECONDS = 1.4  # seconds: longer than the coordinator's and the tickets' patience (tests/proxied_cluster.py IMPATIENT)
+# seconds: longer than the coordinator's and the tickets' patience (tests/proxied_cluster.py
+# IMPATIENT)
+FAULT_SECONDS = 1.4
 State = InboundState | OutboundState
 
 
 @dataclass(frozen=True, slots=True)
 class StateFailpoint:
-    """A failpoint on processes whose name begins with `process` that makes hand-offs stay in a state."""
+    """A failpoint on processes whose name begins with `process` that makes hand-offs stay in a
+    state."""
 
     process: str
     spec: str
 
 
 FAILPOINT_BY_STATE: dict[State, StateFailpoint] = {
-    OutboundState.UNTICKETED: StateFailpoint("decode", f"decode.allocate.before=delay({HOLD})*1"),
-    OutboundState.STREAMING: StateFailpoint("prefill", f"transfer.write.before=delay({HOLD})+2*1"),
-    OutboundState.SEALED: StateFailpoint("decode", f"decode.commit.before=delay({HOLD})*1"),
-    OutboundState.COMMITTED: StateFailpoint("prefill", f"prefill.free.before=delay({HOLD})*1"),
-    OutboundState.ABORTED: StateFailpoint("prefill", f"transfer.write.before=error*1;prefill.free.before=delay({HOLD})*1"),
-    InboundState.GRANTED: StateFailpoint("prefill", f"transfer.write.before=delay({HOLD})*1"),
-    InboundState.WRITING: StateFailpoint("decode", f"transfer.land.before=delay({HOLD})+3*1"),
-    InboundState.SEALED: StateFailpoint("decode", f"decode.commit.before=delay({HOLD})*1"),
-    InboundState.COMMITTED: StateFailpoint("decode", f"decode.commit.after=delay({HOLD})*1"),
-    InboundState.QUARANTINED: StateFailpoint("prefill", "transfer.write.after=delay(5.0)*1"),  # locked, beyond its ticket's time
-    InboundState.LOST: StateFailpoint("decode", f"transfer.land.before=error*1;decode.free.before=delay({HOLD})*1"),
+    OutboundState.UNTICKETED: StateFailpoint(
+        "decode", f"decode.allocate.before=delay({HOLD_SECONDS})*1"
+    ),
+    OutboundState.STREAMING: StateFailpoint(
+        "prefill", f"transfer.write.before=delay({HOLD_SECONDS})+2*1"
+    ),
+    OutboundState.SEALED: StateFailpoint("decode", f"decode.commit.before=delay({HOLD_SECONDS})*1"),
+    OutboundState.COMMITTED: StateFailpoint(
+        "prefill", f"prefill.free.before=delay({HOLD_SECONDS})*1"
+    ),
+    OutboundState.ABORTED: StateFailpoint(
+        "prefill", f"transfer.write.before=error*1;prefill.free.before=delay({HOLD_SECONDS})*1"
+    ),
+    InboundState.GRANTED: StateFailpoint(
+        "prefill", f"transfer.write.before=delay({HOLD_SECONDS})*1"
+    ),
+    InboundState.WRITING: StateFailpoint(
+        "decode", f"transfer.land.before=delay({HOLD_SECONDS})+3*1"
+    ),
+    InboundState.SEALED: StateFailpoint("decode", f"decode.commit.before=delay({HOLD_SECONDS})*1"),
+    InboundState.COMMITTED: StateFailpoint(
+        "decode", f"decode.commit.after=delay({HOLD_SECONDS})*1"
+    ),
+    InboundState.QUARANTINED: StateFailpoint(
+        "prefill", "transfer.write.after=delay(5.0)*1"
+    ),  # locked, beyond its ticket's time
+    InboundState.LOST: StateFailpoint(
+        "decode", f"transfer.land.before=error*1;decode.free.before=delay({HOLD_SECONDS})*1"
+    ),
 }
 TRANSIENT_STATES = {
     InboundState.SEALING: "a writer drops its lock before it sends Seal: only one that is broken is found in it",
@@ -54,7 +76,9 @@ TRANSIENT_STATES = {
 FAULTS = {"kill": KillProcess, "freeze": FreezeProcess, "restart": RestartProcess}
 VICTIMS = (COORDINATOR, "prefill-0", "decode-0", "decode-1")
 CASES = list(itertools.product(FAILPOINT_BY_STATE, FAULTS, VICTIMS))
-ONE_SIDED = {InboundState.QUARANTINED}  # no block is ever, where the bytes land by decode's own hand
+ONE_SIDED = {
+    InboundState.QUARANTINED
+}  # no block is ever, where the bytes land by decode's own hand
 DEFAULT_CASES_OVER_GRPC = 4
 
 
@@ -62,17 +86,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "state" not in metafunc.fixturenames:
         return
     rng = random.Random(metafunc.config.getoption("--chaos-seed"))
-    some = [(state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in FAILPOINT_BY_STATE]  # the others are thorough
+    some = [
+        (state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in FAILPOINT_BY_STATE
+    ]  # the others are thorough
     cases = CASES
     if "grpc_scene" in metafunc.fixturenames:
-        some = rng.sample([case for case in some if case[0] not in ONE_SIDED], DEFAULT_CASES_OVER_GRPC)
+        some = rng.sample(
+            [case for case in some if case[0] not in ONE_SIDED], DEFAULT_CASES_OVER_GRPC
+        )
         cases = [case for case in CASES if case[0] not in ONE_SIDED]
-    metafunc.parametrize(("state", "fault", "victim"), [_case(*case, thorough=case not in some) for case in cases])
+    metafunc.parametrize(
+        ("state", "fault", "victim"), [_case(*case, thorough=case not in some) for case in cases]
+    )
 
 
 def _case(state: State, fault: str, victim: str, *, thorough: bool) -> Any:
     marks = [pytest.mark.thorough] if thorough else []
-    return pytest.param(state, fault, victim, marks=marks, id=f"{type(state).__name__}.{state.name}-{fault}-{victim}")
+    return pytest.param(
+        state,
+        fault,
+        victim,
+        marks=marks,
+        id=f"{type(state).__name__}.{state.name}-{fault}-{victim}",
+    )
 
 
 def test_every_state_is_covered() -> None:
@@ -82,31 +118,45 @@ def test_every_state_is_covered() -> None:
 
 def _make_call(state: State, fault: str, victim: str, turn: int) -> ClientCall:
     """With a prompt that nobody holds yet: one output, several, or one with scores."""
-    one = make_call(ClientApi.SSE, 100, 12, salt=2000 + 1000 * turn + CASES.index((state, fault, victim)))
+    one = make_call(
+        ClientApi.SSE, 100, 12, salt=2000 + 1000 * turn + CASES.index((state, fault, victim))
+    )
     kinds = (one, replace(one, n=3), replace(one, api=ClientApi.GRPC_STREAM, echo=True, logprobs=2))
-    return kinds[(list(FAILPOINT_BY_STATE).index(state) + list(FAULTS).index(fault) + VICTIMS.index(victim)) % len(kinds)]
+    return kinds[
+        (list(FAILPOINT_BY_STATE).index(state) + list(FAULTS).index(fault) + VICTIMS.index(victim))
+        % len(kinds)
+    ]
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_fault_in_a_handoff_state(scene: ObservedCluster, state: State, fault: str, victim: str) -> None:
+async def test_fault_in_a_handoff_state(
+    scene: ObservedCluster, state: State, fault: str, victim: str
+) -> None:
     await _run_case(scene, state, fault, victim)
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_fault_in_a_handoff_state_over_grpc(grpc_scene: ObservedCluster, state: State, fault: str, victim: str) -> None:
+async def test_fault_in_a_handoff_state_over_grpc(
+    grpc_scene: ObservedCluster, state: State, fault: str, victim: str
+) -> None:
     await _run_case(grpc_scene, state, fault, victim)
 
 
-async def _hold_in_state(scene: ObservedCluster, state: State, fault: str, victim: str) -> PendingCall:
-    """A request whose hand-off has come to the state. On a busy machine one may be served without: by decode alone, if
-    prefill was not heard of for too long, or before this process has seen it. Then another asks."""
+async def _hold_in_state(
+    scene: ObservedCluster, state: State, fault: str, victim: str
+) -> PendingCall:
+    """A request whose hand-off has come to the state. On a busy machine one may be served without:
+    by decode alone, if prefill was not heard of for too long, or before this process has seen it.
+    Then another asks."""
 
     async def quarantined() -> bool:
         return any(ledger.quarantined for ledger in (await scene.cluster.get_ledgers()).ledgers)
 
     turns = itertools.count()
     while True:
-        trap = await scene.arm_failpoints(FAILPOINT_BY_STATE[state].process, FAILPOINT_BY_STATE[state].spec)
+        trap = await scene.arm_failpoints(
+            FAILPOINT_BY_STATE[state].process, FAILPOINT_BY_STATE[state].spec
+        )
         asked = scene.start_call(_make_call(state, fault, victim, next(turns)))
         there = quarantined if state is InboundState.QUARANTINED else trap.has_hit
         if await scene.wait_until_or_end(asked, f"a hand-off is {state.value}", there):
@@ -125,4 +175,6 @@ async def _run_case(scene: ObservedCluster, state: State, fault: str, victim: st
     scene.cluster.start_missing()
     scene.was_coordinator_killed = COORDINATOR in strike.killed_processes
     end = (await asked.wait_end()).end
-    assert COORDINATOR in strike.victims or end == Closed(is_orderly=True), asked.operation.events[-1]
+    assert COORDINATOR in strike.victims or end == Closed(is_orderly=True), asked.operation.events[
+        -1
+    ]

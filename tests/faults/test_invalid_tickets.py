@@ -1,5 +1,5 @@
-"""Tickets that are stale, expired, used twice, made up or overstepped: decode refuses, nothing of it is ever looked at,
-and the request is served by somebody else."""
+"""Tickets that are stale, expired, used twice, made up or overstepped: decode refuses, nothing of
+it is ever looked at, and the request is served by somebody else."""
 
 from collections.abc import Awaitable, Callable
 
@@ -9,8 +9,8 @@ import xxhash
 from baton.types import Incarnation, TicketId, mint_id
 from kv_transfer.core import frames
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.faults.rogue_writer import RogueGrant, RogueWriter, forge_ticket
 from tests.faults.observed_cluster import ObservedCluster
+from tests.faults.rogue_writer import RogueGrant, RogueWriter, forge_ticket
 from tests.history import Closed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,11 +30,16 @@ async def made_up(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
 
 async def of_another_writer(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
-    await rogue.send_frame(rogue.write_frame(forge_ticket(grant.ticket, writer=Incarnation(mint_id(64))), checksum), data)
+    await rogue.send_frame(
+        rogue.write_frame(forge_ticket(grant.ticket, writer=Incarnation(mint_id(64))), checksum),
+        data,
+    )
     return await rogue.next_refusal()
 
 
-async def of_an_earlier_life_of_decode(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+async def of_an_earlier_life_of_decode(
+    rogue: RogueWriter, grant: RogueGrant
+) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
     await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, decode=mint_id(64)), data)
     return await rogue.next_refusal()
@@ -42,7 +47,9 @@ async def of_an_earlier_life_of_decode(rogue: RogueWriter, grant: RogueGrant) ->
 
 async def of_another_attempt(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
-    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, attempt=grant.ticket.key.attempt_number + 1), data)
+    await rogue.send_frame(
+        rogue.write_frame(grant.ticket, checksum, attempt=grant.ticket.key.attempt_number + 1), data
+    )
     return await rogue.next_refusal()
 
 
@@ -55,7 +62,9 @@ async def beyond_its_blocks(rogue: RogueWriter, grant: RogueGrant) -> frames.Ref
 
 async def beyond_its_layers(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
-    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, layer=rogue.layout.num_layers), data)
+    await rogue.send_frame(
+        rogue.write_frame(grant.ticket, checksum, layer=rogue.layout.num_layers), data
+    )
     return await rogue.next_refusal()
 
 
@@ -100,12 +109,17 @@ async def sealed_with_nothing_written(rogue: RogueWriter, grant: RogueGrant) -> 
     return await rogue.next_refusal()
 
 
-async def sealed_with_a_wrong_manifest(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+async def sealed_with_a_wrong_manifest(
+    rogue: RogueWriter, grant: RogueGrant
+) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
     for layer in range(rogue.layout.num_layers):
         for block in range(len(grant.ticket.block_offsets)):
             await rogue.send_frame(
-                rogue.write_frame(grant.ticket, checksum, layer=layer, block=grant.ticket.first_block + block), data
+                rogue.write_frame(
+                    grant.ticket, checksum, layer=layer, block=grant.ticket.first_block + block
+                ),
+                data,
             )
     await rogue.send_frame(rogue.seal_frame(grant.ticket))
     return await rogue.next_refusal()
@@ -121,9 +135,13 @@ async def expired(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     return refused
 
 
-async def given_up_for_a_reason_of_its_own(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+async def given_up_for_a_reason_of_its_own(
+    rogue: RogueWriter, grant: RogueGrant
+) -> frames.RefusedFrame:
     """Not one that may reach the client."""
-    await rogue.send_frame(frames.AbortFrame(*_ids(grant), "invalid_request", "the prompt is in bad taste"))
+    await rogue.send_frame(
+        frames.AbortFrame(*_ids(grant), "invalid_request", "the prompt is in bad taste")
+    )
     return await rogue.next_refusal()
 
 
@@ -131,7 +149,10 @@ async def used_again_after_its_end(rogue: RogueWriter, grant: RogueGrant) -> fra
     await rogue.send_frame(frames.AbortFrame(*_ids(grant), "cancelled", "changed its mind"))
     await rogue.next_refusal()
     data, checksum = make_slab(rogue)
-    for frame, payload in ((rogue.open_frame(grant.ticket), None), (rogue.write_frame(grant.ticket, checksum), data)):
+    for frame, payload in (
+        (rogue.open_frame(grant.ticket), None),
+        (rogue.write_frame(grant.ticket, checksum), data),
+    ):
         await rogue.send_frame(frame, payload)
         await rogue.next_refusal()
     await rogue.send_frame(rogue.seal_frame(grant.ticket))
@@ -140,7 +161,12 @@ async def used_again_after_its_end(rogue: RogueWriter, grant: RogueGrant) -> fra
 
 def _ids(grant: RogueGrant) -> tuple[str, int, str, str]:
     ticket = grant.ticket
-    return ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation
+    return (
+        ticket.id,
+        ticket.key.attempt_number,
+        ticket.writer_incarnation,
+        ticket.decode_peer.incarnation,
+    )
 
 
 ERROR_BY_INVALID_TRANSFER: dict[InvalidTransfer, str] = {
@@ -164,7 +190,8 @@ ERROR_BY_INVALID_TRANSFER: dict[InvalidTransfer, str] = {
 }
 
 
-# What it hears of a ticket that has ended for another reason: it took too long over it, or was not heard of in time.
+# What it hears of a ticket that has ended for another reason: it took too long over it, or was not
+# heard of in time.
 LATE_ERRORS = {"lease_expired", "node_gone", "peer_gone", "stale"}
 MAX_TRIES = 5
 
@@ -177,8 +204,8 @@ async def check_answer(rogue: RogueWriter, grant: RogueGrant) -> None:
 
 
 async def test_invalid_transfers_are_refused(scene: ObservedCluster) -> None:
-    """One after the other, each with a request of its own, which is answered rightly all the same. One that was late is
-    done again."""
+    """One after the other, each with a request of its own, which is answered rightly all the same.
+    One that was late is done again."""
     async with RogueWriter(scene) as rogue:
         for number, (misdeed, code) in enumerate(ERROR_BY_INVALID_TRANSFER.items()):
             for turn in range(MAX_TRIES):
@@ -194,7 +221,13 @@ async def test_malformed_frames_are_dropped(scene: ObservedCluster) -> None:
     async with RogueWriter(scene) as rogue:
         for turn in range(MAX_TRIES):
             grant = await rogue.obtain_ticket(salt=50 + 100 * turn)
-            for header in (b"", b"\x80\x04.", bytes(1 << 16), b"\xdd\xff\xff\xff\xff", b"\x91" * 5000):
+            for header in (
+                b"",
+                b"\x80\x04.",
+                bytes(1 << 16),
+                b"\xdd\xff\xff\xff\xff",
+                b"\x91" * 5000,
+            ):
                 await rogue.send_bytes(header)
                 await rogue.send_bytes(header, b"and a payload")
             await rogue.send_frame(rogue.open_frame(grant.ticket))

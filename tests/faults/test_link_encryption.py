@@ -1,4 +1,5 @@
-"""Somebody listens on the link between the coordinator and a node: what passes says neither the token nor a prompt."""
+"""Somebody listens on the link between the coordinator and a node: what passes says neither the
+token nor a prompt."""
 
 import pytest
 
@@ -17,9 +18,12 @@ async def test_node_link_traffic_is_encrypted(scene: ObservedCluster) -> None:
     links = [cluster.proxies[f"{node} -> coordinator"] for node in cluster.node_names]
     for link in links:
         link.recorded_bytes = bytearray()
-        link.reset_connections()  # so that the nodes join anew, and what they show then is heard too
+        # so that the nodes join anew, and what they show then is heard too
+        link.reset_connections()
     try:
-        await scene.wait_until("every node dials anew", lambda: all(link.recorded_bytes for link in links))
+        await scene.wait_until(
+            "every node dials anew", lambda: all(link.recorded_bytes for link in links)
+        )
         await cluster.wait_all_joined()
         asked = make_call(ClientApi.SSE, 100, 4, salt=77)
         await scene.complete_call(asked)

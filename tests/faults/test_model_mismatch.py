@@ -1,4 +1,5 @@
-"""A node of another model, or a second process of a name, comes while requests run: nobody gets a token of it."""
+"""A node of another model, or a second process of a name, comes while requests run: nobody gets a
+token of it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,15 +12,26 @@ import pytest
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb import cluster_pb2
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, collect_answer
 from tests.cluster import Cluster
+from tests.grpc_calls import GenerateAnswer, collect_answer
 from tests.models import build_model, find_stable_prompts
 
 pytestmark = pytest.mark.asyncio
 TIMEOUT_SECONDS = 60.0  # seconds
 LONG_OUTPUT = 90  # tokens of output: a stream that is under way for long
-SHORT_TIMEOUTS: dict[str, Any] = {"heartbeat": 0.2, "silence": 2.0, "prefill": 0, "decode": 1, "mode": "colocated"}
-PACED_SETTINGS: dict[str, Any] = {**SHORT_TIMEOUTS, "engine": "paced", "model": "", "paced_step_ms": 5.0}
+SHORT_TIMEOUTS: dict[str, Any] = {
+    "heartbeat": 0.2,
+    "silence": 2.0,
+    "prefill": 0,
+    "decode": 1,
+    "mode": "colocated",
+}
+PACED_SETTINGS: dict[str, Any] = {
+    **SHORT_TIMEOUTS,
+    "engine": "paced",
+    "model": "",
+    "paced_step_ms": 5.0,
+}
 
 
 async def wait_refused(cluster: Cluster, name: str) -> str:
@@ -34,9 +46,13 @@ async def read_counter(cluster: Cluster, name: str) -> float:
 
 
 @asynccontextmanager
-async def running_stream(cluster: Cluster, prompt: list[int], tokens: int) -> AsyncIterator["asyncio.Task[Answer]"]:
+async def running_stream(
+    cluster: Cluster, prompt: list[int], tokens: int
+) -> AsyncIterator["asyncio.Task[GenerateAnswer]"]:
     """A request of which some tokens have come."""
-    async with cluster.stream_generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True) as call:
+    async with cluster.stream_generate(
+        prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
+    ) as call:
         begun = asyncio.Event()
 
         async def responses() -> AsyncIterator[Any]:
@@ -55,8 +71,9 @@ def pids_by_node(status: cluster_pb2.StatusResponse) -> dict[str, int]:
 
 
 async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
-    """The only decode node is killed in the middle; one of the same name and shape, and of other weights, wants its
-    place. It has to wait, and the stream goes on when the right one is back. The coordinator knows no model here."""
+    """The only decode node is killed in the middle; one of the same name and shape, and of other
+    weights, wants its place. It has to wait, and the stream goes on when the right one is back. The
+    coordinator knows no model here."""
     right, wrong = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
     (clear,) = find_stable_prompts(right, (40,), LONG_OUTPUT)
     per_node: dict[str, dict[str, object]] = {COORDINATOR: {"model": ""}, "decode-0": {}}
@@ -72,7 +89,11 @@ async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
             await cluster.wait_status(
                 lambda status: status.counters.get('baton_joins_total{outcome="refused"}', 0) >= 2
             )
-            said = [line for line in cluster.log_tail("decode-0").splitlines() if "may not join yet" in line][-1]
+            said = [
+                line
+                for line in cluster.log_tail("decode-0").splitlines()
+                if "may not join yet" in line
+            ][-1]
             assert "has model_digest" in said
             assert "1 requests of that model have not ended" in said
             assert not answer.done()
@@ -88,9 +109,13 @@ async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
 
 
 async def test_node_of_another_model_is_refused(tmp_path: Path) -> None:
-    """It never serves under the coordinator's name, though there is no other node that it could differ from."""
+    """It never serves under the coordinator's name, though there is no other node that it could
+    differ from."""
     right, other = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
-    settings: dict[str, Any] = SHORT_TIMEOUTS | {"per_node": {"decode-0": {"model": str(other)}}, "wait_ready": False}
+    settings: dict[str, Any] = SHORT_TIMEOUTS | {
+        "per_node": {"decode-0": {"model": str(other)}},
+        "wait_ready": False,
+    }
     cluster = Cluster(tmp_path / "run", model=str(right), dtype="float32", threads="1", **settings)
     async with cluster:
         said = await wait_refused(cluster, "decode-0")
@@ -102,7 +127,11 @@ async def test_node_of_another_model_is_refused(tmp_path: Path) -> None:
 
 async def test_second_node_of_the_same_name_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(
-        tmp_path, per_node={"twin": {"name": "decode-0"}}, also={"twin": "decode-0"}, held_back=["twin"], **PACED_SETTINGS
+        tmp_path,
+        per_node={"twin": {"name": "decode-0"}},
+        also={"twin": "decode-0"},
+        held_back=["twin"],
+        **PACED_SETTINGS,
     )
     async with cluster:
         pids = pids_by_node(await cluster.get_status())
@@ -118,27 +147,40 @@ async def test_second_node_of_the_same_name_is_refused(tmp_path: Path) -> None:
             assert list((await answer).tokens) == paced_reference_tokens(prompt, LONG_OUTPUT)
         assert pids_by_node(await cluster.get_status()) == pids
         assert await read_counter(cluster, 'baton_joins_total{outcome="joined"}') == 1
-        said = [line for line in cluster.log_tail("twin").splitlines() if "may not join yet" in line]
+        said = [
+            line for line in cluster.log_tail("twin").splitlines() if "may not join yet" in line
+        ]
         assert len(said) == 1  # it does not spin, and does not fill the log
         assert f"is in use by process {pids['decode-0']}" in said[0]
         assert "--name" in said[0]
         cluster.terminate("decode-0")
-        await cluster.wait_status(lambda status: pids_by_node(status) == {"decode-0": cluster.get_pids()["twin"]})
-        assert list((await cluster.generate(prompt, max_tokens=5, ignore_eos=True)).tokens) == paced_reference_tokens(
-            prompt, 5
+        await cluster.wait_status(
+            lambda status: pids_by_node(status) == {"decode-0": cluster.get_pids()["twin"]}
         )
+        assert list(
+            (await cluster.generate(prompt, max_tokens=5, ignore_eos=True)).tokens
+        ) == paced_reference_tokens(prompt, 5)
         await cluster.wait_idle()
     cluster.assert_clean()
 
 
 async def test_small_node_does_not_lower_request_limits(tmp_path: Path) -> None:
-    """Not from what clients may ask, and not from requests that run: those wait for a node that can hold them."""
+    """Not from what clients may ask, and not from requests that run: those wait for a node that can
+    hold them."""
     per_node = {"decode-1": {"max_model_len": 64}}
     settings = PACED_SETTINGS | {"max_model_len": 1024}
-    cluster = Cluster(tmp_path, per_node=per_node, also={"decode-1": "decode-0"}, held_back=["decode-1"], **settings)
+    cluster = Cluster(
+        tmp_path,
+        per_node=per_node,
+        also={"decode-1": "decode-0"},
+        held_back=["decode-1"],
+        **settings,
+    )
     async with cluster:
         prompt = list(range(1, 200))
-        await cluster.arm_failpoints("decode-0", "decode.step.before=delay(0.3)")  # it is not done when its node dies
+        await cluster.arm_failpoints(
+            "decode-0", "decode.step.before=delay(0.3)"
+        )  # it is not done when its node dies
         async with running_stream(cluster, prompt, LONG_OUTPUT) as answer:
             cluster.start("decode-1")
             await cluster.wait_status(lambda status: len(status.nodes) == 2)

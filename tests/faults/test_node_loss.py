@@ -1,4 +1,5 @@
-"""A node dies under requests: they go on elsewhere, and clients see the reference's tokens and nothing else."""
+"""A node dies under requests: they go on elsewhere, and clients see the reference's tokens and
+nothing else."""
 
 import asyncio
 
@@ -6,7 +7,7 @@ import pytest
 
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster, make_call
-from tests.history import Closed, ClientApi, Failed
+from tests.history import ClientApi, Closed, Failed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -30,8 +31,12 @@ async def find_decode_node(scene: ObservedCluster) -> str:
     ],
     ids=str,
 )
-async def test_stream_survives_decode_node_loss(scene: ObservedCluster, tokens: int, door: ClientApi) -> None:
-    await scene.cluster.arm_failpoints("decode", f"decode.step.before=delay(0.2)+{tokens}")  # it is not done when its node dies
+async def test_stream_survives_decode_node_loss(
+    scene: ObservedCluster, tokens: int, door: ClientApi
+) -> None:
+    await scene.cluster.arm_failpoints(
+        "decode", f"decode.step.before=delay(0.2)+{tokens}"
+    )  # it is not done when its node dies
     asked = scene.start_call(make_call(door, 50, OUTPUT_TOKENS, salt=tokens))
     await scene.wait_tokens(asked, tokens)
     victim = await find_decode_node(scene)
@@ -43,8 +48,14 @@ async def test_stream_survives_decode_node_loss(scene: ObservedCluster, tokens: 
 
 
 async def test_many_streams_survive_decode_node_loss(scene: ObservedCluster) -> None:
-    crowd = [scene.start_call(make_call(door, 64, OUTPUT_TOKENS, salt=salt)) for salt in range(4) for door in ClientApi]
-    await scene.wait_until("tokens at somebody", lambda: any(len(asked.operation.tokens) > 3 for asked in crowd))
+    crowd = [
+        scene.start_call(make_call(door, 64, OUTPUT_TOKENS, salt=salt))
+        for salt in range(4)
+        for door in ClientApi
+    ]
+    await scene.wait_until(
+        "tokens at somebody", lambda: any(len(asked.operation.tokens) > 3 for asked in crowd)
+    )
     scene.cluster.kill("decode-1")
     ends = [(await asked.wait_end()).end for asked in crowd]
     assert ends == [Closed(is_orderly=True)] * len(crowd)
@@ -52,7 +63,9 @@ async def test_many_streams_survive_decode_node_loss(scene: ObservedCluster) -> 
 
 async def test_prompts_of_a_lost_prefill_node_are_placed_again(scene: ObservedCluster) -> None:
     await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)+2")
-    crowd = [scene.start_call(make_call(door, 300, 5, salt=salt)) for salt, door in enumerate(ClientApi)]
+    crowd = [
+        scene.start_call(make_call(door, 300, 5, salt=salt)) for salt, door in enumerate(ClientApi)
+    ]
     await scene.wait_blocks("reserved", "writing")
     replaced = await scene.read_counter("baton_replaced_total")
     scene.cluster.kill("prefill-0")
@@ -76,11 +89,19 @@ async def test_stream_survives_the_loss_of_every_node_in_turn(scene: ObservedClu
 
 
 async def test_stopping_coordinator_answers_every_request(scene: ObservedCluster) -> None:
-    """What ends in time is finished, the rest is told so: streams, and requests that wait for a first token."""
+    """What ends in time is finished, the rest is told so: streams, and requests that wait for a
+    first token."""
     await scene.cluster.arm_failpoints("decode", "decode.step.before=delay(0.02)")  # long is long
-    short, long = ([scene.start_call(make_call(door, 100, tokens, salt=tokens)) for door in ClientApi] for tokens in (30, 800))
-    await scene.wait_until("somebody is answered", lambda: any(asked.task.done() for asked in short))
-    await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")  # so that late ones wait
+    short, long = (
+        [scene.start_call(make_call(door, 100, tokens, salt=tokens)) for door in ClientApi]
+        for tokens in (30, 800)
+    )
+    await scene.wait_until(
+        "somebody is answered", lambda: any(asked.task.done() for asked in short)
+    )
+    await scene.cluster.arm_failpoints(
+        "prefill", "prefill.layer.before=delay(0.2)"
+    )  # so that late ones wait
     late = [scene.start_call(make_call(door, 300, 5)) for door in ClientApi]
     await scene.wait_admitted(len(long) + len(late))
     scene.cluster.terminate("coordinator")
@@ -92,13 +113,22 @@ async def test_stopping_coordinator_answers_every_request(scene: ObservedCluster
 
 
 async def test_nodes_drop_the_work_of_a_killed_coordinator(scene: ObservedCluster) -> None:
-    """Streams are cut; blocks come back without anybody's help; the nodes live on and join the next coordinator."""
+    """Streams are cut; blocks come back without anybody's help; the nodes live on and join the next
+    coordinator."""
     nodes = {name: pid for name, pid in scene.cluster.get_pids().items() if name != "coordinator"}
-    await scene.cluster.arm_failpoints("decode", "decode.step.before=delay(0.02)")  # nobody is done before it dies
-    crowd = [scene.start_call(make_call(door, 100, 400, salt=salt)) for salt in range(2) for door in ClientApi]
+    await scene.cluster.arm_failpoints(
+        "decode", "decode.step.before=delay(0.02)"
+    )  # nobody is done before it dies
+    crowd = [
+        scene.start_call(make_call(door, 100, 400, salt=salt))
+        for salt in range(2)
+        for door in ClientApi
+    ]
     await scene.wait_blocks("in_use")
     scene.cluster.kill("coordinator")
     scene.was_coordinator_killed = True
     await asyncio.gather(*(asked.wait_end() for asked in crowd))
     await scene.recover_and_check()
-    assert {name: pid for name, pid in scene.cluster.get_pids().items() if name != "coordinator"} == nodes
+    assert {
+        name: pid for name, pid in scene.cluster.get_pids().items() if name != "coordinator"
+    } == nodes

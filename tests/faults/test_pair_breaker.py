@@ -1,5 +1,5 @@
-"""Hand-offs to one decode node fail again and again: everybody is served all the same, the pair is kept apart, and it
-is found out when it works again."""
+"""Hand-offs to one decode node fail again and again: everybody is served all the same, the pair is
+kept apart, and it is found out when it works again."""
 
 import itertools
 from pathlib import Path
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.pb import cluster_pb2 as pb
+from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_call
 from tests.grpc_calls import call_cluster_service
-from tests.faults.observed_cluster import PendingCall, ObservedCluster, make_call
-from tests.history import Closed, ClientApi
+from tests.history import ClientApi, Closed
 
 UNSEEN_SALTS = itertools.count(5000)  # decode must not hold the prompt already
 LONG_TIMEOUTS = {"silence": 60.0, "stall": 60.0, "ticket_ttl": 30.0, "progress_timeout": 30.0}
@@ -17,7 +17,9 @@ LONG_TIMEOUTS = {"silence": 60.0, "stall": 60.0, "ticket_ttl": 30.0, "progress_t
 
 
 async def count_breaker_changes(scene: ObservedCluster, state: str) -> float:
-    return (await scene.cluster.get_status()).counters.get(f'baton_breaker_changes_total{{state="{state}"}}', 0.0)
+    return (await scene.cluster.get_status()).counters.get(
+        f'baton_breaker_changes_total{{state="{state}"}}', 0.0
+    )
 
 
 def start_request(scene: ObservedCluster) -> PendingCall:
@@ -45,7 +47,9 @@ async def test_failing_pair_is_avoided_until_it_recovers(tmp_path: Path) -> None
         await check_served(first)
         for asked in [start_request(scene) for _ in range(4)]:
             await check_served(asked)
-        assert await count_breaker_changes(scene, "closed") == 0, "no hand-off between them has gone through"
+        assert await count_breaker_changes(scene, "closed") == 0, (
+            "no hand-off between them has gone through"
+        )
 
         await scene.cluster.arm_failpoints("decode-0", "")
         await call_cluster_service(grpc, "Drain", pb.DrainRequest(node="decode-1"))

@@ -1,4 +1,5 @@
-"""Shared memory outlives nobody for long: none is left after an orderly end, nor after a kill -9 and the next start."""
+"""Shared memory outlives nobody for long: none is left after an orderly end, nor after a kill -9
+and the next start."""
 
 import asyncio
 import os
@@ -14,7 +15,7 @@ from tests.processes import wait_for_exit
 
 
 def list_segments(scene: ObservedCluster) -> set[str]:
-    return {path.name for path in scene.cluster.segment_dir.glob(f"{PREFIX}*")}
+    return {path.name for path in scene.cluster.segment_dir.glob(f"{SEGMENT_PREFIX}*")}
 
 
 async def test_killed_cluster_leaves_no_segments_after_a_restart(tmp_path: Path) -> None:
@@ -34,7 +35,9 @@ async def test_killed_cluster_leaves_no_segments_after_a_restart(tmp_path: Path)
         assert not list_segments(scene) & first
         assert len(list_segments(scene)) == len(first)
         cluster.kill("decode-0")
-        await scene.recover_and_check()  # nor does one that is started again leave its former self behind
+        await (
+            scene.recover_and_check()
+        )  # nor does one that is started again leave its former self behind
         assert len(list_segments(scene)) == len(first)
         assert (await cluster.get_ledgers()).ledgers
     cluster.assert_clean()
@@ -45,7 +48,9 @@ async def test_killed_supervisor_leaves_no_segments_after_a_restart(tmp_path: Pa
     settings: dict[str, Any] = {"engine": "paced", "kv_memory": "2MiB", "prefill": 1, "decode": 1}
     async with Cluster(tmp_path, supervised=True, **settings) as cluster:
         first = {path.name for path in cluster.segment_dir.iterdir()}
-        children = [os.pidfd_open(pid) for name, pid in cluster.get_pids().items() if name != SUPERVISOR]
+        children = [
+            os.pidfd_open(pid) for name, pid in cluster.get_pids().items() if name != SUPERVISOR
+        ]
         assert children
         cluster.kill(SUPERVISOR)
         for child in children:
@@ -53,7 +58,9 @@ async def test_killed_supervisor_leaves_no_segments_after_a_restart(tmp_path: Pa
         assert {path.name for path in cluster.segment_dir.iterdir()} == first
         cluster.start(SUPERVISOR)
         await cluster.wait_ready()
-        assert (await cluster.generate(range(2, 40), max_tokens=3, temperature=0)).finish_reason == "length"
+        assert (
+            await cluster.generate(range(2, 40), max_tokens=3, temperature=0)
+        ).finish_reason == "length"
         after = {path.name for path in cluster.segment_dir.iterdir()}
         assert not after & first
         assert len(after) == len(first)

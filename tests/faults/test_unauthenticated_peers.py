@@ -1,4 +1,5 @@
-"""Whoever has no token, and whatever bytes arrive on whichever port: refused, and nobody is the worse for it."""
+"""Whoever has no token, and whatever bytes arrive on whichever port: refused, and nobody is the
+worse for it."""
 
 import asyncio
 import ipaddress
@@ -10,13 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cluster_link import stream as link_codec
 from baton.cli.supervisor.child_specs import COORDINATOR
+from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
 from baton.pb.cluster_pb2 import NodeMessage
+from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.common.settings import TransferSettings
 from kv_transfer.transports.zmq_link import ZmqDialer
 from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster
 
@@ -35,7 +36,8 @@ def garbage_payloads() -> dict[str, bytes]:
         "noise": noise,
         "pickle": b"\x80\x04\x95\x0e\0\0\0\0\0\0\0\x8c\x02os\x8c\x06system\x93.",
         "an endless header": b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 18),
-        "an endless body": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n" + noise,
+        "an endless body": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
+        + noise,
         "a negative length": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
         "two lengths": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
         "chunks without end": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n",
@@ -76,7 +78,8 @@ def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
 
 
 def _parse_kernel_address(address: str) -> str:
-    """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address as such."""
+    """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address
+    as such."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     parsed = ipaddress.ip_address(packed)
@@ -102,7 +105,9 @@ async def test_garbage_on_every_port_is_harmless(scene: ObservedCluster) -> None
     assert known <= {port for _, port in ports}
     assert {host for host, _ in ports} == {"127.0.0.1"}
     for _, port in sorted(ports):
-        await asyncio.gather(*(send_and_hang_up("127.0.0.1", port, data) for data in garbage_payloads().values()))
+        await asyncio.gather(
+            *(send_and_hang_up("127.0.0.1", port, data) for data in garbage_payloads().values())
+        )
     await scene.recover_and_check()
     assert scene.cluster.get_pids() == pids
 
@@ -128,13 +133,19 @@ async def test_process_with_a_wrong_token_exits_with_a_reason(scene: ObservedClu
     cluster.start("decode-1")
     try:
         assert await cluster.wait_for_exit("decode-1", within=PATIENCE_SECONDS) == 2
-        assert "wrong cluster token: give this process its --cluster-token" in cluster.log_tail("decode-1")
+        assert "wrong cluster token: give this process its --cluster-token" in cluster.log_tail(
+            "decode-1"
+        )
     finally:
         del cluster.node_settings("decode-1")["cluster_token"]
 
 
-@pytest.mark.parametrize("first", [b"", b"\x0a\x04abcd", NodeMessage(incarnation="x").SerializeToString()], ids=repr)
-async def test_a_stream_that_does_not_begin_with_a_join_is_ended(scene: ObservedCluster, first: bytes) -> None:
+@pytest.mark.parametrize(
+    "first", [b"", b"\x0a\x04abcd", NodeMessage(incarnation="x").SerializeToString()], ids=repr
+)
+async def test_a_stream_that_does_not_begin_with_a_join_is_ended(
+    scene: ObservedCluster, first: bytes
+) -> None:
     token = scene.cluster.config.cluster_token
     async with CoordinatorDialer(token).open_channel(scene.cluster.endpoints.cluster) as channel:
         method = channel.stream_stream("/baton.v1.NodeLink/Attach", request_serializer=bytes)
@@ -147,7 +158,9 @@ async def test_a_stream_that_does_not_begin_with_a_join_is_ended(scene: Observed
 
 
 async def test_a_writer_without_the_token_gets_no_answer(scene: ObservedCluster) -> None:
-    endpoint = next(node.address for node in (await scene.cluster.get_status()).nodes if node.role == "decode")
+    endpoint = next(
+        node.address for node in (await scene.cluster.get_status()).nodes if node.role == "decode"
+    )
     dialer = ZmqDialer(derive_curve_keys("not the cluster's"), TransferSettings(link_timeout=1.0))
     link = dialer.dial(endpoint)
     try:
@@ -159,7 +172,9 @@ async def test_a_writer_without_the_token_gets_no_answer(scene: ObservedCluster)
         dialer.close()
 
 
-async def test_only_the_coordinator_serves_clients_and_only_on_loopback(scene: ObservedCluster) -> None:
+async def test_only_the_coordinator_serves_clients_and_only_on_loopback(
+    scene: ObservedCluster,
+) -> None:
     pids = scene.cluster.get_pids()
     coordinator = {port for _, port in list_listening_addresses({pids[COORDINATOR]})}
     nodes = {port for _, port in list_listening_addresses(set(pids.values()) - {pids[COORDINATOR]})}

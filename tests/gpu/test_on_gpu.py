@@ -1,4 +1,5 @@
-"""The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped, loudly, without one."""
+"""The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped,
+loudly, without one."""
 
 import mmap
 import tempfile
@@ -11,14 +12,13 @@ import torch
 from baton.errors import ConfigError
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels.reference import attention
 from kv_kernels import fused_prefill as causal_chunk
-from kv_kernels.reference import paged_cache
+from kv_kernels.dispatch import kernels_for
+from kv_kernels.reference import attention, paged_cache
+from kv_kernels.reference.attention import AttentionContext
+from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.model_engine import ModelEngine
 from tests.models import FamilyName, build_model, find_stable_prompts
@@ -53,7 +53,9 @@ def test_paged_decode_equals_the_cpu_reference(shape: str, kind: str) -> None:
     contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
     exact = torch.zeros(query.shape)
-    for part in attention.plan_decode(PagedCache.from_arena(arena.float()), contexts, torch.float32):
+    for part in attention.plan_decode(
+        PagedCache.from_arena(arena.float()), contexts, torch.float32
+    ):
         part(query.float(), 1, exact)
     out = torch.full(query.shape, torch.nan, dtype=dtype, device="cuda")
     for part in triton_decode.plan_decode(PagedCache.from_arena(arena.cuda()), contexts, dtype):
@@ -76,10 +78,16 @@ def test_prefill_chunk_may_start_at_any_offset(kind: str, window: int | None) ->
         for count in (1, 16 - start % 16, 32 - start % 16, 61):
             context = AttentionContext(blocks, start + count)
 
-            def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: AttentionContext, count: int) -> torch.Tensor:
+            def attend(
+                cache: torch.Tensor, queries: torch.Tensor, *, of: AttentionContext, count: int
+            ) -> torch.Tensor:
                 made = mask(reach, queries.dtype, queries.device)
-                part = causal_chunk.plan_fused_prefill(PagedCache.from_arena(cache), 0, count, of, made)
-                out = torch.full(queries.shape, torch.nan, dtype=queries.dtype, device=queries.device)
+                part = causal_chunk.plan_fused_prefill(
+                    PagedCache.from_arena(cache), 0, count, of, made
+                )
+                out = torch.full(
+                    queries.shape, torch.nan, dtype=queries.dtype, device=queries.device
+                )
                 part(queries, 1, out)
                 return out.cpu().float()[:count]
 
@@ -94,9 +102,14 @@ def test_prefill_chunk_may_start_at_any_offset(kind: str, window: int | None) ->
 def test_a_chunk_in_one_call_equals_its_tiles(kind: str, group: int, count: int) -> None:
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(3)
-    cache = PagedCache.from_arena(torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda())
+    cache = PagedCache.from_arena(
+        torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda()
+    )
     query = torch.randn(count, 2 * group, 64, generator=generator).to(dtype).cuda()
-    context, mask = AttentionContext(torch.arange(19).numpy(), 300), attention.causal_mask(300, dtype, query.device)
+    context, mask = (
+        AttentionContext(torch.arange(19).numpy(), 300),
+        attention.causal_mask(300, dtype, query.device),
+    )
     tiles, once = torch.empty_like(query), torch.empty_like(query)
     attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
     part = causal_chunk.plan_fused_prefill(cache, 0, count, context, mask)
@@ -119,7 +132,12 @@ def test_kv_write_equals_the_cpu_reference(kind: str) -> None:
     kv = torch.randn(3, 4, 12, generator=generator).to(dtype)
     slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
     there = arena.cuda()
-    triton_write.write_kv(kv.cuda(), PagedCache.from_arena(there), 1, SlotMapping(slots.blocks.cuda(), slots.offsets.cuda()))
+    triton_write.write_kv(
+        kv.cuda(),
+        PagedCache.from_arena(there),
+        1,
+        SlotMapping(slots.blocks.cuda(), slots.offsets.cuda()),
+    )
     paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
     assert torch.equal(there.cpu(), twin)
 
@@ -133,7 +151,9 @@ def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int)
     while len(tokens) < len(prompt) + count:
         end = min(len(tokens), start + chunk)
         spec = SampleSpec(params, 0, end) if end == len(tokens) else None
-        (made,) = engine.run(StepBatch((SequenceSlice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
+        (made,) = engine.run(
+            StepBatch((SequenceSlice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),))
+        )
         start = end
         if made.token_id is not None:
             tokens.append(made.token_id)
@@ -168,5 +188,8 @@ def test_unpinnable_memory_is_reported_with_a_fix(tmp_path: Path) -> None:
     size = 64 * engine.layout.block_bytes
     file = tmp_path / "mapped"
     file.write_bytes(bytes(size))
-    with file.open("r+b") as opened, pytest.raises(ConfigError, match="choose one with --segment-dir"):
+    with (
+        file.open("r+b") as opened,
+        pytest.raises(ConfigError, match="choose one with --segment-dir"),
+    ):
         engine.bind_cache(memoryview(mmap.mmap(opened.fileno(), size)), 64)

@@ -1,4 +1,5 @@
-"""A coordinator without front doors: brain, dispatcher, node link and Cluster service on loopback ports."""
+"""A coordinator without front doors: brain, dispatcher, node link and Cluster service on loopback
+ports."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,18 +10,18 @@ import grpc
 
 from baton.config.settings import Config
 from baton.network.connection_limits import compute_port_limit
-from baton.process.descriptors import get_descriptor_limit
 from baton.pb import cluster_pb2
+from baton.process.descriptors import get_descriptor_limit
 from baton.types import SamplingParams
-from coordinator.operators.cluster_service import ClusterService
-from coordinator.node_links.dispatcher import Dispatcher
-from coordinator.generation import TokensEvent, FinishedEvent, Submission
 from coordinator.frontend.grpc.handlers import add_service_handlers
-from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.operators.metrics import CoordinatorMetrics
-from coordinator.node_links.node_link_server import NodeLinkServer
-from coordinator.node_links.generation_stream import GenerationStream
+from coordinator.generation import FinishedEvent, Submission, TokensEvent
 from coordinator.node_links.cluster_readiness import ClusterReadiness
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.node_links.generation_stream import GenerationStream
+from coordinator.node_links.ledger_collector import LedgerCollector
+from coordinator.node_links.node_link_server import NodeLinkServer
+from coordinator.operators.cluster_service import ClusterService
+from coordinator.operators.metrics import CoordinatorMetrics
 from tests.fake_nodes import FakeNode, FakeTransferPlane, serve_decode, serve_prefill
 
 
@@ -31,7 +32,9 @@ class CoordinatorHarness:
         self.ledgers = LedgerCollector(self.dispatcher)
         self.metrics = CoordinatorMetrics(self.dispatcher)
         self.readiness = ClusterReadiness(config, self.dispatcher)
-        self.service = ClusterService(config, self.dispatcher, self.ledgers, self.readiness, self.metrics)
+        self.service = ClusterService(
+            config, self.dispatcher, self.ledgers, self.readiness, self.metrics
+        )
         self.transfer_plane = FakeTransferPlane()
         self.cluster_port_address = ""  # of the cluster port
         self.cluster_service_address = ""  # where Cluster answers
@@ -53,21 +56,33 @@ class CoordinatorHarness:
     @asynccontextmanager
     async def run_nodes(self, *names: str, **script: Any) -> AsyncIterator[list[FakeNode]]:
         """Nodes that serve: prefill where the name starts with p, else decode."""
-        nodes = [self.make_node(name, "prefill" if name.startswith("p") else "decode") for name in names]
+        nodes = [
+            self.make_node(name, "prefill" if name.startswith("p") else "decode") for name in names
+        ]
         try:
             for node in nodes:
                 await node.join()
                 is_prefill = node.role == "prefill"
-                node.run_script(serve_prefill(node, self.transfer_plane) if is_prefill else serve_decode(node, self.transfer_plane, **script))
+                node.run_script(
+                    serve_prefill(node, self.transfer_plane)
+                    if is_prefill
+                    else serve_decode(node, self.transfer_plane, **script)
+                )
             yield nodes
         finally:
             for node in nodes:
                 await node.drop_connection()
 
-    async def submit_request(self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 60.0) -> GenerationStream:
-        return await self.dispatcher.submit_request(Submission(prompt, SamplingParams(max_tokens), seconds))
+    async def submit_request(
+        self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 60.0
+    ) -> GenerationStream:
+        return await self.dispatcher.submit_request(
+            Submission(prompt, SamplingParams(max_tokens), seconds)
+        )
 
-    async def generate(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[tuple[int, ...], FinishedEvent]:
+    async def generate(
+        self, prompt: tuple[int, ...], max_tokens: int
+    ) -> tuple[tuple[int, ...], FinishedEvent]:
         return await collect_stream(await self.submit_request(prompt, max_tokens))
 
 
@@ -88,7 +103,12 @@ async def collect_stream(stream: GenerationStream) -> tuple[tuple[int, ...], Fin
 async def running_coordinator(**fields: Any) -> AsyncIterator[CoordinatorHarness]:
     """Scripted nodes say nothing by themselves, and nobody minds unless `silence` is given."""
     bench = CoordinatorHarness(Config(**{"silence": 100.0, **fields}))
-    nodes = NodeLinkServer(bench.config, bench.dispatcher, bench.ledgers, compute_port_limit("cluster", get_descriptor_limit()))
+    nodes = NodeLinkServer(
+        bench.config,
+        bench.dispatcher,
+        bench.ledgers,
+        compute_port_limit("cluster", get_descriptor_limit()),
+    )
     server = grpc.aio.server()
     add_service_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
     bench.cluster_port_address = f"127.0.0.1:{nodes.port}"

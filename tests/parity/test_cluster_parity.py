@@ -1,10 +1,12 @@
-"""Disaggregated == colocated == Hugging Face, token for token in fp32, through real processes and both front doors.
+"""Disaggregated == colocated == Hugging Face, token for token in fp32, through real processes and
+both front doors.
 
-Every prompt is asked for cold and then again with its prefix cached, all of a pass at once, streaming and not, over
-HTTP and gRPC. Sampled requests must draw the same tokens alone, in a crowd, and over every transport.
+Every prompt is asked for cold and then again with its prefix cached, all of a pass at once,
+streaming and not, over HTTP and gRPC. Sampled requests must draw the same tokens alone, in a crowd,
+and over every transport.
 
-One cluster of each family has a decode node for each transport, and a tenant for each: nobody finds what another has
-cached.
+One cluster of each family has a decode node for each transport, and a tenant for each: nobody finds
+what another has cached.
 """
 
 import asyncio
@@ -23,18 +25,26 @@ import pytest_asyncio
 
 from baton.pb import cluster_pb2, common_pb2, generation_pb2, generation_pb2_grpc
 from coordinator.core.admission.tenants import hash_key
-from tests.grpc_calls import bearer_metadata, call_cluster_service
 from tests.cluster import Cluster
-from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts
+from tests.grpc_calls import bearer_metadata, call_cluster_service
+from tests.models import FamilyName, StablePrompt, build_model, find_stable_prompts
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 LENGTHS = (1, 15, 16, 17, 33, 130, 257, 700)
 OUTPUT_TOKENS = 48
-FAMILIES: tuple[FamilyName, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
+FAMILIES: tuple[FamilyName, ...] = (
+    "llama",
+    "qwen2",
+    "mistral",
+    "qwen3",
+)  # in a mistral, prompts outgrow the window
 NODE_BY_TRANSPORT = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
 SETTINGS_WITHOUT_HANDOFF: dict[str, dict[str, Any]] = {
     "colocated": {"prefill": 0, "mode": "colocated"},
-    "auto": {"mode": "auto", "local_prefill_share": 0.2},  # prompts in small pieces, by whoever is sooner
+    "auto": {
+        "mode": "auto",
+        "local_prefill_share": 0.2,
+    },  # prompts in small pieces, by whoever is sooner
 }
 WITHOUT_HAND_OFF = [(family, "colocated") for family in FAMILIES] + [("llama", "auto")]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
@@ -54,15 +64,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[FamilyName, Path]:
 
 @pytest.fixture(scope="module")
 def references(models: dict[FamilyName, Path]) -> dict[FamilyName, list[StablePrompt]]:
-    found = {family: find_stable_prompts(folder, LENGTHS, OUTPUT_TOKENS) for family, folder in models.items()}
-    assert all(len(each.reference_tokens) == OUTPUT_TOKENS for prompts in found.values() for each in prompts)
+    found = {
+        family: find_stable_prompts(folder, LENGTHS, OUTPUT_TOKENS)
+        for family, folder in models.items()
+    }
+    assert all(
+        len(each.reference_tokens) == OUTPUT_TOKENS
+        for prompts in found.values()
+        for each in prompts
+    )
     assert all(each.min_logit_margin > 1e-3 for prompts in found.values() for each in prompts)
     return found
 
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[tuple[FamilyName, int], list[int]]:
-    """What each seed drew the first time that it was asked for: every later answer must be the same."""
+    """What each seed drew the first time that it was asked for: every later answer must be the
+    same."""
     return {}
 
 
@@ -81,10 +99,14 @@ class ParityClient:
             return await self._by_http(prompt, stream=way == 0, **fields)
         if way == 2:
             return await self.generate_streamed(prompt, **fields)
-        request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), **fields)
+        request = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt), **fields
+        )
         async with grpc.aio.insecure_channel(self.cluster.grpc_address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            whole = await stub.GenerateOnce(request, timeout=120, metadata=bearer_metadata(self.api_key))
+            whole = await stub.GenerateOnce(
+                request, timeout=120, metadata=bearer_metadata(self.api_key)
+            )
         return list(whole.token_ids)
 
     async def generate_streamed(self, prompt: Sequence[int], **fields: Any) -> list[int]:
@@ -100,7 +122,9 @@ class ParityClient:
             assert answer.json()["usage"]["completion_tokens"] == len(choice["token_ids"])
             return list(choice["token_ids"])
         tokens: list[int] = []
-        async with self.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        async with self.http.stream(
+            "POST", "/v1/completions", json=body, headers=headers
+        ) as response:
             assert response.status_code == 200
             lines = [line async for line in response.aiter_lines() if line]
         assert lines[-1] == "data: [DONE]"
@@ -117,7 +141,10 @@ class ParityClient:
         return {labels: float(value) for labels, _, value in found}
 
     async def count_prompt_tokens(self) -> dict[str, float]:
-        return {labels.split('"')[1]: n for labels, n in (await self.get_counters("baton_prompt_tokens_total")).items()}
+        return {
+            labels.split('"')[1]: n
+            for labels, n in (await self.get_counters("baton_prompt_tokens_total")).items()
+        }
 
 
 @asynccontextmanager
@@ -141,9 +168,18 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp(family)
     tenants = folder / "tenants.toml"
-    tenants.write_text("".join(TENANT.format(name=name, hash=hash_key(tenant_key(name).encode()).hex()) for name in NODE_BY_TRANSPORT))
-    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()}
-    async with running_cluster(folder, models[family], decode=len(NODE_BY_TRANSPORT), per_node=own, tenants=str(tenants)) as made:
+    tenants.write_text(
+        "".join(
+            TENANT.format(name=name, hash=hash_key(tenant_key(name).encode()).hex())
+            for name in NODE_BY_TRANSPORT
+        )
+    )
+    own: dict[str, dict[str, object]] = {
+        node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()
+    }
+    async with running_cluster(
+        folder, models[family], decode=len(NODE_BY_TRANSPORT), per_node=own, tenants=str(tenants)
+    ) as made:
         yield made
 
 
@@ -162,8 +198,14 @@ async def test_tokens_equal_transformers(
     drawn: dict[tuple[FamilyName, int], list[int]],
 ) -> None:
     for name in NODE_BY_TRANSPORT.values():
-        order = (cluster_pb2.UndrainRequest if name == NODE_BY_TRANSPORT[transport] else cluster_pb2.DrainRequest)(node=name)
-        await call_cluster_service(cluster.grpc_address, type(order).__name__.removesuffix("Request"), order)
+        order = (
+            cluster_pb2.UndrainRequest
+            if name == NODE_BY_TRANSPORT[transport]
+            else cluster_pb2.DrainRequest
+        )(node=name)
+        await call_cluster_service(
+            cluster.grpc_address, type(order).__name__.removesuffix("Request"), order
+        )
     async with httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as http:
         asker = ParityClient(cluster, http, tenant_key(transport))
         turn = FAMILIES.index(family) + list(NODE_BY_TRANSPORT).index(transport)
@@ -193,13 +235,19 @@ async def test_tokens_without_a_handoff_equal_transformers(
         await check_seeds_repeat(asker, references[kind][4].prompt, kind, drawn)
 
 
-async def check_cold_and_cached(asker: ParityClient, setup: str, prompts: list[StablePrompt], turn: int) -> None:
+async def check_cold_and_cached(
+    asker: ParityClient, setup: str, prompts: list[StablePrompt], turn: int
+) -> None:
     before = await asker.count_prompt_tokens()
     for cached in (False, True):
         pairs = [(number, way) for way in range(4) for number in range(len(prompts))]
-        if not cached:  # each prompt once while nobody has seen it: its way is another one in each case
+        if (
+            not cached
+        ):  # each prompt once while nobody has seen it: its way is another one in each case
             pairs = [(number, (number + turn) % 4) for number in range(len(prompts))]
-        answers = await asyncio.gather(*(asker.generate_by(prompts[number].prompt, way) for number, way in pairs))
+        answers = await asyncio.gather(
+            *(asker.generate_by(prompts[number].prompt, way) for number, way in pairs)
+        )
         wrong = [
             (LENGTHS[number], way)
             for (number, way), answer in zip(pairs, answers, strict=True)
@@ -210,30 +258,47 @@ async def check_cold_and_cached(asker: ParityClient, setup: str, prompts: list[S
 
 
 async def check_seeds_repeat(
-    asker: ParityClient, prompt: Sequence[int], family: FamilyName, drawn: dict[tuple[FamilyName, int], list[int]]
+    asker: ParityClient,
+    prompt: Sequence[int],
+    family: FamilyName,
+    drawn: dict[tuple[FamilyName, int], list[int]],
 ) -> None:
-    """Alone first, then all at once; and over every transport, since `drawn` outlives the cluster."""
+    """Alone first, then all at once; and over every transport, since `drawn` outlives the
+    cluster."""
     alone = [await asker.generate_streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS]
-    together = await asyncio.gather(*(asker.generate_streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS))
+    together = await asyncio.gather(
+        *(asker.generate_streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS)
+    )
     assert alone == list(together)
     for seed, tokens in zip(SEEDS, alone, strict=True):
         assert drawn.setdefault((family, seed), tokens) == tokens
     assert len({tuple(tokens) for tokens in alone}) > 1
 
 
-async def check_prompt_token_sources(asker: ParityClient, setup: str, before: dict[str, float], again: int) -> None:
-    """By metric, each prompt token once. Cold, decode computes none but a lone first token: then the KV that it went
-    on from was another process's."""
-    tokens = {source: count - before.get(source, 0) for source, count in (await asker.count_prompt_tokens()).items()}
+async def check_prompt_token_sources(
+    asker: ParityClient, setup: str, before: dict[str, float], again: int
+) -> None:
+    """By metric, each prompt token once. Cold, decode computes none but a lone first token: then
+    the KV that it went on from was another process's."""
+    tokens = {
+        source: count - before.get(source, 0)
+        for source, count in (await asker.count_prompt_tokens()).items()
+    }
     passes = 1 + again // len(LENGTHS)
     assert sum(tokens.values()) == passes * sum(LENGTHS)
     if again:
         assert tokens["local_cache"] > 3 * sum(LENGTHS)
     elif setup == "auto":
         ways = await asker.get_counters("baton_placements_total")
-        assert {re.findall(r'way="(\w+)"', labels)[0] for labels in ways} == {"local", "hand_off"}, "both were taken"
+        assert {re.findall(r'way="(\w+)"', labels)[0] for labels in ways} == {
+            "local",
+            "hand_off",
+        }, "both were taken"
     elif setup != "colocated":
         assert tokens["computed_decode"] == 1
         assert tokens["computed_prefill"] > 0.95 * sum(LENGTHS)
         handed = await asker.get_counters("baton_handoffs_total")
-        assert any(f'transport="{setup}"' in labels and 'outcome="committed"' in labels for labels in handed)
+        assert any(
+            f'transport="{setup}"' in labels and 'outcome="committed"' in labels
+            for labels in handed
+        )

@@ -1,4 +1,5 @@
-"""ModelEngine against transformers: the same greedy tokens in fp32, for any chunks, batches and blocks."""
+"""ModelEngine against transformers: the same greedy tokens in fp32, for any chunks, batches and
+blocks."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -12,13 +13,26 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.paged_cache import PagedCache
-from node_engine.core.step.step_batch import SliceResult, LayerCallback, SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.core.step.step_batch import (
+    LayerCallback,
+    SampleSpec,
+    SequenceId,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+)
 from node_engine.model.config.model_config import load_model_config
-from node_engine.model.model_engine import ModelEngine
 from node_engine.model.forward_batch import ForwardBatchBuilder
-from node_engine.model.transformer import Transformer
 from node_engine.model.loading.weights import load_weights
-from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts, load_reference_model
+from node_engine.model.model_engine import ModelEngine
+from node_engine.model.transformer import Transformer
+from tests.models import (
+    FamilyName,
+    StablePrompt,
+    build_model,
+    find_stable_prompts,
+    load_reference_model,
+)
 
 LENGTHS = (1, 15, 16, 17, 33, 130, 257)
 NEW_TOKENS = 48
@@ -74,7 +88,13 @@ class SequenceRun:
         context = self.context
         end = len(context) if limit is None else min(len(context), self.computed_tokens + limit)
         spec = SampleSpec(self.params, self.choice, end) if end == len(context) else None
-        return SequenceSlice(SequenceId(id(self)), context[self.computed_tokens : end], self.computed_tokens, self.blocks, spec)
+        return SequenceSlice(
+            SequenceId(id(self)),
+            context[self.computed_tokens : end],
+            self.computed_tokens,
+            self.blocks,
+            spec,
+        )
 
     def apply_result(self, piece: SequenceSlice, made: SliceResult) -> None:
         self.computed_tokens += len(piece.token_ids)
@@ -94,14 +114,21 @@ class ShuffledBlocks:
 
 
 def run_step(
-    engine: ModelEngine, runs: Sequence[SequenceRun], limits: Sequence[int | None], on_layer: LayerCallback | None = None
+    engine: ModelEngine,
+    runs: Sequence[SequenceRun],
+    limits: Sequence[int | None],
+    on_layer: LayerCallback | None = None,
 ) -> None:
     pieces = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
-    for run, piece, made in zip(runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True):
+    for run, piece, made in zip(
+        runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True
+    ):
         run.apply_result(piece, made)
 
 
-def run_to_end(engine: ModelEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None) -> None:
+def run_to_end(
+    engine: ModelEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None
+) -> None:
     """Step all runs together until each has its tokens."""
     while running := [run for run in runs if len(run.output_tokens) < run.params.max_tokens]:
         run_step(engine, running, [next(limits) if limits else None for _ in running])
@@ -111,7 +138,9 @@ def run_to_end(engine: ModelEngine, runs: Sequence[SequenceRun], limits: Iterato
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=[f"{n} tokens" for n in LENGTHS])
 def test_single_sequence_equals_transformers(case: ParityCase, index: int) -> None:
     clear = case.prompts[index]
-    run = SequenceRun(clear.prompt, ShuffledBlocks().allocate_blocks(len(clear.prompt) + NEW_TOKENS))
+    run = SequenceRun(
+        clear.prompt, ShuffledBlocks().allocate_blocks(len(clear.prompt) + NEW_TOKENS)
+    )
     run_to_end(case.engine, [run])
     assert tuple(run.output_tokens) == clear.reference_tokens
 
@@ -119,11 +148,16 @@ def test_single_sequence_equals_transformers(case: ParityCase, index: int) -> No
 @pytest.mark.usefixtures("memory")
 def test_changing_batches_with_odd_chunks_equal_transformers(case: ParityCase) -> None:
     blocks, dice = ShuffledBlocks(), random.Random(1)
-    runs = [SequenceRun(clear.prompt, blocks.allocate_blocks(len(clear.prompt) + NEW_TOKENS)) for clear in case.prompts]
+    runs = [
+        SequenceRun(clear.prompt, blocks.allocate_blocks(len(clear.prompt) + NEW_TOKENS))
+        for clear in case.prompts
+    ]
     chunks = (dice.choice((1, 5, 16, 31, 64, 97)) for _ in iter(int, 1))
     run_step(case.engine, runs[-3:], [7, 100, 64])
     run_to_end(case.engine, runs, chunks)
-    assert [tuple(run.output_tokens) for run in runs] == [clear.reference_tokens for clear in case.prompts]
+    assert [tuple(run.output_tokens) for run in runs] == [
+        clear.reference_tokens for clear in case.prompts
+    ]
 
 
 @pytest.mark.usefixtures("memory")
@@ -134,8 +168,14 @@ def test_a_shared_prefix_is_computed_once(case: ParityCase) -> None:
     blocks = ShuffledBlocks()
     whole = SequenceRun(first.prompt, blocks.allocate_blocks(130 + NEW_TOKENS))
     run_to_end(case.engine, [whole])
-    shared = SequenceRun(second.prompt, whole.blocks[:4] + blocks.allocate_blocks(36 + NEW_TOKENS), computed_tokens=64)
-    again = SequenceRun(first.prompt, whole.blocks[:8] + blocks.allocate_blocks(2 + NEW_TOKENS), computed_tokens=128)
+    shared = SequenceRun(
+        second.prompt,
+        whole.blocks[:4] + blocks.allocate_blocks(36 + NEW_TOKENS),
+        computed_tokens=64,
+    )
+    again = SequenceRun(
+        first.prompt, whole.blocks[:8] + blocks.allocate_blocks(2 + NEW_TOKENS), computed_tokens=128
+    )
     run_to_end(case.engine, [shared, again])
     assert [tuple(run.output_tokens) for run in (whole, shared, again)] == [
         first.reference_tokens,
@@ -169,7 +209,9 @@ def test_blocks_of_a_finished_sequence_are_reused(case: ParityCase) -> None:
         assert tuple(run.output_tokens) == clear.reference_tokens
 
 
-def test_each_layer_is_in_the_arena_when_it_is_announced(case: ParityCase, memory: bytearray) -> None:
+def test_each_layer_is_in_the_arena_when_it_is_announced(
+    case: ParityCase, memory: bytearray
+) -> None:
     """And the next one is not: what is announced can be sent while the rest is computed."""
     blocks = ShuffledBlocks()
     decoding = SequenceRun(case.prompts[0].prompt, blocks.allocate_blocks(60))
@@ -195,7 +237,9 @@ def test_each_layer_is_in_the_arena_when_it_is_announced(case: ParityCase, memor
 def test_logits_equal_transformers(case: ParityCase) -> None:
     config = load_model_config(case.folder)
     kernels = kernels_for(CPU)
-    model = Transformer(config, load_weights(case.folder, config, torch.float32, CPU, kernels), kernels)
+    model = Transformer(
+        config, load_weights(case.folder, config, torch.float32, CPU, kernels), kernels
+    )
     shape = (32, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
     cache = PagedCache.from_arena(torch.full(shape, torch.nan))
     planner = ForwardBatchBuilder(kernels, cache, config.windows)
@@ -203,7 +247,9 @@ def test_logits_equal_transformers(case: ParityCase) -> None:
     with torch.inference_mode():
         expected = case.reference(torch.tensor([list(prompt)])).logits[0]
         for start, end in ((0, 100), (100, 101), (101, 257)):
-            piece = SequenceSlice(SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end))
+            piece = SequenceSlice(
+                SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end)
+            )
             plan = planner.build_batch(StepBatch((piece,)))
             cache.arena[plan.partly_filled_blocks] = 0.0
             hidden = model.forward(plan, cache)
@@ -235,13 +281,17 @@ def test_seeded_sampling_is_the_same_alone_chunked_and_batched(case: ParityCase)
     run_to_end(case.engine, batched)
     run_to_end(case.engine, chunked[::-1], (13 for _ in iter(int, 1)))
     answers = [run.output_tokens for run in alone]
-    assert answers == [run.output_tokens for run in batched] == [run.output_tokens for run in chunked]
+    assert (
+        answers == [run.output_tokens for run in batched] == [run.output_tokens for run in chunked]
+    )
     assert answers[0] != answers[3]  # the same request's second choice
     assert len({tuple(answer) for answer in answers}) == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
-def test_bf16_error_is_no_larger_than_that_of_transformers(family: FamilyName, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bf16_error_is_no_larger_than_that_of_transformers(
+    family: FamilyName, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     root = tmp_path_factory.getbasetemp() / "models"
     folder = build_model(family, root, dtype="bfloat16")
     half = load_reference_model(folder)
@@ -252,13 +302,17 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(family: FamilyName, t
     shape = (16, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
     cache = PagedCache.from_arena(torch.zeros(shape, dtype=torch.bfloat16))
     planner = ForwardBatchBuilder(kernels, cache, config.windows)
-    prompt = tuple(torch.randint(0, 512, (150,), generator=torch.Generator().manual_seed(0)).tolist())
+    prompt = tuple(
+        torch.randint(0, 512, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    )
     mine, theirs = [], []
     with torch.inference_mode():
         ids = torch.tensor([list(prompt)])
         expected, other = exact(ids).logits[0], half(ids).logits[0].float()
         for start, end in ((0, 90), *((i, i + 1) for i in range(90, 150))):
-            piece = SequenceSlice(SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end))
+            piece = SequenceSlice(
+                SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end)
+            )
             hidden = model.forward(planner.build_batch(StepBatch((piece,))), cache)
             assert hidden is not None
             logits = model.compute_logits(hidden)
@@ -270,7 +324,9 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(family: FamilyName, t
 @pytest.mark.usefixtures("memory")
 def test_a_slice_that_its_blocks_cannot_hold_is_refused(case: ParityCase) -> None:
     for tokens, blocks in (((1,) * 17, 1), ((), 1)):
-        piece = SequenceSlice(SequenceId(1), tokens, 0, [BlockIndex(n) for n in range(blocks)], None)
+        piece = SequenceSlice(
+            SequenceId(1), tokens, 0, [BlockIndex(n) for n in range(blocks)], None
+        )
         with pytest.raises(ValueError, match="sequence 1"):
             case.engine.run(StepBatch((piece,)))
 

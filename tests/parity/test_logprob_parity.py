@@ -1,5 +1,5 @@
-"""Scores and penalties of a whole node (scheduler and ModelEngine) against transformers, in fp32: in chunks, batched
-with others, resumed, and as choices of one prompt."""
+"""Scores and penalties of a whole node (scheduler and ModelEngine) against transformers, in fp32:
+in chunks, batched with others, resumed, and as choices of one prompt."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -10,14 +10,18 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 
 from baton.kv.block_hash import root_hash
 from baton.process.clock import FakeClock
-from baton.types import AttemptKey, Request, RequestId, SamplingParams, TokenLogprobs, AttemptSpec
-from node_engine.core.blocks.block_pool import BlockPool
+from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenLogprobs
 from node_engine.core.blocks.block_ledger import BlockState
-from node_engine.core.sequences.outcomes import TokenEmitted, SequenceOutcome, PromptLogprobsComputed
+from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequences.outcomes import (
+    PromptLogprobsComputed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.sequences.sequence import Sequence
-from node_engine.model.sampling import logprobs as scores_module
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model
 
 BLOCKS = 128
@@ -63,7 +67,9 @@ class ScoringNode:
         plan = self.scheduler.schedule_step()
         self.outcomes += plan.outcomes
         if plan.batch is not None:
-            self.outcomes += self.scheduler.update_from_results(plan.batch, self.engine.run(plan.batch))
+            self.outcomes += self.scheduler.update_from_results(
+                plan.batch, self.engine.run(plan.batch)
+            )
         self.pool.check_invariants()
         return plan.batch is not None
 
@@ -78,7 +84,11 @@ class ScoringNode:
         return [each.event.token_id for each in self._emitted_tokens(job)]
 
     def output_logprobs(self, job: AttemptSpec) -> list[TokenLogprobs]:
-        return [each.event.logprobs for each in self._emitted_tokens(job) if each.event.logprobs is not None]
+        return [
+            each.event.logprobs
+            for each in self._emitted_tokens(job)
+            if each.event.logprobs is not None
+        ]
 
     def prompt_logprobs(self, job: AttemptSpec) -> list[TokenLogprobs]:
         found: list[TokenLogprobs] = []
@@ -89,24 +99,36 @@ class ScoringNode:
         return found
 
     def _emitted_tokens(self, job: AttemptSpec) -> list[TokenEmitted]:
-        return [each for each in self.outcomes if isinstance(each, TokenEmitted) and each.event.key == job.key]
+        return [
+            each
+            for each in self.outcomes
+            if isinstance(each, TokenEmitted) and each.event.key == job.key
+        ]
 
 
-def make_work(name: str, length: int, sampling: SamplingParams, *, seed: int = 0, choice: int = 0) -> AttemptSpec:
+def make_work(
+    name: str, length: int, sampling: SamplingParams, *, seed: int = 0, choice: int = 0
+) -> AttemptSpec:
     generator = torch.Generator().manual_seed(seed)
     prompt = tuple(torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist())
     key = AttemptKey(RequestId(name), 0, choice)
     return AttemptSpec(key, Request(key.request_id, prompt, sampling, 60.0, choice_index=choice))
 
 
-def check_scores(found: list[TokenLogprobs], logits: torch.Tensor, tokens: tuple[int, ...], top: int) -> None:
+def check_scores(
+    found: list[TokenLogprobs], logits: torch.Tensor, tokens: tuple[int, ...], top: int
+) -> None:
     """`found[i]` against row i of `logits`, for `tokens[i]`."""
     assert len(found) == len(tokens) == len(logits)
     exact = logits.log_softmax(-1)
     for score, row, token in zip(found, exact, tokens, strict=True):
         assert score.logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
-        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(row.topk(top).values.tolist(), abs=TOLERANCE)
-        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx([float(row[t]) for t, _ in score.top_logprobs], abs=TOLERANCE)
+        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(
+            row.topk(top).values.tolist(), abs=TOLERANCE
+        )
+        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(
+            [float(row[t]) for t, _ in score.top_logprobs], abs=TOLERANCE
+        )
 
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=11, logprobs=5)
@@ -114,9 +136,20 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=11, logprobs=5)
 
 def test_output_logprobs_equal_transformers(model: ScoredModel) -> None:
     """Raw ones, whatever the penalties and the temperature of the draw."""
-    loud = replace(SAMPLED, temperature=1.8, top_p=0.9, frequency_penalty=1.5, logit_bias=((5, 4.0),), logprobs=20)
+    loud = replace(
+        SAMPLED,
+        temperature=1.8,
+        top_p=0.9,
+        frequency_penalty=1.5,
+        logit_bias=((5, 4.0),),
+        logprobs=20,
+    )
     greedy = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0)
-    jobs = [make_work("a", 70, SAMPLED, seed=1), make_work("b", 9, loud, seed=2), make_work("c", 40, greedy, seed=3)]
+    jobs = [
+        make_work("a", 70, SAMPLED, seed=1),
+        make_work("b", 9, loud, seed=2),
+        make_work("c", 40, greedy, seed=3),
+    ]
     plain = make_work("d", 33, replace(SAMPLED, logprobs=None), seed=4)
     node = ScoringNode(model.engine)
     node.run_works(*jobs, plain)
@@ -131,7 +164,8 @@ def test_output_logprobs_equal_transformers(model: ScoredModel) -> None:
 def test_prompt_logprobs_equal_transformers(
     model: ScoredModel, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of at most 64 tokens, among others; also when not even a chunk's logits fit into memory at once."""
+    """In chunks of at most 64 tokens, among others; also when not even a chunk's logits fit into
+    memory at once."""
     if pieces:
         monkeypatch.setattr(scores_module, "_MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)
     jobs = [
@@ -145,11 +179,18 @@ def test_prompt_logprobs_equal_transformers(
     node.run_works(*jobs[:2], plain, *jobs[2:])
     for job in jobs:
         prompt = job.request.prompt_token_ids
-        check_scores(node.prompt_logprobs(job), model.reference_logits(prompt)[:-1], prompt[1:], job.request.sampling.prompt_logprobs or 0)
+        check_scores(
+            node.prompt_logprobs(job),
+            model.reference_logits(prompt)[:-1],
+            prompt[1:],
+            job.request.sampling.prompt_logprobs or 0,
+        )
     assert node.prompt_logprobs(plain) == []
     alone = ScoringNode(model.engine, max_batched_tokens=512)
     alone.run_works(*(replace(job, request=replace(job.request, sampling=SAMPLED)) for job in jobs))
-    assert [alone.output_tokens(job) for job in jobs] == [node.output_tokens(job) for job in jobs], "scoring changes no token"
+    assert [alone.output_tokens(job) for job in jobs] == [
+        node.output_tokens(job) for job in jobs
+    ], "scoring changes no token"
 
 
 def test_prompt_logprobs_bypass_the_prefix_cache(model: ScoredModel) -> None:
@@ -158,7 +199,12 @@ def test_prompt_logprobs_bypass_the_prefix_cache(model: ScoredModel) -> None:
     node.run_works(first)
     again = make_work("b", 100, replace(SAMPLED, prompt_logprobs=1), seed=1)
     node.run_works(again)
-    check_scores(node.prompt_logprobs(again), model.reference_logits(again.request.prompt_token_ids)[:-1], again.request.prompt_token_ids[1:], 1)
+    check_scores(
+        node.prompt_logprobs(again),
+        model.reference_logits(again.request.prompt_token_ids)[:-1],
+        again.request.prompt_token_ids[1:],
+        1,
+    )
     assert node.output_tokens(again) == node.output_tokens(first)
 
 
@@ -187,12 +233,19 @@ PENALTIES = {
     "repetition": {"repetition_penalty": 1.6},
     "frequency": {"frequency_penalty": 1.3},
     "presence and bias": {"presence_penalty": 2.0, "logit_bias": ((4, 3.0), (9, -100.0))},
-    "all": {"repetition_penalty": 1.3, "frequency_penalty": 0.8, "presence_penalty": -0.4, "logit_bias": ((7, 1.5),)},
+    "all": {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.8,
+        "presence_penalty": -0.4,
+        "logit_bias": ((7, 1.5),),
+    },
 }
 
 
 @pytest.mark.parametrize("fields", PENALTIES.values(), ids=PENALTIES)
-def test_greedy_with_penalties_equals_transformers(model: ScoredModel, fields: dict[str, object]) -> None:
+def test_greedy_with_penalties_equals_transformers(
+    model: ScoredModel, fields: dict[str, object]
+) -> None:
     greedy = replace(SamplingParams(max_tokens=20, temperature=0.0), **fields)  # type: ignore[arg-type]
     jobs = {seed: make_work(str(seed), 20 + 3 * seed, greedy, seed=seed) for seed in range(5)}
     wanted = {seed: greedy_reference(model, job) for seed, job in jobs.items()}
@@ -205,14 +258,18 @@ def test_greedy_with_penalties_equals_transformers(model: ScoredModel, fields: d
 
 
 @pytest.mark.parametrize("fields", PENALTIES.values(), ids=PENALTIES)
-def test_resumed_attempt_samples_the_same_tokens_with_penalties(model: ScoredModel, fields: dict[str, object]) -> None:
+def test_resumed_attempt_samples_the_same_tokens_with_penalties(
+    model: ScoredModel, fields: dict[str, object]
+) -> None:
     params = replace(SAMPLED, max_tokens=24, min_p=0.02, **fields)  # type: ignore[arg-type]
     job = make_work("a", 30, params, seed=6)
     node = ScoringNode(model.engine)
     node.run_works(job)
     whole = node.output_tokens(job)
     for cut in (1, 7, 23):
-        resumed = replace(job, key=job.key._replace(attempt_number=cut), emitted_token_ids=tuple(whole[:cut]))
+        resumed = replace(
+            job, key=job.key._replace(attempt_number=cut), emitted_token_ids=tuple(whole[:cut])
+        )
         other = ScoringNode(model.engine, max_batched_tokens=32)
         other.run_works(make_work("noise", 50, SAMPLED, seed=8), resumed)
         assert other.output_tokens(resumed) == whole[cut:]
@@ -224,8 +281,11 @@ def test_resumed_attempt_samples_the_same_tokens_with_penalties(model: ScoredMod
 
 
 @pytest.mark.parametrize("length", [16, 17, 30, 45])
-def test_choices_of_one_prompt_share_its_blocks_and_nothing_else(model: ScoredModel, length: int) -> None:
-    """The second begins while the first writes behind the prompt, the third when the first is long over."""
+def test_choices_of_one_prompt_share_its_blocks_and_nothing_else(
+    model: ScoredModel, length: int
+) -> None:
+    """The second begins while the first writes behind the prompt, the third when the first is long
+    over."""
     params = replace(SAMPLED, max_tokens=20, temperature=1.2)
     jobs = [make_work("a", length, params, seed=3, choice=number) for number in range(3)]
     alone = []
@@ -243,5 +303,9 @@ def test_choices_of_one_prompt_share_its_blocks_and_nothing_else(model: ScoredMo
     third = node.add_work(jobs[2])
     node.run_works()
     assert [node.output_tokens(job) for job in jobs] == alone
-    assert [each.num_cached_tokens for each in (first, second, third)] == [0, length - 1, length - 1]
+    assert [each.num_cached_tokens for each in (first, second, third)] == [
+        0,
+        length - 1,
+        length - 1,
+    ]
     assert len({tuple(tokens) for tokens in alone}) == 3, "each choice has noise of its own"

@@ -1,4 +1,5 @@
-"""With a pool, tokens are still those of transformers in fp32: whatever of the prompt it has, over each transport."""
+"""With a pool, tokens are still those of transformers in fp32: whatever of the prompt it has, over
+each transport."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +8,14 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.models import StablePrompt, build_model, find_stable_prompts, load_reference_model
-from tests.pool.pooled_cluster import BLOCK_TOKENS, read_metric, pooled_cluster, wait_for_metric, get_token_sources, generate_while_decode_dies
+from tests.pool.pooled_cluster import (
+    BLOCK_TOKENS,
+    generate_while_decode_dies,
+    get_token_sources,
+    pooled_cluster,
+    read_metric,
+    wait_for_metric,
+)
 
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 600)  # the last in several chunks
 OUTPUT_TOKENS = 24
@@ -16,8 +24,11 @@ _EVICTIONS = r'baton_pool_evictions_total\{[^}]*tier="memory"[^}]*\}'
 
 
 def hit_lengths(length: int) -> list[int]:
-    """How many tokens of the prompt have been asked for before: none, a block, half, all but one, all."""
-    return sorted({known for known in (0, BLOCK_TOKENS, length // 2, length - 1, length) if known <= length})
+    """How many tokens of the prompt have been asked for before: none, a block, half, all but one,
+    all."""
+    return sorted(
+        {known for known in (0, BLOCK_TOKENS, length // 2, length - 1, length) if known <= length}
+    )
 
 
 async def wait_publications_done(cluster: Cluster) -> None:
@@ -31,7 +42,9 @@ async def wait_publications_done(cluster: Cluster) -> None:
 
 async def check_killed_decode_node_changes_no_token(cluster: Cluster, asked: StablePrompt) -> None:
     """And costs a block, and what was not published yet."""
-    tokens, resumed = await generate_while_decode_dies(cluster, asked.prompt, 40, max_tokens=64, temperature=0.0)
+    tokens, resumed = await generate_while_decode_dies(
+        cluster, asked.prompt, 40, max_tokens=64, temperature=0.0
+    )
     assert tokens == list(asked.reference_tokens)
     assert resumed.number > 1
     assert resumed.pool >= 200
@@ -54,21 +67,33 @@ def asked(model: Path) -> dict[int, StablePrompt]:
 async def test_tokens_equal_transformers_with_pool_hits(
     tmp_path: Path, model: Path, asked: dict[int, StablePrompt], transport: str
 ) -> None:
-    """Each prompt is asked for at growing lengths, so that each time the pool has a part of it. Nodes take turns, and
-    the pool is full from the beginning, so that each block that comes evicts another."""
-    settings = {"dtype": "float32", "max_batched_tokens": 128, "transport": transport, "placement": "round_robin"}
+    """Each prompt is asked for at growing lengths, so that each time the pool has a part of it.
+    Nodes take turns, and the pool is full from the beginning, so that each block that comes evicts
+    another."""
+    settings = {
+        "dtype": "float32",
+        "max_batched_tokens": 128,
+        "transport": transport,
+        "placement": "round_robin",
+    }
     async with pooled_cluster(
         tmp_path, prefill=2, decode=2, model=str(model), pool_memory="2MiB", **settings
     ) as cluster:
-        await asyncio.gather(*(cluster.generate(filler, max_tokens=1, temperature=0.0) for filler in FILLER_PROMPTS))
+        await asyncio.gather(
+            *(cluster.generate(filler, max_tokens=1, temperature=0.0) for filler in FILLER_PROMPTS)
+        )
         await wait_publications_done(cluster)
         pooled = 0
         for length, prompt in asked.items():
             for known in hit_lengths(length):
                 if known:
-                    await cluster.generate(list(prompt.prompt[:known]), max_tokens=1, temperature=0.0)
+                    await cluster.generate(
+                        list(prompt.prompt[:known]), max_tokens=1, temperature=0.0
+                    )
                     await wait_publications_done(cluster)
-                answer = await cluster.generate(list(prompt.prompt), max_tokens=OUTPUT_TOKENS, temperature=0.0)
+                answer = await cluster.generate(
+                    list(prompt.prompt), max_tokens=OUTPUT_TOKENS, temperature=0.0
+                )
                 assert list(answer.tokens) == list(prompt.reference_tokens), (length, known)
                 pooled += (await get_token_sources(cluster, answer))["pool"]
         assert pooled > 600

@@ -15,7 +15,14 @@ import pytest
 import pytest_asyncio
 
 from tests.pool.fake_coordinator import FakePoolCoordinator
-from tests.pool.harness import TIMEOUT_SECONDS, ROOT, PoolNode, PoolProcess, run_pool_node, wait_until
+from tests.pool.harness import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    PoolNode,
+    PoolProcess,
+    run_pool_node,
+    wait_until,
+)
 
 
 class PoolTestHost:
@@ -29,7 +36,9 @@ class PoolTestHost:
 
     async def start_node(self, name: str = "decode-0", **changed: Any) -> PoolNode:
         """Attached, and the pool a member."""
-        made = await self._open.enter_async_context(run_pool_node(self.pool.address, self.folder, name, **changed))
+        made = await self._open.enter_async_context(
+            run_pool_node(self.pool.address, self.folder, name, **changed)
+        )
         await made.wait_until_attached()
         await wait_until("joined", lambda: self.registrar.is_joined)
         return made
@@ -110,7 +119,9 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[PoolTestHost]
     settings = getattr(request.module, "SETTINGS", {})
     try:
         async with FakePoolCoordinator.open() as registrar:
-            with PoolProcess(folder, coordinator=registrar.address, name="pool-0", **settings) as pool:
+            with PoolProcess(
+                folder, coordinator=registrar.address, name="pool-0", **settings
+            ) as pool:
                 yield PoolTestHost(pool, registrar, folder)
         assert os.listdir(folder) == [], "segments were left behind"
     finally:

@@ -1,4 +1,5 @@
-"""The coordinator's end of a pool's membership: it welcomes, asks for the ledger, and keeps what it is told."""
+"""The coordinator's end of a pool's membership: it welcomes, asks for the ledger, and keeps what it
+is told."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -48,7 +49,14 @@ class FakePoolCoordinator:
         await self._send(ledger_query=pb.LedgerQuery(query=1))
         async with asyncio.timeout(TIMEOUT_SECONDS):
             found = await self._ledgers.get()
-        counted = found.free + found.cached + found.reserved + found.writing + found.in_use + found.quarantined
+        counted = (
+            found.free
+            + found.cached
+            + found.reserved
+            + found.writing
+            + found.in_use
+            + found.quarantined
+        )
         assert counted == found.total, found
         return found
 
@@ -73,7 +81,9 @@ class FakePoolCoordinator:
         join = (await context.read()).join
         self._context, self._sequence_numbers = context, link_codec.SequenceNumbers()
         incarnation = f"{len(self.joins) + 1:016x}"
-        await self._send(welcome=pb.Welcome(incarnation=incarnation, heartbeat_seconds=0.1, silence_seconds=60.0))
+        await self._send(
+            welcome=pb.Welcome(incarnation=incarnation, heartbeat_seconds=0.1, silence_seconds=60.0)
+        )
         self.joins.append(join)
         self.is_joined = True
         try:

@@ -1,4 +1,5 @@
-"""A pool in a process of its own, and nodes' clients of it: some here, some in processes that can be killed."""
+"""A pool in a process of its own, and nodes' clients of it: some here, some in processes that can
+be killed."""
 
 import asyncio
 import ctypes
@@ -15,16 +16,23 @@ from typing import Any, Self
 
 import numpy as np
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import PoolHit, PublishRequest
-from baton.shared_memory.segment import Segment, create_segment, compute_host_id, round_up_segment_bytes
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.shared_memory.segment import (
+    Segment,
+    compute_host_id,
+    create_segment,
+    round_up_segment_bytes,
+)
 from kv_pool.client.pool_client import PoolClient
 from kv_pool.common.protocol import PoolClientConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="float32")  # 4 KiB a block
+LAYOUT = KVLayout(
+    num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="float32"
+)  # 4 KiB a block
 DIGEST = b"\1" * 32
 CLUSTER_TOKEN = "a cluster's secret"
 UNSALTED_ROOT = root_hash(DIGEST, LAYOUT, b"")
@@ -41,7 +49,11 @@ class PoolProcess:
         self._port_holder.bind(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._held.getsockname()[1]}"
         self.folder = folder
-        self._settings = {"pool_memory": "2MiB", "log_level": "info", "log_format": "json"} | settings
+        self._settings = {
+            "pool_memory": "2MiB",
+            "log_level": "info",
+            "log_format": "json",
+        } | settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -100,25 +112,39 @@ class PoolNode:
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
 
     def fill_blocks(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
-        """Write what a model would for these tokens' full blocks into own blocks from `first` on. Returns those."""
+        """Write what a model would for these tokens' full blocks into own blocks from `first` on.
+        Returns those."""
         blocks = []
         for number in range(len(tokens) // LAYOUT.block_size):
-            self.memory[first + number] = make_block_content(tokens[: (number + 1) * LAYOUT.block_size])
+            self.memory[first + number] = make_block_content(
+                tokens[: (number + 1) * LAYOUT.block_size]
+            )
             blocks.append(first + number)
         return tuple(blocks)
 
     async def find_prefix(
-        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = UNSALTED_ROOT, **more: Any
+        self,
+        tokens: Sequence[int],
+        most: int | None = None,
+        *,
+        root: BlockHash = UNSALTED_ROOT,
+        **more: Any,
     ) -> PoolHit:
         packed = pack_tokens(tokens)
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
         names = compute_packed_hashes(root, packed, LAYOUT.block_size)
-        self.client.find_prefix(root, names, packed, len(tokens) if most is None else most, found.set_result, **more)
+        self.client.find_prefix(
+            root, names, packed, len(tokens) if most is None else most, found.set_result, **more
+        )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return await found
 
     def make_publish_request(
-        self, tokens: Sequence[int], sources: Sequence[int], then: Callable[[PoolHit | None], None], **more: Any
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[int],
+        then: Callable[[PoolHit | None], None],
+        **more: Any,
     ) -> PublishRequest:
         root: BlockHash = more.pop("root", UNSALTED_ROOT)
         packed = pack_tokens(tokens[: len(tokens) // LAYOUT.block_size * LAYOUT.block_size])
@@ -126,18 +152,24 @@ class PoolNode:
         first = len(packed) // 4 // LAYOUT.block_size - len(sources)
         return PublishRequest(root, names, packed, first, tuple(sources), then, **more)
 
-    async def publish_tokens(self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any) -> PoolHit | None:
+    async def publish_tokens(
+        self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any
+    ) -> PoolHit | None:
         """From own blocks `own` on, the chain's blocks from `first` on."""
         sources = self.fill_blocks(tokens, own)[first:]
         ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
-        assert self.client.publish_blocks(self.make_publish_request(tokens, sources, ended.set_result, **more))
+        assert self.client.publish_blocks(
+            self.make_publish_request(tokens, sources, ended.set_result, **more)
+        )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return await ended
 
     def read_blocks(self, hit: PoolHit) -> list[bytes]:
         """What lies in the blocks of a hit."""
         size = LAYOUT.block_bytes
-        return [ctypes.string_at(self.space.base_address + block * size, size) for block in hit.blocks]
+        return [
+            ctypes.string_at(self.space.base_address + block * size, size) for block in hit.blocks
+        ]
 
     def release_hit(self, hit: PoolHit) -> None:
         if hit.pin is not None:
@@ -155,10 +187,15 @@ def make_block_content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtyp
 
 def expected_blocks(tokens: Sequence[int]) -> list[bytes]:
     size = LAYOUT.block_size
-    return [make_block_content(tokens[: end * size]).tobytes() for end in range(1, len(tokens) // size + 1)]
+    return [
+        make_block_content(tokens[: end * size]).tobytes()
+        for end in range(1, len(tokens) // size + 1)
+    ]
 
 
-async def wait_until(what: str, holds: Callable[[], Any], patience: float = TIMEOUT_SECONDS) -> None:
+async def wait_until(
+    what: str, holds: Callable[[], Any], patience: float = TIMEOUT_SECONDS
+) -> None:
     async with asyncio.timeout(patience):
         while not holds():
             await asyncio.sleep(0.01)
@@ -180,9 +217,13 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
 
 
 @asynccontextmanager
-async def run_pool_node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[PoolNode]:
+async def run_pool_node(
+    address: str, folder: Path, name: str = "decode-0", **changed: Any
+) -> AsyncIterator[PoolNode]:
     """A node, attached or not yet."""
-    arena = create_segment(folder, "arena", round_up_segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
+    arena = create_segment(
+        folder, "arena", round_up_segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes)
+    )
     space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 30)
     client = PoolClient(client_config(address, folder, name, **changed), space, arena.view)
     memory = np.frombuffer(arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)

@@ -1,4 +1,5 @@
-"""Prefill and decode nodes of one process on one pool, stepped by hand; hand-offs copy what the planes would."""
+"""Prefill and decode nodes of one process on one pool, stepped by hand; hand-offs copy what the
+planes would."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,14 +7,26 @@ from typing import Any
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import Cancelled
-from baton.types import AttemptKey, TicketId, AttemptSpec
+from baton.types import AttemptKey, AttemptSpec, TicketId
 from decode_node.decode_role import DecodeRole
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, HandoffStats, InboundSealed, InboundStarted
-from node_engine.core.node_commands import CancelCommand, TicketCommand, PrefillCommand, DecodeCommand
+from kv_transfer.plane import (
+    HandoffStats,
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    OutboundAborted,
+    OutboundCommitted,
+)
+from node_engine.core.node_commands import (
+    CancelCommand,
+    DecodeCommand,
+    PrefillCommand,
+    TicketCommand,
+)
 from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
 from prefill_node.prefill_role import PrefillRole
 from tests.pool.in_process_pool import InProcessPool
-from tests.unit.node_roles.role_bench import WRITER, RoleBench, FakeInbound, FakeOutbound
+from tests.unit.node_roles.role_bench import WRITER, FakeInbound, FakeOutbound, RoleBench
 
 BLOCK_TOKENS = PACED_LAYOUT.block_size
 VOCAB = 1000
@@ -56,7 +69,13 @@ class InProcessHost:
     """Nodes of one host. `in_place` is false where kernels cannot read the pool."""
 
     def __init__(
-        self, folder: Path, *, prefill: int = 1, decode: int = 1, pool_blocks: int = 256, **options: Any
+        self,
+        folder: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        pool_blocks: int = 256,
+        **options: Any,
     ) -> None:
         self.pool = InProcessPool(folder, PACED_LAYOUT, pool_blocks)
         self.prefill = [InProcessPrefillNode(self.pool, **options) for _ in range(prefill)]
@@ -86,7 +105,11 @@ class InProcessHost:
             assert self.pool.num_pins == 0
 
     def serve_request(
-        self, job: AttemptSpec, prefill: int = 0, decode: int = 0, while_running: Callable[[], None] | None = None
+        self,
+        job: AttemptSpec,
+        prefill: int = 0,
+        decode: int = 0,
+        while_running: Callable[[], None] | None = None,
     ) -> list[int]:
         """One request through both legs, to its end. Returns its tokens."""
         sender, receiver = self.prefill[prefill], self.decode[decode]
@@ -107,7 +130,9 @@ class InProcessHost:
                 while_running()
         return receiver.collect_tokens(job.key)
 
-    def land_handoff(self, sender: InProcessPrefillNode, receiver: InProcessDecodeNode, key: AttemptKey) -> None:
+    def land_handoff(
+        self, sender: InProcessPrefillNode, receiver: InProcessDecodeNode, key: AttemptKey
+    ) -> None:
         ticket = next(each for each in reversed(receiver.plane.granted.values()) if each.key == key)
         size = PACED_LAYOUT.block_bytes
         receiver.send_item(InboundStarted(ticket.id))
@@ -115,7 +140,9 @@ class InProcessHost:
             for number, block in enumerate(source, first):
                 if layer == 0 and number >= ticket.first_block:
                     offset = ticket.block_offsets[number - ticket.first_block]
-                    receiver.block_memory[offset : offset + size] = sender.block_memory[block * size : (block + 1) * size]
+                    receiver.block_memory[offset : offset + size] = sender.block_memory[
+                        block * size : (block + 1) * size
+                    ]
         receiver.send_item(InboundSealed(ticket.id, sender.plane.sealed[key], 0))
         sender.send_item(OutboundCommitted(key, _REPORT))
 
@@ -130,4 +157,6 @@ def _cancel(job: AttemptSpec) -> Any:
 
 
 def reference_tokens(job: AttemptSpec) -> list[int]:
-    return paced_reference_tokens(job.context_token_ids, job.request.sampling.max_tokens - len(job.emitted_token_ids), VOCAB)
+    return paced_reference_tokens(
+        job.context_token_ids, job.request.sampling.max_tokens - len(job.emitted_token_ids), VOCAB
+    )

@@ -1,4 +1,5 @@
-"""A pool without a process: the pool's core over a segment, and ports to it that answer when the test lets them."""
+"""A pool without a process: the pool's core over a segment, and ports to it that answer when the
+test lets them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.kv.block_hash import BlockHash
 from baton.kv.kv_layout import KVLayout
-from baton.kv.pool_types import RemotePrefix, PoolHit, PoolPin, PublishRequest
+from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import BlockIndex
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.blocks.attachments import PoolMatch, PinId
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.blocks.attachments import PinId, PoolMatch
 from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.eviction.evictor import LruEvictor
+from kv_pool.core.index.prompt_chain import PromptChain
 
 
 class InProcessPool:
@@ -26,8 +27,14 @@ class InProcessPool:
 
     def __init__(self, folder: Path, layout: KVLayout, num_blocks: int = 256) -> None:
         self.folder, self.layout = folder, layout
-        self.segment = create_segment(folder, "pool", round_up_segment_bytes(num_blocks * layout.block_bytes, layout.block_bytes))
-        self.block_pool = SharedBlockPool(CacheTier(num_blocks, layout.block_size, LruEvictor(num_blocks)))
+        self.segment = create_segment(
+            folder,
+            "pool",
+            round_up_segment_bytes(num_blocks * layout.block_bytes, layout.block_bytes),
+        )
+        self.block_pool = SharedBlockPool(
+            CacheTier(num_blocks, layout.block_size, LruEvictor(num_blocks))
+        )
         self.clients: list[FakePoolClient] = []
         self._ticks = count(1)
 
@@ -57,12 +64,15 @@ class InProcessPool:
 
 
 class FakePoolClient:
-    """One attachment. Look-ups are answered at once unless `is_slow`; publications when `run_publication` is called."""
+    """One attachment. Look-ups are answered at once unless `is_slow`; publications when
+    `run_publication` is called."""
 
     def __init__(self, pool: InProcessPool, space: BlockAddressSpace, holder: str) -> None:
         self.is_attached = True
         self.is_slow = False
-        self.remote_blocks = 0  # blocks of what is found next that are said to come from another host's pool
+        self.remote_blocks = (
+            0  # blocks of what is found next that are said to come from another host's pool
+        )
         self.remote_prefixes: list[RemotePrefix] = []
         self.lookups: deque[Callable[[], None]] = deque()
         self.publish_requests: deque[PublishRequest] = deque()
@@ -71,7 +81,9 @@ class FakePoolClient:
         self._pool, self._client_id = pool, holder
         self._memory = space.attach_segment(pool.segment.name)
         self.first_global_block = space.address_map.get_span(pool.segment.name).start
-        self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(-1, pool.layout.block_bytes)
+        self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(
+            -1, pool.layout.block_bytes
+        )
         pool.block_pool.attach_client(holder, pool.now())
 
     async def run(self) -> None: ...
@@ -94,7 +106,11 @@ class FakePoolClient:
         self.remote_prefixes += [elsewhere] if elsewhere else []
 
         def answer() -> None:
-            hit = self._to_hit(self._pool.block_pool.find_prefix(self._client_id, chain, max_tokens, self._pool.now()))
+            hit = self._to_hit(
+                self._pool.block_pool.find_prefix(
+                    self._client_id, chain, max_tokens, self._pool.now()
+                )
+            )
             then(replace(hit, remote_blocks=self.remote_blocks))
 
         if self.is_slow:
@@ -115,18 +131,34 @@ class FakePoolClient:
         if not self.publish_requests:
             return False
         job = self.publish_requests.popleft()
-        chain = PromptChain(job.root_hash, job.packed_hashes, job.packed_tokens, self._pool.layout.block_size)
+        chain = PromptChain(
+            job.root_hash, job.packed_hashes, job.packed_tokens, self._pool.layout.block_size
+        )
         assert job.first_block + len(job.source_blocks) == len(chain)
         core, now = self._pool.block_pool, self._pool.now()
         granted = core.reserve_blocks(self._client_id, chain, job.first_block, now)
         if granted.publication_id is None:
-            found = core.find_prefix(self._client_id, chain, len(chain) * chain.block_size, now, partial=False)
-            job.on_done(self._to_hit(found) if granted.first_block >= len(chain) else self._release_match(found))
+            found = core.find_prefix(
+                self._client_id, chain, len(chain) * chain.block_size, now, partial=False
+            )
+            job.on_done(
+                self._to_hit(found)
+                if granted.first_block >= len(chain)
+                else self._release_match(found)
+            )
             return True
         for number, place in enumerate(granted.blocks, granted.first_block):
-            self._blocks[self.first_global_block + place] = self._blocks[job.source_blocks[number - job.first_block]]
+            self._blocks[self.first_global_block + place] = self._blocks[
+                job.source_blocks[number - job.first_block]
+            ]
             self.copied_blocks += 1
-        job.on_done(self._to_hit(core.seal_publication(self._client_id, granted.publication_id, len(granted.blocks), now)))
+        job.on_done(
+            self._to_hit(
+                core.seal_publication(
+                    self._client_id, granted.publication_id, len(granted.blocks), now
+                )
+            )
+        )
         return True
 
     def drop_publication(self) -> None:
@@ -144,5 +176,8 @@ class FakePoolClient:
         blocks = tuple(BlockIndex(self.first_global_block + block) for block in found.blocks)
         partial = None
         if found.partial_block is not None:
-            partial = BlockIndex(self.first_global_block + found.partial_block[0]), found.partial_block[1]
+            partial = (
+                BlockIndex(self.first_global_block + found.partial_block[0]),
+                found.partial_block[1],
+            )
         return PoolHit(PoolPin(1, found.pin_id), blocks, partial)

@@ -1,20 +1,21 @@
-"""A model over an arena beside a pool's segment, without a process: what a node computes from blocks of the pool."""
+"""A model over an arena beside a pool's segment, without a process: what a node computes from
+blocks of the pool."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from baton.shared_memory.addressing import BlockAddressSpace
 from baton.kv.block_hash import root_hash
 from baton.kv.hash_chain import HashChain
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
-from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, AttemptSpec
+from baton.types import AttemptKey, AttemptSpec, BlockIndex, Request, RequestId, SamplingParams
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
-from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
-from node_engine.shared_pool.block_copier import BlockCopier
+from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.model.model_engine import ModelEngine
+from node_engine.shared_pool.block_copier import BlockCopier
 
 BLOCKS = 64
 
@@ -22,27 +23,45 @@ BLOCKS = 64
 class ModelNode:
     """`in_place` false: blocks of the pool are copied, as for a GPU."""
 
-    def __init__(self, model: Path, folder: Path, device: Literal["cpu", "cuda"], *, in_place: bool) -> None:
+    def __init__(
+        self, model: Path, folder: Path, device: Literal["cpu", "cuda"], *, in_place: bool
+    ) -> None:
         self.engine = ModelEngine.load(model, dtype="float32", device=device)
         layout = self.engine.layout
         size = round_up_segment_bytes(BLOCKS * layout.block_bytes, layout.block_bytes)
-        self.arena, self.pool_segment = create_segment(folder, "arena", size), create_segment(folder, "pool", size)
+        self.arena, self.pool_segment = (
+            create_segment(folder, "arena", size),
+            create_segment(folder, "pool", size),
+        )
         space = BlockAddressSpace(layout.block_bytes, folder, range_bytes=1 << 30)
-        self.mapped = space.attach_segment(self.arena.name), space.attach_segment(self.pool_segment.name)
+        self.mapped = (
+            space.attach_segment(self.arena.name),
+            space.attach_segment(self.pool_segment.name),
+        )
         self.first_pool_block = space.address_map.get_span(self.pool_segment.name).start
         self.copies = BlockCopier(space.view_range(), layout.block_bytes)
-        own = self.arena.view[: BLOCKS * layout.block_bytes]  # without what the segment's size was rounded up by
+        own = self.arena.view[
+            : BLOCKS * layout.block_bytes
+        ]  # without what the segment's size was rounded up by
         self.engine.bind_cache(space.view_range() if in_place else own, BLOCKS)
         self.pool = BlockPool(BLOCKS, layout.block_size, lambda: 0.0)
         limits = SchedulerLimits(4, 64, 2048)
-        self.scheduler = Scheduler(self.pool, limits, copy_in=None if in_place else self.copies.copy_blocks)
+        self.scheduler = Scheduler(
+            self.pool, limits, copy_in=None if in_place else self.copies.copy_blocks
+        )
         self.num_released = 0
 
-    def generate(self, prompt: Sequence[int], count: int, pooled: PoolPrefix | None = None) -> list[int]:
+    def generate(
+        self, prompt: Sequence[int], count: int, pooled: PoolPrefix | None = None
+    ) -> list[int]:
         key = AttemptKey(RequestId("r"), 0, 0)
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         root = root_hash(self.engine.model_digest, self.engine.layout, b"")
-        sequence = self.scheduler.add_sequence(AttemptSpec(key, Request(key.request_id, tuple(prompt), params, 60.0)), root, pooled=pooled)
+        sequence = self.scheduler.add_sequence(
+            AttemptSpec(key, Request(key.request_id, tuple(prompt), params, 60.0)),
+            root,
+            pooled=pooled,
+        )
         if pooled is not None:
             pooled.release()
         tokens: list[int] = []
@@ -53,9 +72,12 @@ class ModelNode:
         return tokens
 
     def publish_and_wipe(self, prompt: Sequence[int], blocks: int, partial: int) -> PoolPrefix:
-        """Blocks that a former `generate` of the same prompt has left here go to the pool; the own ones are wiped."""
+        """Blocks that a former `generate` of the same prompt has left here go to the pool; the own
+        ones are wiped."""
         layout = self.engine.layout
-        chain = HashChain(root_hash(self.engine.model_digest, layout, b""), prompt, layout.block_size)
+        chain = HashChain(
+            root_hash(self.engine.model_digest, layout, b""), prompt, layout.block_size
+        )
         mine = self.pool.find_own_suffix(chain, blocks + (1 if partial else 0))
         places = [BlockIndex(self.first_pool_block + number) for number in range(len(mine))]
         self.copies.copy_blocks(list(zip(mine, places, strict=True)))
@@ -79,7 +101,8 @@ def check_reads(
     *,
     in_place: bool,
 ) -> None:
-    """Tokens from whole blocks of the pool, and from one more that is continued by copy on write."""
+    """Tokens from whole blocks of the pool, and from one more that is continued by copy on
+    write."""
     size = 16
     for blocks, partial in ((1, 0), (3, 0), (2, size - 3), (len(prompt) // size - 1, size - 1)):
         node = ModelNode(model, folder, device, in_place=in_place)

@@ -1,5 +1,5 @@
-"""A node's client in a process of its own, so that it can be stopped and killed. It reads one order a line, and says
-what became of it. Failpoints come by environment."""
+"""A node's client in a process of its own, so that it can be stopped and killed. It reads one order
+a line, and says what became of it. Failpoints come by environment."""
 
 import asyncio
 import json
@@ -7,15 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from baton.kv.pool_types import PoolHit
 from baton.process import log
 from baton.process.failpoints import arm_from_environment
-from baton.kv.pool_types import PoolHit
-from tests.pool.harness import PoolNode, expected_blocks, run_pool_node, make_tokens
+from tests.pool.harness import PoolNode, expected_blocks, make_tokens, run_pool_node
 
 
 async def _main(address: str, folder: str, name: str) -> None:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     async with run_pool_node(address, Path(folder), name) as made:
         await made.wait_until_attached()
         _reply("attached")

@@ -11,8 +11,8 @@ import httpx
 
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS
 from baton.pb import cluster_pb2 as pb
-from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 
 BLOCK_TOKENS = 16  # tokens
@@ -30,7 +30,10 @@ async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster
     """Every node attached; afterwards nobody holds anything."""
     cluster = Cluster(folder, **{**SETTINGS, **settings})
     async with cluster:
-        await wait_until("attached", lambda: count_attachments(cluster) >= cluster.config.prefill + cluster.config.decode)
+        await wait_until(
+            "attached",
+            lambda: count_attachments(cluster) >= cluster.config.prefill + cluster.config.decode,
+        )
         yield cluster
         await cluster.wait_idle()
     cluster.assert_clean()
@@ -62,21 +65,27 @@ def inserted_blocks_metric(pool: str) -> str:
 
 
 async def wait_until_known(cluster: Cluster, pool: str, blocks: float) -> None:
-    """Until that pool has taken in so many blocks, and the coordinator knows which. That a directory has as many is not
-    enough: nodes have told of their own copies before."""
+    """Until that pool has taken in so many blocks, and the coordinator knows which. That a
+    directory has as many is not enough: nodes have told of their own copies before."""
     await wait_for_metric(cluster, inserted_blocks_metric(pool), blocks)
     await asyncio.sleep(FLUSH_INTERVAL_SECONDS)  # after which a pool tells what it has gained
-    for _ in range(2):  # it may answer first what it was asked while it stood still, and the second time it has told
+    for _ in range(
+        2
+    ):  # it may answer first what it was asked while it stood still, and the second time it has told
         await cluster.get_ledgers()
 
 
 async def generate_while_decode_dies(
     cluster: Cluster, prompt: Sequence[int], steps: int, **fields: Any
 ) -> tuple[list[int], pb.AttemptReport]:
-    """An answer whose decode node hardly gets further after `steps` steps, and is killed once the pool has every full
-    block that was written until then: its tokens, and what is told of the attempt that ended it. The node is back then.
-    `prompt` has nothing in common with earlier ones."""
-    before, nodes = await read_metric(cluster, inserted_blocks_metric("pool-0")), len((await cluster.get_status()).nodes)
+    """An answer whose decode node hardly gets further after `steps` steps, and is killed once the
+    pool has every full block that was written until then: its tokens, and what is told of the
+    attempt that ended it. The node is back then. `prompt` has nothing in common with earlier
+    ones."""
+    before, nodes = (
+        await read_metric(cluster, inserted_blocks_metric("pool-0")),
+        len((await cluster.get_status()).nodes),
+    )
     await cluster.arm_failpoints("decode", f"decode.step.before=delay(0.5)+{steps}")
     tokens: list[int] = []
     victim = ""
@@ -84,9 +93,15 @@ async def generate_while_decode_dies(
         async for part in call:
             tokens += part.token_ids
             if len(tokens) >= steps and not victim:
-                await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), before + (len(prompt) + len(tokens) - 1) // BLOCK_TOKENS)
+                await wait_for_metric(
+                    cluster,
+                    inserted_blocks_metric("pool-0"),
+                    before + (len(prompt) + len(tokens) - 1) // BLOCK_TOKENS,
+                )
                 status = await cluster.get_status()
-                (victim,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
+                (victim,) = [
+                    node.name for node in status.nodes if node.role == "decode" and node.placed
+                ]
                 cluster.kill(victim)
     await cluster.arm_failpoints("decode", "")
     told: pb.ExplainResponse = await call_cluster_service(

@@ -67,7 +67,9 @@ async def test_lookup_with_another_salt_is_a_miss(host: PoolTestHost) -> None:
     tokens = make_tokens(next(_SEEDS), 3)
     hit = await node.publish_tokens(tokens)
     assert hit is not None
-    assert await node.find_prefix(tokens, root=root_hash(DIGEST, LAYOUT, b"another tenant")) == PoolHit(None, ())
+    assert await node.find_prefix(
+        tokens, root=root_hash(DIGEST, LAYOUT, b"another tenant")
+    ) == PoolHit(None, ())
     node.release_hit(hit)
 
 
@@ -116,7 +118,9 @@ async def test_a_pin_is_released_once(host: PoolTestHost) -> None:
     await host.registrar.wait_for_ledger()
 
 
-async def test_pool_of_another_model_refuses_with_the_field(host: PoolTestHost, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pool_of_another_model_refuses_with_the_field(
+    host: PoolTestHost, capsys: pytest.CaptureFixture[str]
+) -> None:
     await host.start_node()
     for changed, told in (
         ({"model_digest": "ff" * 32}, "model_digest"),
@@ -131,19 +135,27 @@ async def test_pool_of_another_model_refuses_with_the_field(host: PoolTestHost, 
 
 async def test_redial_backs_off_on_refusal_but_not_on_disconnect(host: PoolTestHost) -> None:
     await host.start_node()
-    async with other_node(host.pool.address, host.folder, "stranger", model_digest="ff" * 32) as stranger:
+    async with other_node(
+        host.pool.address, host.folder, "stranger", model_digest="ff" * 32
+    ) as stranger:
         await wait_until("refused", lambda: stranger.client._redial_seconds > 2 * RETRY_SECONDS)
         dials = stranger.client.counters()["baton_pool_dials_total"]
         assert dials >= 3
         host.pool.kill()
-        await wait_until("gone", lambda: stranger.client.counters()["baton_pool_dials_total"] > dials)
-        await wait_until("dialled as before", lambda: stranger.client._redial_seconds == RETRY_SECONDS)
+        await wait_until(
+            "gone", lambda: stranger.client.counters()["baton_pool_dials_total"] > dials
+        )
+        await wait_until(
+            "dialled as before", lambda: stranger.client._redial_seconds == RETRY_SECONDS
+        )
     host.pool.start()
 
 
 async def test_node_with_wrong_token_never_attaches(host: PoolTestHost) -> None:
     async with other_node(host.pool.address, host.folder, "stranger", token="another") as stranger:
-        await wait_until("tried again", lambda: stranger.client.counters()["baton_pool_dials_total"] > 2)
+        await wait_until(
+            "tried again", lambda: stranger.client.counters()["baton_pool_dials_total"] > 2
+        )
         assert not stranger.client.is_attached
         assert stranger.client.counters()["baton_pool_attachments_total"] == 0
 
@@ -153,7 +165,10 @@ async def test_the_queue_of_publications_is_bounded(host: PoolTestHost) -> None:
     tokens = make_tokens(next(_SEEDS), 1)
     sources = node.fill_blocks(tokens)
     ends: list[PoolHit | None] = []
-    taken = sum(node.client.publish_blocks(node.make_publish_request(tokens, sources, ends.append)) for _ in range(2000))
+    taken = sum(
+        node.client.publish_blocks(node.make_publish_request(tokens, sources, ends.append))
+        for _ in range(2000)
+    )
     assert taken < 2000
     assert node.client.counters()["baton_pool_publish_dropped_total"] == 2000 - taken
     await wait_until("all taken have ended", lambda: len(ends) == taken)
@@ -191,7 +206,9 @@ async def test_clean_shutdown_releases_everything(host: PoolTestHost) -> None:
     await host.registrar.wait_for_ledger()
 
 
-async def _find_into(node: PoolNode, tokens: tuple[int, ...], found: "asyncio.Future[PoolHit]") -> None:
+async def _find_into(
+    node: PoolNode, tokens: tuple[int, ...], found: "asyncio.Future[PoolHit]"
+) -> None:
     found.set_result(await node.find_prefix(tokens))
 
 

@@ -1,4 +1,5 @@
-"""A pool with a disk behind its memory, as a real process: what memory evicts comes back, also after a restart."""
+"""A pool with a disk behind its memory, as a real process: what memory evicts comes back, also
+after a restart."""
 
 import asyncio
 import os
@@ -12,11 +13,21 @@ import pytest
 import pytest_asyncio
 
 from baton.kv.block_hash import root_hash
-from baton.pb.common_pb2 import Ledger
 from baton.kv.pool_types import PoolHit
+from baton.pb.common_pb2 import Ledger
 from tests.pool.conftest import PoolTestHost
 from tests.pool.fake_coordinator import FakePoolCoordinator
-from tests.pool.harness import DIGEST, LAYOUT, TIMEOUT_SECONDS, UNSALTED_ROOT, PoolNode, PoolProcess, expected_blocks, make_tokens, wait_until
+from tests.pool.harness import (
+    DIGEST,
+    LAYOUT,
+    TIMEOUT_SECONDS,
+    UNSALTED_ROOT,
+    PoolNode,
+    PoolProcess,
+    expected_blocks,
+    make_tokens,
+    wait_until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,7 +43,9 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poo
     settings = {"pool_eviction": "lru", "pool_disk": size, "pool_disk_dir": disk}
     try:
         async with FakePoolCoordinator.open() as registrar:
-            with PoolProcess(folder, coordinator=registrar.address, name="pool-0", **settings) as pool:
+            with PoolProcess(
+                folder, coordinator=registrar.address, name="pool-0", **settings
+            ) as pool:
                 yield PoolTestHost(pool, registrar, folder)
         assert os.listdir(folder) == [], "segments were left behind"
         assert sorted(path.name for path in disk.iterdir()) == ["pool-disk.journal", "pool-disk.kv"]
@@ -45,7 +58,9 @@ def read_counter(host: PoolTestHost, name: str) -> float:
     return host.registrar.stats.counters[name]
 
 
-async def publish_and_release(node: PoolNode, tokens: tuple[int, ...], *, hit: bool = True, **more: object) -> None:
+async def publish_and_release(
+    node: PoolNode, tokens: tuple[int, ...], *, hit: bool = True, **more: object
+) -> None:
     published = await node.publish_tokens(tokens, **more)
     assert published is not None
     node.release_hit(published)
@@ -60,7 +75,9 @@ async def wait_for_disk_ledger(host: PoolTestHost, **counts: int) -> Ledger:
         while True:
             await host.registrar.query_ledger()
             found = host.registrar.disk_ledger
-            if found.total and all(getattr(found, state) == count for state, count in wanted.items()):
+            if found.total and all(
+                getattr(found, state) == count for state, count in wanted.items()
+            ):
                 return found
             await asyncio.sleep(0.02)
 
@@ -84,7 +101,9 @@ async def test_hit_blocks_evicted_from_memory_are_loaded_from_disk(host: PoolTes
     assert node.read_blocks(found) == expected_blocks(tokens)
     node.release_hit(found)
     assert await node.find_prefix(never_hit) == PoolHit(None, ())
-    await wait_until("told", lambda: read_counter(host, 'baton_pool_found_blocks_total{tier="disk"}') == 100)
+    await wait_until(
+        "told", lambda: read_counter(host, 'baton_pool_found_blocks_total{tier="disk"}') == 100
+    )
     await host.registrar.wait_for_ledger()
     assert (await wait_for_disk_ledger(host, cached=100, free=_SLOTS - 100)).node == "pool-0 disk"
     await wait_until("told", lambda: read_counter(host, "baton_pool_disk_slots_used") == 100)
@@ -103,7 +122,9 @@ async def test_disk_contents_survive_a_pool_crash(host: PoolTestHost) -> None:
     await wait_until("gone", lambda: not node.client.is_attached)
     host.pool.start()
     await node.wait_until_attached()
-    await wait_until("joined again", lambda: len(host.registrar.joins) == joins + 1 and host.registrar.is_joined)
+    await wait_until(
+        "joined again", lambda: len(host.registrar.joins) == joins + 1 and host.registrar.is_joined
+    )
     await wait_for_disk_ledger(host, cached=before + 120)
     for tokens, root, other in ((mine, UNSALTED_ROOT, salted), (theirs, salted, UNSALTED_ROOT)):
         assert await node.find_prefix(tokens, root=other) == PoolHit(None, ())
@@ -121,7 +142,9 @@ async def test_the_first_blocks_are_read_at_once_when_the_disk_is_slow(host: Poo
     await evict_all_from_memory(host, node, before + 40)
     await publish_and_release(node, tokens[: 10 * LAYOUT.block_size], hit=False)
     await host.registrar.arm_failpoints("pool.disk.read=delay(2)*1")
-    found = await node.find_prefix(tokens, token_seconds=0.002)  # a quarter of a second for all of it
+    found = await node.find_prefix(
+        tokens, token_seconds=0.002
+    )  # a quarter of a second for all of it
     assert node.read_blocks(found) == expected_blocks(tokens)[:10]
     node.release_hit(found)
     await host.registrar.wait_for_ledger()  # it comes all the same

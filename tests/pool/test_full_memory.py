@@ -6,7 +6,14 @@ import pytest
 
 from baton.kv.block_hash import iter_block_hashes, short_hash
 from tests.pool.conftest import PoolTestHost
-from tests.pool.harness import LAYOUT, OWN_BLOCKS, UNSALTED_ROOT, expected_blocks, make_tokens, wait_until
+from tests.pool.harness import (
+    LAYOUT,
+    OWN_BLOCKS,
+    UNSALTED_ROOT,
+    expected_blocks,
+    make_tokens,
+    wait_until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,11 +33,16 @@ async def test_full_memory_evicts_unpinned_blocks_only(host: PoolTestHost) -> No
         assert len(hit.blocks) == total // 4
         node.release_hit(hit)
     assert node.read_blocks(kept) == expected_blocks(kept_tokens)
-    await wait_until("evictions told", lambda: host.registrar.stats.counters['baton_pool_evictions_total{tier="memory"}'])
+    await wait_until(
+        "evictions told",
+        lambda: host.registrar.stats.counters['baton_pool_evictions_total{tier="memory"}'],
+    )
     node.release_hit(kept)
 
 
-async def test_publication_fails_without_error_when_everything_is_pinned(host: PoolTestHost) -> None:
+async def test_publication_fails_without_error_when_everything_is_pinned(
+    host: PoolTestHost,
+) -> None:
     node = await host.start_node()
     total = (await host.registrar.query_ledger()).total
     hits = [await node.publish_tokens(make_tokens(next(_SEEDS), total // 2)) for _ in range(2)]
@@ -49,7 +61,9 @@ async def test_directory_receives_insertions_and_evictions(host: PoolTestHost) -
     node = await host.start_node()
     total = (await host.registrar.query_ledger()).total
     tokens = make_tokens(next(_SEEDS), 7)
-    names = {short_hash(name) for name in iter_block_hashes(UNSALTED_ROOT, tokens, LAYOUT.block_size)}
+    names = {
+        short_hash(name) for name in iter_block_hashes(UNSALTED_ROOT, tokens, LAYOUT.block_size)
+    }
     hit = await node.publish_tokens(tokens)
     assert hit is not None
     await wait_until("told", lambda: names <= host.registrar.block_hashes)

@@ -1,5 +1,5 @@
-"""Kills and stops, with real processes: survivors go on, what the dead held is freed once they are proven gone, and
-what may still be read or written is not used for anything else."""
+"""Kills and stops, with real processes: survivors go on, what the dead held is freed once they are
+proven gone, and what may still be read or written is not used for anything else."""
 
 import asyncio
 import signal
@@ -29,8 +29,12 @@ async def test_pool_killed(host: PoolTestHost) -> None:
     host.pool.kill()
     await wait_until("noticed", lambda: not node.client.is_attached)
     assert await node.find_prefix(tokens) == _MISS
-    assert not node.client.publish_blocks(node.make_publish_request(tokens, node.fill_blocks(tokens), lambda _: None))
-    assert node.read_blocks(hit) == expected_blocks(tokens), "the old segment stays mapped as long as it is read"
+    assert not node.client.publish_blocks(
+        node.make_publish_request(tokens, node.fill_blocks(tokens), lambda _: None)
+    )
+    assert node.read_blocks(hit) == expected_blocks(tokens), (
+        "the old segment stays mapped as long as it is read"
+    )
     host.pool.start()
     await node.wait_until_attached()
     assert await node.find_prefix(tokens) == _MISS
@@ -59,7 +63,10 @@ async def test_pool_stopped_and_resumed(host: PoolTestHost) -> None:
 
 
 async def test_pins_of_a_killed_reader_are_freed(host: PoolTestHost) -> None:
-    publisher, reader = await host.start_node("prefill-0"), await host.start_node_process("decode-0")
+    publisher, reader = (
+        await host.start_node("prefill-0"),
+        await host.start_node_process("decode-0"),
+    )
     seed = next(_SEEDS)
     hit = await publisher.publish_tokens(make_tokens(seed, 4))
     assert hit is not None
@@ -72,7 +79,9 @@ async def test_pins_of_a_killed_reader_are_freed(host: PoolTestHost) -> None:
 
 async def test_places_of_a_publisher_killed_mid_copy_are_freed(host: PoolTestHost) -> None:
     survivor = await host.start_node("decode-0")
-    publisher = await host.start_node_process("prefill-0", BATON_FAILPOINTS="pool.copy.before=stop+3")
+    publisher = await host.start_node_process(
+        "prefill-0", BATON_FAILPOINTS="pool.copy.before=stop+3"
+    )
     seed = next(_SEEDS)
     publisher.send_order("publish", seed=seed, blocks=6)
     await publisher.wait_until_stopped()
@@ -87,9 +96,12 @@ async def test_places_of_a_publisher_killed_mid_copy_are_freed(host: PoolTestHos
 
 
 async def test_blocks_of_a_stopped_reader_are_not_reused(host: PoolTestHost) -> None:
-    """However much is published meanwhile, and when its pool has given its stream up: what it reads when it wakes is
-    what it was given."""
-    publisher, reader = await host.start_node("prefill-0"), await host.start_node_process("decode-0")
+    """However much is published meanwhile, and when its pool has given its stream up: what it reads
+    when it wakes is what it was given."""
+    publisher, reader = (
+        await host.start_node("prefill-0"),
+        await host.start_node_process("decode-0"),
+    )
     total = (await host.registrar.query_ledger()).total
     seed = next(_SEEDS)
     hit = await publisher.publish_tokens(make_tokens(seed, total // 4))
@@ -107,8 +119,8 @@ async def test_blocks_of_a_stopped_reader_are_not_reused(host: PoolTestHost) -> 
 
 
 async def test_pins_are_quarantined_while_a_disconnected_reader_lives(host: PoolTestHost) -> None:
-    """Its pins are quarantined: no new look-up through the old attachment, no reuse of what it reads. A new attachment
-    stands beside it at once."""
+    """Its pins are quarantined: no new look-up through the old attachment, no reuse of what it
+    reads. A new attachment stands beside it at once."""
     node = await host.start_node("decode-0")
     total = (await host.registrar.query_ledger()).total
     tokens = make_tokens(next(_SEEDS), total // 2)
@@ -147,7 +159,9 @@ async def test_places_are_quarantined_until_a_disconnected_publisher_stops(
 
     monkeypatch.setattr(BlockRows, "copy_block", third_waits)
     try:
-        assert node.client.publish_blocks(node.make_publish_request(tokens, node.fill_blocks(tokens), ended.set_result))
+        assert node.client.publish_blocks(
+            node.make_publish_request(tokens, node.fill_blocks(tokens), ended.set_result)
+        )
         await wait_until("the third block is being copied", come.is_set)
         await host.registrar.wait_for_ledger(writing=5)
         _break_stream(node)
@@ -167,7 +181,9 @@ async def test_places_are_quarantined_until_a_disconnected_publisher_stops(
 
 async def test_corrupt_copy_is_refused(host: PoolTestHost) -> None:
     survivor = await host.start_node("decode-0")
-    publisher = await host.start_node_process("prefill-0", BATON_FAILPOINTS="pool.copy.before=corrupt+2*1")
+    publisher = await host.start_node_process(
+        "prefill-0", BATON_FAILPOINTS="pool.copy.before=corrupt+2*1"
+    )
     seed = next(_SEEDS)
     assert await publisher.run_order("publish", seed=seed, blocks=4) is None
     assert await survivor.find_prefix(make_tokens(seed, 4)) == _MISS
@@ -207,7 +223,11 @@ async def test_pool_shuts_down_on_sigterm(host: PoolTestHost) -> None:
 
 def _count_attachments(node: PoolNode) -> int:
     """So many, the last of which is in use."""
-    return int(node.client.counters()["baton_pool_attachments_total"]) if node.client.is_attached else 0
+    return (
+        int(node.client.counters()["baton_pool_attachments_total"])
+        if node.client.is_attached
+        else 0
+    )
 
 
 def _mapped_segments(node: PoolNode) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a request computes itself is never a hit: neither for its decode node, nor for a later attempt."""
+"""What a request computes itself is never a hit: neither for its decode node, nor for a later
+attempt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,10 +7,20 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Cancelled
-from node_engine.core.node_commands import CancelCommand, TicketCommand, PrefillCommand, DecodeCommand
+from node_engine.core.node_commands import (
+    CancelCommand,
+    DecodeCommand,
+    PrefillCommand,
+    TicketCommand,
+)
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.pool.pooled_cluster import inserted_blocks_metric, read_metric, pooled_cluster, wait_for_metric
 from tests.pool.in_process_nodes import InProcessHost, reference_tokens
+from tests.pool.pooled_cluster import (
+    inserted_blocks_metric,
+    pooled_cluster,
+    read_metric,
+    wait_for_metric,
+)
 from tests.unit.node_roles.role_bench import WRITER, make_work
 
 PROMPT = tuple(range(100, 164))  # 64 tokens: four full blocks
@@ -30,7 +41,9 @@ def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) ->
     while sender.step():
         pass
     host.run_publications()
-    assert len(host.pool.block_pool.memory.index) == 0, "nothing is published before the decode node has answered"
+    assert len(host.pool.block_pool.memory.index) == 0, (
+        "nothing is published before the decode node has answered"
+    )
     receiver.send_item(DecodeCommand(job, WRITER))
     assert receiver.pop_messages("reserved")[0].held_tokens == 0
     (ticket,) = receiver.plane.granted.values()
@@ -66,7 +79,10 @@ async def test_an_unseen_prompt_has_no_cached_tokens_when_decode_is_late(tmp_pat
     async with pooled_cluster(tmp_path, prefill=1, decode=1, engine="paced", **patience) as cluster:
         before = await read_metric(cluster, inserted_blocks_metric("pool-0"))
         names = ("computed_prefill", "pool", "local_cache")
-        known = {name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}') for name in names}
+        known = {
+            name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}')
+            for name in names
+        }
         cluster.freeze("decode-0")
         async with cluster.stream_generate(list(PROMPT), max_tokens=8, ignore_eos=True) as call:
             # A prompt that prefill serves alone is computed and published behind the first one.
@@ -75,9 +91,14 @@ async def test_an_unseen_prompt_has_no_cached_tokens_when_decode_is_late(tmp_pat
             await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), before + 4)
             cluster.resume("decode-0")
             parts = [part async for part in call]
-        assert [token for part in parts for token in part.token_ids] == paced_reference_tokens(PROMPT, 8)
+        assert [token for part in parts for token in part.token_ids] == paced_reference_tokens(
+            PROMPT, 8
+        )
         assert parts[-1].usage.cached_tokens == 0
-        came = {name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}') for name in names}
+        came = {
+            name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}')
+            for name in names
+        }
         assert {name: came[name] - known[name] for name in names} == {
             "computed_prefill": 128,
             "pool": 0,

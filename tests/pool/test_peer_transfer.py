@@ -1,4 +1,5 @@
-"""Blocks from one pool to another: all of them or none, whatever happens, and nothing is held afterwards."""
+"""Blocks from one pool to another: all of them or none, whatever happens, and nothing is held
+afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,19 +9,30 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    HandoffFailed,
+    IncompleteTransfer,
+    LeaseExpired,
+    PeerUnreachable,
+    StaleMessage,
+)
 from baton.kv.block_hash import root_hash
-from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, IncompleteTransfer, LeaseExpired, PeerUnreachable, StaleMessage
 from baton.types import Incarnation
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
-from tests.pool.pool_endpoints import PoolEndpoint, pool_endpoint
 from tests.pool.harness import DIGEST, LAYOUT, expected_blocks, make_tokens, wait_until
+from tests.pool.pool_endpoints import PoolEndpoint, pool_endpoint
 
 PROMPT = make_tokens(1, 20)
 
 
 @asynccontextmanager
-async def stalled_fetch(folder: Path) -> AsyncIterator[tuple[PoolEndpoint, PoolEndpoint, asyncio.Task[None]]]:
-    """Who asks, who is asked, and a fetch that does not end: its seal is lost, and no time-out comes soon."""
+async def stalled_fetch(
+    folder: Path,
+) -> AsyncIterator[tuple[PoolEndpoint, PoolEndpoint, asyncio.Task[None]]]:
+    """Who asks, who is asked, and a fetch that does not end: its seal is lost, and no time-out
+    comes soon."""
     async with pool_endpoint(folder / "a", "a") as here, pool_endpoint(folder / "b", "b") as there:
         there.publish_tokens(PROMPT)
         there.failpoints.arm("transfer.seal.before=drop*1")
@@ -32,18 +44,28 @@ async def stalled_fetch(folder: Path) -> AsyncIterator[tuple[PoolEndpoint, PoolE
 @pytest.mark.asyncio
 @pytest.mark.parametrize("transport", ["zmq", "grpc"])
 async def test_fetched_blocks_are_identical(tmp_path: Path, transport: str) -> None:
-    async with pool_endpoint(tmp_path / "a", "a", transport) as here, pool_endpoint(tmp_path / "b", "b", transport) as there:
+    async with (
+        pool_endpoint(tmp_path / "a", "a", transport) as here,
+        pool_endpoint(tmp_path / "b", "b", transport) as there,
+    ):
         there.publish_tokens(PROMPT)
         await here.fetch_from(there, PROMPT, end=12)
         assert here.read_blocks(PROMPT) == expected_blocks(PROMPT)[:12]
         await here.fetch_from(there, PROMPT)
-        assert here.read_blocks(PROMPT) == expected_blocks(PROMPT), "the rest goes on where that ended"
-        await wait_until("told so", lambda: there.sender.block_counters["baton_pool_sent_blocks_total"] == 20)
+        assert here.read_blocks(PROMPT) == expected_blocks(PROMPT), (
+            "the rest goes on where that ended"
+        )
+        await wait_until(
+            "told so", lambda: there.sender.block_counters["baton_pool_sent_blocks_total"] == 20
+        )
 
 
 @pytest.mark.asyncio
 async def test_failed_fetch_is_a_miss_and_leaks_nothing(tmp_path: Path) -> None:
-    async with pool_endpoint(tmp_path / "a", "a") as here, pool_endpoint(tmp_path / "b", "b") as there:
+    async with (
+        pool_endpoint(tmp_path / "a", "a") as here,
+        pool_endpoint(tmp_path / "b", "b") as there,
+    ):
         there.publish_tokens(PROMPT[: 10 * LAYOUT.block_size])
         with pytest.raises(IncompleteTransfer, match="10 of 20"):
             await here.fetch_from(there, PROMPT)
@@ -67,7 +89,10 @@ async def test_failed_fetch_is_a_miss_and_leaks_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_another_tenants_blocks_are_not_sent(tmp_path: Path) -> None:
-    async with pool_endpoint(tmp_path / "a", "a") as here, pool_endpoint(tmp_path / "b", "b") as there:
+    async with (
+        pool_endpoint(tmp_path / "a", "a") as here,
+        pool_endpoint(tmp_path / "b", "b") as there,
+    ):
         there.publish_tokens(PROMPT, root_hash(DIGEST, LAYOUT, b"another tenant's salt"))
         with pytest.raises(IncompleteTransfer, match="0 of 20"):
             await here.fetch_from(there, PROMPT)
@@ -76,7 +101,10 @@ async def test_another_tenants_blocks_are_not_sent(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_fetch_from_a_stopped_writer_ends_with_its_lease(tmp_path: Path) -> None:
     """Its end of the plane stands still, as the process would."""
-    async with pool_endpoint(tmp_path / "a", "a", ticket_ttl=0.3) as here, pool_endpoint(tmp_path / "b", "b") as there:
+    async with (
+        pool_endpoint(tmp_path / "a", "a", ticket_ttl=0.3) as here,
+        pool_endpoint(tmp_path / "b", "b") as there,
+    ):
         there.publish_tokens(PROMPT)
         there.failpoints.arm("transfer.write.before=delay(600)*1")
         with pytest.raises(LeaseExpired):
@@ -99,7 +127,8 @@ async def test_death_of_the_sending_pool_fails_the_fetch_at_once(tmp_path: Path)
 
 @pytest.mark.asyncio
 async def test_cancelled_fetch_stops_the_sender(tmp_path: Path) -> None:
-    """As when the asking pool dies, or gives a connection up that another question has failed on."""
+    """As when the asking pool dies, or gives a connection up that another question has failed
+    on."""
     async with stalled_fetch(tmp_path) as (here, there, fetching):
         await here.receiver._channels.close()
         with pytest.raises(HandoffFailed):
@@ -111,7 +140,10 @@ async def test_cancelled_fetch_stops_the_sender(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_wrong_cluster_token_is_rejected(tmp_path: Path) -> None:
-    async with pool_endpoint(tmp_path / "a", "a") as here, pool_endpoint(tmp_path / "b", "b") as there:
+    async with (
+        pool_endpoint(tmp_path / "a", "a") as here,
+        pool_endpoint(tmp_path / "b", "b") as there,
+    ):
         there.publish_tokens(PROMPT)
         here.receiver._channels = PeerChannels(PoolDialer("a guess"))
         with pytest.raises(PeerUnreachable):

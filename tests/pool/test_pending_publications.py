@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 
 from baton.process.clock import FakeClock
-from kv_pool.core.blocks.attachments import PublicationGrant, PoolClientId, PublicationId
+from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
 from kv_pool.memory.pending_publications import TIMEOUT_SECONDS as MOST_WAITED
 from kv_pool.memory.pending_publications import PendingPublications
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
-from tests.pool.pooled_cluster import BLOCK_TOKENS, inserted_blocks_metric, pooled_cluster, wait_for_metric, get_token_sources
 from tests.pool.harness import TIMEOUT_SECONDS
+from tests.pool.pooled_cluster import (
+    BLOCK_TOKENS,
+    get_token_sources,
+    inserted_blocks_metric,
+    pooled_cluster,
+    wait_for_metric,
+)
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, make_block_chain
 
 PREFIX = tuple(range(1000, 1160))  # 160 tokens, ten blocks
@@ -23,8 +29,13 @@ PROMPT = make_block_chain(1, 2, 3, 4)
 
 @pytest.mark.asyncio
 async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path: Path) -> None:
-    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3 s."""
-    settings = {"engine": "paced", "placement": "round_robin", "paced_prefill_us_per_token": 20000.0}
+    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3
+    s."""
+    settings = {
+        "engine": "paced",
+        "placement": "round_robin",
+        "paced_prefill_us_per_token": 20000.0,
+    }
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **settings) as cluster:
         await cluster.arm_failpoints("prefill", "pool.copy.before=delay(0.03)")
         prompts = [[*PREFIX, 1], [*PREFIX, 2]]
@@ -34,7 +45,9 @@ async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path
             second = await cluster.generate(prompts[1], max_tokens=4, ignore_eos=True)
             parts += [part async for part in call]
         await cluster.arm_failpoints("prefill", "")
-        assert [token for part in parts for token in part.token_ids] == paced_reference_tokens(prompts[0], 20)
+        assert [token for part in parts for token in part.token_ids] == paced_reference_tokens(
+            prompts[0], 20
+        )
         assert list(second.tokens) == paced_reference_tokens(prompts[1], 4)
         came = await get_token_sources(cluster, second)
         assert came["computed_prefill"] + came["computed_decode"] == 1, came
@@ -60,7 +73,9 @@ def make_pending_publications(clock: FakeClock) -> PendingPublications:
 async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
     clock = FakeClock()
     found = make_pending_publications(clock)
-    assert found.find_pending(READER, PROMPT, 0, 4, None) is None, "the block before is not on its way"
+    assert found.find_pending(READER, PROMPT, 0, 4, None) is None, (
+        "the block before is not on its way"
+    )
     assert found.find_pending(READER, make_block_chain(1, 9), 1, 2, None) is None, "another prompt"
     assert found.find_pending(READER, PROMPT, 1, 1, None) is None, "no more is wanted"
     assert found.find_pending(PUBLISHER, PROMPT, 1, 4, None) is None, "it has them"
@@ -71,7 +86,9 @@ async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
     assert brief is not None
     assert math.isclose(brief.max_wait_seconds, 3 * PROMPT_BLOCK_TOKENS * 0.001)
     clock.advance(3 * PROMPT_BLOCK_TOKENS * 0.001)
-    assert found.find_pending(READER, PROMPT, 1, 4, 0.001) is None, "computing would have been as quick"
+    assert found.find_pending(READER, PROMPT, 1, 4, 0.001) is None, (
+        "computing would have been as quick"
+    )
     assert not arrival.done_event.is_set()
     found.remove_publication(PUBLISHER, PublicationId(7))
     assert arrival.done_event.is_set()

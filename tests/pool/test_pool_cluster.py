@@ -7,19 +7,19 @@ import pytest
 
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 from tests.pool.pooled_cluster import (
     TOKEN_SOURCES,
     count_attachments,
-    inserted_blocks_metric,
-    read_metric,
-    pooled_cluster,
-    wait_for_metric,
-    get_token_sources,
     generate_while_decode_dies,
+    get_token_sources,
+    inserted_blocks_metric,
+    pooled_cluster,
+    read_metric,
+    wait_for_metric,
 )
-from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
@@ -35,12 +35,16 @@ async def get_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str
     """That served it."""
     request = pb.ExplainRequest(request_id=answer.request_id)
     told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
-    return {name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)} - {""}
+    return {
+        name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)
+    } - {""}
 
 
 async def count_node_cached_blocks(cluster: Cluster) -> int:
     """That nodes hold themselves, and nobody uses."""
-    return sum(ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0")
+    return sum(
+        ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0"
+    )
 
 
 async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
@@ -52,7 +56,10 @@ async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
 @pytest.mark.asyncio
 async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
-        before, there = await read_metric(cluster, PUBLISHED), await read_metric(cluster, inserted_blocks_metric("pool-0"))
+        before, there = (
+            await read_metric(cluster, PUBLISHED),
+            await read_metric(cluster, inserted_blocks_metric("pool-0")),
+        )
         prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
         first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
         assert list(first.tokens) == paced_reference_tokens(prompts[0], 8)
@@ -69,28 +76,45 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
             assert came["computed_prefill"] + came["computed_decode"] <= 20
             assert answer.usage.cached_tokens >= 800
         served = [await get_serving_nodes(cluster, answer) for answer in (first, *answers)]
-        assert set().union(*served) == {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
-        came = {source: await read_prompt_tokens(cluster, source) - known[source] for source in TOKEN_SOURCES}
-        assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, "the prefix is computed nowhere again"
+        assert set().union(*served) == {
+            f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)
+        }
+        came = {
+            source: await read_prompt_tokens(cluster, source) - known[source]
+            for source in TOKEN_SOURCES
+        }
+        assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, (
+            "the prefix is computed nowhere again"
+        )
         assert came["pool"] >= 7 * 800
-        await wait_for_metric(cluster, r"baton_pool_repointed_blocks_total\S*", 50)  # private copies are given up
+        await wait_for_metric(
+            cluster, r"baton_pool_repointed_blocks_total\S*", 50
+        )  # private copies are given up
         async with asyncio.timeout(TIMEOUT_SECONDS):
-            while await count_node_cached_blocks(cluster) >= 50:  # else the prefix is in some node's own memory as well
+            while (
+                await count_node_cached_blocks(cluster) >= 50
+            ):  # else the prefix is in some node's own memory as well
                 await asyncio.sleep(0.05)
         await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), there + 50 + len(prompts))
         came_in = await read_metric(cluster, inserted_blocks_metric("pool-0")) - there
-        assert came_in == 50 + len(prompts), "the prefix once, and the block behind it of each prompt"
+        assert came_in == 50 + len(prompts), (
+            "the prefix once, and the block behind it of each prompt"
+        )
 
 
 @pytest.mark.asyncio
 async def test_killed_decode_node_loses_only_unpublished_blocks(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=1, decode=2, **PACED) as cluster:
         prompt = list(PREFIX[:200])
-        tokens, resumed = await generate_while_decode_dies(cluster, prompt, 70, max_tokens=120, ignore_eos=True)
+        tokens, resumed = await generate_while_decode_dies(
+            cluster, prompt, 70, max_tokens=120, ignore_eos=True
+        )
         assert tokens == paced_reference_tokens(prompt, 120)
         assert resumed.number > 1
         assert resumed.pool >= 200
-        assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, "a block, and one not published yet"
+        assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, (
+            "a block, and one not published yet"
+        )
 
 
 @pytest.mark.asyncio
@@ -138,7 +162,9 @@ async def test_next_turn_computes_only_its_new_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_stopped_pool_costs_only_recomputation(tmp_path: Path) -> None:
-    async with pooled_cluster(tmp_path, prefill=1, decode=1, pool_patience=0.05, **PACED) as cluster:
+    async with pooled_cluster(
+        tmp_path, prefill=1, decode=1, pool_patience=0.05, **PACED
+    ) as cluster:
         cluster.freeze("pool-0")
         for number in range(3):
             prompt = [number, *PREFIX[:100]]

@@ -1,5 +1,5 @@
-"""Tokens are those of the reference whatever the pool has of the prompt: in place, copied, and with a block continued
-by copy on write."""
+"""Tokens are those of the reference whatever the pool has of the prompt: in place, copied, and with
+a block continued by copy on write."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,13 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InProcessHo
 
 
 def pooled_tokens(hit: str, length: int) -> int:
-    return {"nothing": 0, "a block": BLOCK_TOKENS, "half": length // 2, "all but one token": length - 1, "all": length}[hit]
+    return {
+        "nothing": 0,
+        "a block": BLOCK_TOKENS,
+        "half": length // 2,
+        "all but one token": length - 1,
+        "all": length,
+    }[hit]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

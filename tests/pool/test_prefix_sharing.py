@@ -1,4 +1,5 @@
-"""Nodes of one host on one pool: what one has computed is found by all, read in place, and in memory once."""
+"""Nodes of one host on one pool: what one has computed is found by all, read in place, and in
+memory once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,17 +8,17 @@ import pytest
 
 from baton.errors import Cancelled
 from baton.kv.pool_types import RemotePrefix
-from baton.types import AttemptKey, Incarnation, RequestId, AttemptSpec
+from baton.types import AttemptKey, AttemptSpec, Incarnation, RequestId
 from node_engine.core.blocks.block_ledger import BlockState
 from node_engine.core.node_commands import (
     CacheSnapshotCommand,
     CancelCommand,
     CoordinatorLost,
-    TicketCommand,
+    DecodeCommand,
     LedgerCommand,
     PeerLostCommand,
     PrefillCommand,
-    DecodeCommand,
+    TicketCommand,
 )
 from tests.pool.in_process_nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, make_work
@@ -40,7 +41,9 @@ def test_a_prefix_is_computed_once_and_in_memory_once(host: InProcessHost) -> No
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 3
     for node in (host.prefill[0], host.decode[0]):
-        assert len(list(node.pool.iter_full_block_hashes())) == 0, "private copies of what the pool has"
+        assert len(list(node.pool.iter_full_block_hashes())) == 0, (
+            "private copies of what the pool has"
+        )
     second = make_work((*PROMPT[:48], 7, 8, 9), request="b")
     assert host.serve_request(second, prefill=1, decode=1) == reference_tokens(second)
     admitted = host.decode[1].pop_messages("admitted")[0]
@@ -68,10 +71,13 @@ def test_running_request_switches_to_the_published_blocks(host: InProcessHost) -
 
 
 def test_waiting_request_starts_with_a_prefix_published_meanwhile(tmp_path: Path) -> None:
-    """Its own look-up came too early, and the copies in this node's cache are gone by the time it gets blocks."""
+    """Its own look-up came too early, and the copies in this node's cache are gone by the time it
+    gets blocks."""
     host = InProcessHost(tmp_path, num_blocks=64, max_batched_tokens=32)
     node = host.prefill[0]
-    jobs = [make_work((*PROMPT[:48], number), request=str(number), max_tokens=1) for number in range(10)]
+    jobs = [
+        make_work((*PROMPT[:48], number), request=str(number), max_tokens=1) for number in range(10)
+    ]
     for job in jobs:
         node.send_item(PrefillCommand(job, needs_no_decode=True))
     while node.step():
@@ -86,7 +92,9 @@ def test_waiting_request_starts_with_a_prefix_published_meanwhile(tmp_path: Path
 
 def test_lookup_older_than_a_publication_is_repeated(host: InProcessHost) -> None:
     node = host.prefill[0]
-    node.send_item(PrefillCommand(make_work(PROMPT, request="a", max_tokens=1), needs_no_decode=True))
+    node.send_item(
+        PrefillCommand(make_work(PROMPT, request="a", max_tokens=1), needs_no_decode=True)
+    )
     while node.step():
         pass
     assert node.pool_client is not None
@@ -128,17 +136,23 @@ def test_slow_lookup_delays_only_its_own_attempt(host: InProcessHost) -> None:
 
 
 def test_unrelated_commands_do_not_end_a_lookup(host: InProcessHost) -> None:
-    """An operator's question and the end of some other node cost no prompt what the pool has of it."""
+    """An operator's question and the end of some other node cost no prompt what the pool has of
+    it."""
     node = host.decode[0]
     assert node.pool_client is not None
     node.pool_client.is_slow = True
     job = make_work(PROMPT, request="a")
-    order, others = DecodeCommand(job, WRITER), (LedgerCommand(1), CacheSnapshotCommand(), PeerLostCommand(Incarnation("somebody else")))
+    order, others = (
+        DecodeCommand(job, WRITER),
+        (LedgerCommand(1), CacheSnapshotCommand(), PeerLostCommand(Incarnation("somebody else"))),
+    )
     for command in (order, *others):
         node.lookups.submit_command(command)
     assert tuple(node.inbox) == others
     node.lookups.submit_command(PeerLostCommand(WRITER.incarnation))
-    assert tuple(node.inbox)[3:] == (order, PeerLostCommand(WRITER.incarnation)), "its writer ends after it was named"
+    assert tuple(node.inbox)[3:] == (order, PeerLostCommand(WRITER.incarnation)), (
+        "its writer ends after it was named"
+    )
     node.inbox.clear()
     node.pool_client.lookups.popleft()()  # too late: its pin goes back
     host.check()
@@ -177,7 +191,9 @@ def test_private_blocks_being_sent_outlive_their_publication(host: InProcessHost
         pass
     host.run_publications()
     assert len(list(sender.pool.iter_full_block_hashes())) == 0
-    assert sender.count_held_blocks() == {BlockState.IN_USE: 4}, "the hand-off still sends from here"
+    assert sender.count_held_blocks() == {BlockState.IN_USE: 4}, (
+        "the hand-off still sends from here"
+    )
     host.land_handoff(sender, receiver, job.key)
     while receiver.step():
         pass
@@ -241,7 +257,12 @@ def test_resumed_request_finds_blocks_published_by_decode(host: InProcessHost) -
         host.run_publications()
     shown = node.collect_tokens(job.key)
     assert shown == reference_tokens(job)[: len(shown)]
-    resumed = AttemptSpec(AttemptKey(RequestId("a"), 1, 0), job.request, tuple(shown), identity_digest=job.identity_digest)
+    resumed = AttemptSpec(
+        AttemptKey(RequestId("a"), 1, 0),
+        job.request,
+        tuple(shown),
+        identity_digest=job.identity_digest,
+    )
     other = host.decode[1]
     other.send_item(DecodeCommand(resumed, None))
     while other.step():
@@ -312,7 +333,11 @@ def test_tokens_promoted_from_another_host_are_counted_as_remote(host: InProcess
         pass
     admitted = receiver.pop_messages("admitted")[0]
     assert (admitted.cached_tokens, admitted.pooled_tokens, admitted.remote_tokens) == (48, 48, 32)
-    sender.send_item(PrefillCommand(make_work((*PROMPT[:48], 3), request="c"), needs_no_decode=True, remote_prefix=elsewhere))
+    sender.send_item(
+        PrefillCommand(
+            make_work((*PROMPT[:48], 3), request="c"), needs_no_decode=True, remote_prefix=elsewhere
+        )
+    )
     while sender.step():
         pass
     ended = sender.pop_messages("prefill_ended")[0]

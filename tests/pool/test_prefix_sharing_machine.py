@@ -1,5 +1,6 @@
-"""Nodes on one pool under random orders, steps, publications, evictions, late answers, cancels: every token is right,
-every table names blocks that hold what they should, and every ledger balances."""
+"""Nodes on one pool under random orders, steps, publications, evictions, late answers, cancels:
+every token is right, every table names blocks that hold what they should, and every ledger
+balances."""
 
 import tempfile
 from pathlib import Path
@@ -10,8 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import Cancelled
-from baton.types import AttemptKey, TicketId, AttemptSpec
-from node_engine.core.node_commands import CancelCommand, TicketCommand, PrefillCommand, DecodeCommand
+from baton.types import AttemptKey, AttemptSpec, TicketId
+from node_engine.core.node_commands import (
+    CancelCommand,
+    DecodeCommand,
+    PrefillCommand,
+    TicketCommand,
+)
 from tests.pool.in_process_nodes import InProcessDecodeNode, InProcessHost, reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, make_work
 
@@ -28,7 +34,12 @@ class NodesOnOnePool(RuleBasedStateMachine):
     def begin(self, own: int, pool: int, in_place: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.host = InProcessHost(
-            Path(self.folder.name), prefill=2, decode=2, pool_blocks=pool, num_blocks=own, in_place=in_place
+            Path(self.folder.name),
+            prefill=2,
+            decode=2,
+            pool_blocks=pool,
+            num_blocks=own,
+            in_place=in_place,
         )
         self.in_place = in_place
         self.jobs: dict[AttemptKey, AttemptSpec] = {}
@@ -37,7 +48,12 @@ class NodesOnOnePool(RuleBasedStateMachine):
 
     # what the coordinator does
 
-    @rule(prompt=prompts, length=st.integers(1, 40), node=st.integers(0, 1), writer=st.sampled_from([None, 0, 1]))
+    @rule(
+        prompt=prompts,
+        length=st.integers(1, 40),
+        node=st.integers(0, 1),
+        writer=st.sampled_from([None, 0, 1]),
+    )
     def decode(self, prompt: tuple[int, ...], length: int, node: int, writer: int | None) -> None:
         job = self.make_job(prompt, length)
         self.host.decode[node].send_item(DecodeCommand(job, None if writer is None else WRITER))
@@ -46,7 +62,9 @@ class NodesOnOnePool(RuleBasedStateMachine):
 
     @rule(prompt=prompts, node=st.integers(0, 1))
     def prefill_alone(self, prompt: tuple[int, ...], node: int) -> None:
-        self.host.prefill[node].send_item(PrefillCommand(self.make_job(prompt, 1), needs_no_decode=True))
+        self.host.prefill[node].send_item(
+            PrefillCommand(self.make_job(prompt, 1), needs_no_decode=True)
+        )
 
     def make_job(self, prompt: tuple[int, ...], length: int) -> AttemptSpec:
         self.minted += 1
@@ -118,7 +136,9 @@ class NodesOnOnePool(RuleBasedStateMachine):
                         sender.send_item(CancelCommand(key, Cancelled("decode has all of it")))
                 elif key in self.jobs:
                     ticket = receiver.plane.granted[TicketId(told.ticket.id)]
-                    next(each for each in self.host.prefill if key in each.plane.opened).send_item(TicketCommand(ticket))
+                    next(each for each in self.host.prefill if key in each.plane.opened).send_item(
+                        TicketCommand(ticket)
+                    )
         self.answer_planes()
         for sender in self.host.prefill:
             for key in tuple(sender.plane.sealed):
@@ -142,7 +162,9 @@ class NodesOnOnePool(RuleBasedStateMachine):
                 for token in message.tokens:
                     key = wire.attempt_key_from_pb(token.key)
                     self.tokens_by_attempt.setdefault(key, []).append(token.token)
-                    if token.finish:  # perhaps by the first token, which prefill draws: decode waits in vain
+                    if (
+                        token.finish
+                    ):  # perhaps by the first token, which prefill draws: decode waits in vain
                         self.cancel_attempt(key)
             for kind in ("failed", "refused"):
                 for told in node.pop_messages(kind):
@@ -170,13 +192,17 @@ class NodesOnOnePool(RuleBasedStateMachine):
         for node in self.host.nodes:
             assert node.pool_client is not None
             for sequence in node.scheduler.list_sequences():
-                borrowed = [block for block in sequence.block_table if not node.pool.is_own_block(block)]
+                borrowed = [
+                    block for block in sequence.block_table if not node.pool.is_own_block(block)
+                ]
                 assert len(borrowed) == sequence.num_pool_blocks
                 assert self.in_place or not borrowed
                 assert bool(sequence.pool_pins) >= bool(borrowed)
                 for number, block in enumerate(sequence.block_table):
                     if not node.pool.is_own_block(block):
-                        assert index.block_hash(block - node.pool_client.first_global_block) == sequence.chain.block_hash(number)
+                        assert index.block_hash(
+                            block - node.pool_client.first_global_block
+                        ) == sequence.chain.block_hash(number)
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):

@@ -23,7 +23,9 @@ from tests.pool.harness import ROOT
         ({"BATON_FAILPOINTS": "pool.nowhere=exit"}, "no failpoint"),
     ],
 )
-def test_bad_settings_stop_the_pool_with_one_line(tmp_path: Path, settings: dict[str, str], said: str) -> None:
+def test_bad_settings_stop_the_pool_with_one_line(
+    tmp_path: Path, settings: dict[str, str], said: str
+) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "kv_pool"],
         env={

@@ -1,4 +1,5 @@
-"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to the other once."""
+"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to
+the other once."""
 
 import asyncio
 from pathlib import Path
@@ -7,13 +8,15 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.models import build_model, find_stable_prompts
-from tests.pool.pooled_cluster import wait_until_known, read_metric, get_token_sources
 from tests.pool.harness import TIMEOUT_SECONDS
+from tests.pool.pooled_cluster import get_token_sources, read_metric, wait_until_known
 from tests.pool.test_pool_cluster import wait_for_published_blocks
 from tests.pool.two_hosts import POOLS, place_only_on_hosts, two_host_cluster
 
 OUTPUT = 8
-SLOW_PREFILL = "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
+SLOW_PREFILL = (
+    "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
+)
 
 
 async def wait_for_promotions(cluster: Cluster, **wanted: int) -> None:
@@ -21,7 +24,10 @@ async def wait_for_promotions(cluster: Cluster, **wanted: int) -> None:
     wanted = {"started": 0, "done": 0, "failed": 0} | wanted
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while (
-            told := {name: await read_metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
+            told := {
+                name: await read_metric(cluster, rf"baton_pool_promotions_{name}_total\S*")
+                for name in wanted
+            }
         ) != wanted:
             assert all(told[name] <= wanted[name] for name in wanted), told
             await asyncio.sleep(0.05)

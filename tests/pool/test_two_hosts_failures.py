@@ -1,4 +1,5 @@
-"""Two hosts with a pool each, and what can go wrong between the pools: it costs computing, and nothing else."""
+"""Two hosts with a pool each, and what can go wrong between the pools: it costs computing, and
+nothing else."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,14 +10,22 @@ import pytest
 from coordinator.core.admission.tenants import hash_key
 from kv_pool.core.peers.fetch_estimator import MIN_BACKOFF_SECONDS
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, collect_answer, stream_generate
 from tests.cluster import Cluster
-from tests.pool.pooled_cluster import count_attachments, inserted_blocks_metric, wait_until_known, read_metric, wait_for_metric, get_token_sources
+from tests.grpc_calls import GenerateAnswer, collect_answer, stream_generate
 from tests.pool.harness import wait_until
+from tests.pool.pooled_cluster import (
+    count_attachments,
+    get_token_sources,
+    inserted_blocks_metric,
+    read_metric,
+    wait_for_metric,
+    wait_until_known,
+)
 from tests.pool.two_hosts import place_only_on_hosts, two_host_cluster
 
 TENANTS = "".join(
-    f'[[tenants]]\nname = "{name}"\nkeys = ["sha256:{hash_key(name.encode()).hex()}"]\n' for name in ("gold", "bulk")
+    f'[[tenants]]\nname = "{name}"\nkeys = ["sha256:{hash_key(name.encode()).hex()}"]\n'
+    for name in ("gold", "bulk")
 )
 BLOCKS = 30
 STARTED = r"baton_pool_promotions_started_total\S*"
@@ -31,10 +40,14 @@ class TwoHostScenario:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    async def generate_on_host(self, tokens: Sequence[int], host: int, tenant: str = "gold") -> dict[str, int]:
+    async def generate_on_host(
+        self, tokens: Sequence[int], host: int, tenant: str = "gold"
+    ) -> dict[str, int]:
         """Answered rightly, by nodes of that host. Where its tokens came from."""
         await place_only_on_hosts(self.cluster, host)
-        async with stream_generate(self.cluster.grpc_address, tokens, api_key=tenant, **_ASKED) as call:
+        async with stream_generate(
+            self.cluster.grpc_address, tokens, api_key=tenant, **_ASKED
+        ) as call:
             answer: GenerateAnswer = await collect_answer(call)
         assert list(answer.tokens) == paced_reference_tokens(tokens, 4)
         return await get_token_sources(self.cluster, answer)
@@ -57,7 +70,8 @@ class TwoHostScenario:
 async def test_every_promotion_failure_is_a_miss(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(TENANTS)
-    # Where blocks are fetched to, computing takes so long that fetching is worth it on the busiest machine.
+    # Where blocks are fetched to, computing takes so long that fetching is worth it on the busiest
+    # machine.
     slow = {"prefill-1": {"paced_prefill_us_per_token": 4000.0}}
     paced = {"engine": "paced", "paced_reread": True, "paced_prefill_us_per_token": 200.0}
     async with two_host_cluster(tmp_path, tenants=str(tenants), per_node=slow, **paced) as cluster:
@@ -70,7 +84,9 @@ async def test_every_promotion_failure_is_a_miss(tmp_path: Path) -> None:
 
 async def check_tenant_isolation(scene: TwoHostScenario) -> None:
     await scene.compute_on_first_host(make_prompt(1))
-    assert (await scene.generate_on_host(make_prompt(1), 1, "bulk"))["computed_prefill"] == len(make_prompt(1))
+    assert (await scene.generate_on_host(make_prompt(1), 1, "bulk"))["computed_prefill"] == len(
+        make_prompt(1)
+    )
     assert (await scene.generate_on_host(make_prompt(1), 1))["remote_pool"] == BLOCKS * 16
     await wait_for_metric(scene.cluster, STARTED, 1)
     assert await scene.count_started() == 1, "for the second one only"
@@ -79,7 +95,9 @@ async def check_tenant_isolation(scene: TwoHostScenario) -> None:
 async def check_wrong_checksum(scene: TwoHostScenario) -> None:
     await scene.compute_on_first_host(make_prompt(2))
     await scene.cluster.arm_failpoints("pool-0", "transfer.write.before=corrupt*1")
-    assert (await scene.generate_on_host(make_prompt(2), 1))["computed_prefill"] == len(make_prompt(2))
+    assert (await scene.generate_on_host(make_prompt(2), 1))["computed_prefill"] == len(
+        make_prompt(2)
+    )
     await scene.wait_for_failures("checksum_mismatch")
     await asyncio.sleep(MIN_BACKOFF_SECONDS)
 
@@ -88,7 +106,9 @@ async def check_stopped_pool(scene: TwoHostScenario) -> None:
     """Whoever asks waits no longer than computing would take, and the ticket ends by its lease."""
     await scene.compute_on_first_host(make_prompt(3))
     scene.cluster.freeze("pool-0")
-    assert (await scene.generate_on_host(make_prompt(3), 1))["computed_prefill"] == len(make_prompt(3))
+    assert (await scene.generate_on_host(make_prompt(3), 1))["computed_prefill"] == len(
+        make_prompt(3)
+    )
     await scene.wait_for_failures("lease_expired")
     scene.cluster.resume("pool-0")
 

@@ -47,7 +47,9 @@ def find_unknown_selectors(scrape: str) -> list[str]:
     for expression in [*expressions, *list_dashboard_queries()]:
         for selector in list_selectors(expression.replace("$__rate_interval", "1m")):
             asked = {matcher.name for matcher in selector.matchers.matchers}
-            if not any(asked <= dict(labels).keys() for labels, _ in store.iter_points(selector.name)):
+            if not any(
+                asked <= dict(labels).keys() for labels, _ in store.iter_points(selector.name)
+            ):
                 unknown.append(selector.prettify())
     return unknown
 
@@ -55,7 +57,11 @@ def find_unknown_selectors(scrape: str) -> list[str]:
 def find_shared_names(scrape: str) -> list[str]:
     """Names that a counter has, without `_total`, and another metric too: OpenMetrics gives them to
     one only."""
-    types = [line.split()[2].removesuffix("_total") for line in scrape.splitlines() if line.startswith("# TYPE ")]
+    types = [
+        line.split()[2].removesuffix("_total")
+        for line in scrape.splitlines()
+        if line.startswith("# TYPE ")
+    ]
     return [name for name, times in Counter(types).items() if times > 1]
 
 

@@ -24,7 +24,9 @@ _ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": lambda one, other: one / other if other else math.nan if not one or math.isnan(one) else math.inf,
+    "/": lambda one, other: (
+        one / other if other else math.nan if not one or math.isnan(one) else math.inf
+    ),
 }
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
@@ -70,7 +72,10 @@ def _vector(node: Any, store: SampleStore, at: float) -> Vector:
 
 def _selected(selector: Any, store: SampleStore) -> Iterable[tuple[Labels, list[Point]]]:
     for labels, points in store.iter_points(selector.name):
-        if all(_matches(matcher, dict(labels).get(matcher.name, "")) for matcher in selector.matchers.matchers):
+        if all(
+            _matches(matcher, dict(labels).get(matcher.name, ""))
+            for matcher in selector.matchers.matchers
+        ):
             yield labels, points
 
 
@@ -107,7 +112,9 @@ def _call(node: Any, store: SampleStore, at: float) -> Vector:
             return found
         case "absent":
             known = {
-                each.name: each.value for each in arguments[0].matchers.matchers if str(each.op).endswith(".Equal")
+                each.name: each.value
+                for each in arguments[0].matchers.matchers
+                if str(each.op).endswith(".Equal")
             }
             return {} if _vector(arguments[0], store, at) else {sorted_labels(known): 1.0}
         case "histogram_quantile":
@@ -203,5 +210,7 @@ def _matching(node: Any, left: Vector, right: Vector) -> Callable[[Labels], floa
     sides = {key(labels): value for labels, value in right.items()}
     assert len(sides) == len(right), f"many on the right match one on the left: {node.prettify()}"
     grouped = modifier is not None and modifier.card == ast.VectorMatchCardinality.ManyToOne
-    assert grouped or len({key(labels) for labels in left}) == len(left), f"group_left lacks: {node.prettify()}"
+    assert grouped or len({key(labels) for labels in left}) == len(left), (
+        f"group_left lacks: {node.prettify()}"
+    )
     return lambda labels: sides.get(key(labels))

@@ -50,7 +50,9 @@ def find_firing(alert: AlertRule, store: SampleStore, at: float, interval: float
         now += interval
     last = now - interval
     return {
-        sorted_labels({**dict(labels), **alert.labels}) for labels, began in since.items() if last - began >= alert.for_seconds
+        sorted_labels({**dict(labels), **alert.labels})
+        for labels, began in since.items()
+        if last - began >= alert.for_seconds
     }
 
 
@@ -72,8 +74,12 @@ def load_rule_tests(path: Path) -> Iterator[ExpectedAlert]:
     for test in document["tests"]:
         store = SampleStore()
         for series in test["input_series"]:
-            store.add_series(series["series"], str(series["values"]), parse_duration(test["interval"]))
+            store.add_series(
+                series["series"], str(series["values"]), parse_duration(test["interval"])
+            )
         for look in test["alert_rule_test"]:
-            wanted = frozenset(sorted_labels(one["exp_labels"]) for one in look.get("exp_alerts", ()))
+            wanted = frozenset(
+                sorted_labels(one["exp_labels"]) for one in look.get("exp_alerts", ())
+            )
             at = parse_duration(look["eval_time"])
             yield ExpectedAlert(test["name"], look["alertname"], at, store, interval, wanted)

@@ -12,7 +12,9 @@ LOOKBACK_SECONDS = 300.0  # seconds for which a sample counts as the present one
 Labels = tuple[tuple[str, str], ...]
 Point = tuple[float, float]  # time in seconds, value
 
-_STEP = re.compile(r"(?P<first>-?[\d.]+)(?:(?P<sign>[+-])(?P<each>[\d.]+))?x(?P<times>\d+)|(?P<value>-?[\d.]+)")
+_STEP = re.compile(
+    r"(?P<first>-?[\d.]+)(?:(?P<sign>[+-])(?P<each>[\d.]+))?x(?P<times>\d+)|(?P<value>-?[\d.]+)"
+)
 
 
 def sorted_labels(labels: Mapping[str, str]) -> Labels:
@@ -21,7 +23,9 @@ def sorted_labels(labels: Mapping[str, str]) -> Labels:
 
 @dataclass
 class SampleStore:
-    series: dict[str, dict[Labels, list[Point]]] = field(default_factory=dict)  # by the metric's name
+    series: dict[str, dict[Labels, list[Point]]] = field(
+        default_factory=dict
+    )  # by the metric's name
 
     def add_point(self, name: str, labels: Mapping[str, str], at: float, value: float) -> None:
         self.series.setdefault(name, {}).setdefault(sorted_labels(labels), []).append((at, value))
@@ -62,4 +66,6 @@ def _values(text: str) -> Iterator[float | None]:
             yield float(match["value"])
             continue
         each = float(match["each"] or 0) * (-1 if match["sign"] == "-" else 1)
-        yield from (float(match["first"]) + each * number for number in range(int(match["times"]) + 1))
+        yield from (
+            float(match["first"]) + each * number for number in range(int(match["times"]) + 1)
+        )

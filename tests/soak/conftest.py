@@ -16,5 +16,8 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
         return
     widths = [max(len(row[column]) for row in found) for column in range(2)]
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        lines = [f"  {deed:<{widths[0]}}  {measure:<{widths[1]}}  {value}" for deed, measure, value in found]
+        lines = [
+            f"  {deed:<{widths[0]}}  {measure:<{widths[1]}}  {value}"
+            for deed, measure, value in found
+        ]
         sys.stdout.write("\n" + "\n".join(lines) + "\n")

@@ -1,8 +1,9 @@
-"""What is fuzzed, on an event loop of its own in a thread: so a test may block, and good traffic goes on beside it.
+"""What is fuzzed, on an event loop of its own in a thread: so a test may block, and good traffic
+goes on beside it.
 
-Two targets. `cluster` is a real one of paced nodes: processes, placement, hand-offs, and every token known in advance.
-`front` is both front doors alone with a real tokenizer and chat template over a scripted brain: what paced nodes, which
-know no text, cannot show.
+Two targets. `cluster` is a real one of paced nodes: processes, placement, hand-offs, and every
+token known in advance. `front` is both front doors alone with a real tokenizer and chat template
+over a scripted brain: what paced nodes, which know no text, cannot show.
 """
 
 import asyncio
@@ -18,11 +19,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.types import TokenLogprobs
-from coordinator.generation import TokensEvent, PromptLogprobsEvent
+from coordinator.generation import PromptLogprobsEvent, TokensEvent
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests import http_exchange
 from tests.cluster import Cluster
-from tests.integration.frontend.frontend_harness import FakeGeneration, FrontendHarness, finished_event, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import chat_tokenizer
 
 VOCAB_SIZE = 300  # of both targets
@@ -34,8 +40,8 @@ _DEFECT_WORDS = ("internal error", "Traceback", "never retrieved", '"level":"cri
 
 @dataclass(frozen=True)
 class FuzzTarget:
-    """Ports of one coordinator, and the name of its model. `has_operator_ports`: it has baton.v1.Cluster and an admin port that
-    tells of real nodes."""
+    """Ports of one coordinator, and the name of its model. `has_operator_ports`: it has
+    baton.v1.Cluster and an admin port that tells of real nodes."""
 
     name: str
     http: int
@@ -46,8 +52,8 @@ class FuzzTarget:
 
 
 class FuzzEnvironment:
-    """As a context. Leaving it fails if good traffic got anything but its own tokens, if anything is held or runs
-    then, or if a log tells of a defect."""
+    """As a context. Leaving it fails if good traffic got anything but its own tokens, if anything
+    is held or runs then, or if a log tells of a defect."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.cluster: FuzzTarget
@@ -98,7 +104,11 @@ class FuzzEnvironment:
     async def _run_targets(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(lambda _, context: self._defects.append(str(context)))
-        paced = {"paced_vocab_size": VOCAB_SIZE, "paced_prefill_us_per_token": 10, "paced_step_ms": 2}
+        paced = {
+            "paced_vocab_size": VOCAB_SIZE,
+            "paced_prefill_us_per_token": 10,
+            "paced_step_ms": 2,
+        }
         sizes = {"max_model_len": CONTEXT_TOKENS, "kv_memory": "8MiB", "failpoints_rpc": False}
         cluster = Cluster(self._folder, engine="paced", prefill=2, decode=2, **paced, **sizes)
         async with AsyncExitStack() as stack:
@@ -106,9 +116,20 @@ class FuzzEnvironment:
             front.backend.script = _scripted_output
             await stack.enter_async_context(cluster)
             self.front = FuzzTarget(
-                "front", front.http_port, front.admin_port, f"127.0.0.1:{front.grpc_port}", "demo", has_operator_ports=False
+                "front",
+                front.http_port,
+                front.admin_port,
+                f"127.0.0.1:{front.grpc_port}",
+                "demo",
+                has_operator_ports=False,
             )
-            self.cluster = FuzzTarget("cluster", *_ports(cluster), cluster.grpc_address, await _get_model(cluster), has_operator_ports=True)
+            self.cluster = FuzzTarget(
+                "cluster",
+                *_ports(cluster),
+                cluster.grpc_address,
+                await _get_model(cluster),
+                has_operator_ports=True,
+            )
             before, pids = len(asyncio.all_tasks()), cluster.get_pids()
             async with asyncio.TaskGroup() as clients:
                 for number in range(CLIENTS):
@@ -119,12 +140,18 @@ class FuzzEnvironment:
             await _wait_idle(front, before)
         cluster.assert_clean()
         logs = {path.name: path.read_text() for path in sorted(cluster.logs.folder.glob("*.log"))}
-        self._defects += [f"{name}: {line}" for name, log in logs.items() for line in log.splitlines() if _has_defect(line)]
+        self._defects += [
+            f"{name}: {line}"
+            for name, log in logs.items()
+            for line in log.splitlines()
+            if _has_defect(line)
+        ]
         assert self._defects == []
         assert self.good_answer_count > 0
 
     async def _run_good_client(self, cluster: Cluster, number: int) -> None:
-        """Good traffic: by turns over HTTP and gRPC, streamed, and never anything but its own tokens."""
+        """Good traffic: by turns over HTTP and gRPC, streamed, and never anything but its own
+        tokens."""
         source = random.Random(f"{self._seed}/{number}")
         for turn in itertools.count(number):
             if self._stop.is_set():
@@ -132,7 +159,9 @@ class FuzzEnvironment:
             prompt = [source.randrange(VOCAB_SIZE) for _ in range(source.randrange(1, 80))]
             count = source.randrange(1, 40)
             ask = _generate_by_http if turn % 2 else _generate_by_grpc
-            assert await ask(cluster, prompt, count) == paced_reference_tokens(prompt, count, VOCAB_SIZE)
+            assert await ask(cluster, prompt, count) == paced_reference_tokens(
+                prompt, count, VOCAB_SIZE
+            )
             self.good_answer_count += 1
 
 
@@ -141,7 +170,13 @@ async def _generate_by_grpc(cluster: Cluster, prompt: list[int], count: int) -> 
 
 
 async def _generate_by_http(cluster: Cluster, prompt: list[int], count: int) -> list[int]:
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": count,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
     host, _, port = cluster.endpoints.http.rpartition(":")
     tokens: list[int] = []
     async with http_exchange.post((host, int(port)), "/v1/completions", body, {}) as answer:
@@ -154,15 +189,20 @@ async def _generate_by_http(cluster: Cluster, prompt: list[int], count: int) -> 
 
 
 def _scripted_output(generation: FakeGeneration) -> None:
-    """The brain of `front`: at most 24 tokens, single bytes among them, with scores where they are asked for."""
+    """The brain of `front`: at most 24 tokens, single bytes among them, with scores where they are
+    asked for."""
     submission, sampling = generation.submission, generation.submission.sampling
     if sampling.prompt_logprobs is not None:
-        scores = [_score(token, sampling.prompt_logprobs) for token in submission.prompt_token_ids[1:]]
+        scores = [
+            _score(token, sampling.prompt_logprobs) for token in submission.prompt_token_ids[1:]
+        ]
         generation.emit_events(PromptLogprobsEvent(tuple(scores)))
     for step in range(min(sampling.max_tokens, 24)):
         token = (sampling.seed + 7 * step + submission.choice_index) % VOCAB_SIZE
         generation.emit_events(
-            TokensEvent((token,), () if sampling.logprobs is None else (_score(token, sampling.logprobs),)),
+            TokensEvent(
+                (token,), () if sampling.logprobs is None else (_score(token, sampling.logprobs),)
+            ),
         )
     generation.emit_events(finished_event(cached=len(submission.prompt_token_ids) // 2))
 
@@ -177,7 +217,9 @@ async def _get_model(cluster: Cluster) -> str:
 
 
 def _ports(cluster: Cluster) -> tuple[int, int]:
-    return int(cluster.endpoints.http.rpartition(":")[2]), int(cluster.endpoints.admin.rpartition(":")[2])
+    return int(cluster.endpoints.http.rpartition(":")[2]), int(
+        cluster.endpoints.admin.rpartition(":")[2]
+    )
 
 
 async def _wait_idle(front: FrontendHarness, tasks: int) -> None:

@@ -1,7 +1,7 @@
 """Schemathesis' cases for our routes, and what is asked of every answer.
 
-The schema is used as it is served, and once more with the bounds that only a running cluster knows (its vocabulary, its
-context): few random requests get past those.
+The schema is used as it is served, and once more with the bounds that only a running cluster knows
+(its vocabulary, its context): few random requests get past those.
 """
 
 import copy
@@ -29,21 +29,27 @@ _ERROR: Json = {
     "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
 }
 _NUMBER_OR_NULL: Json = {"type": ["number", "null"]}
-_CONFORMING = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+_CONFORMING = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 HASTE_SECONDS = 20.0  # seconds: who asks for an answer in less may be told that the time was up
 
 
 def case_strategy(document: Json, path: str, method: str, *, good: bool) -> st.SearchStrategy[Case]:
     """Requests that the schema allows, or (not `good`) that it forbids."""
     mode = GenerationMode.POSITIVE if good else GenerationMode.NEGATIVE
-    strategy: st.SearchStrategy[Case] = schemathesis.openapi.from_dict(document)[path][method].as_strategy(
-        generation_mode=mode
-    )
+    strategy: st.SearchStrategy[Case] = schemathesis.openapi.from_dict(document)[path][
+        method
+    ].as_strategy(generation_mode=mode)
     return strategy
 
 
 def with_whole_numbers(case: Case) -> Case:
-    """With whole numbers as every client writes them: to JSON Schema 7.0 is an integer, to us it is none."""
+    """With whole numbers as every client writes them: to JSON Schema 7.0 is an integer, to us it is
+    none."""
     case.body = _whole(case.body)
     return case
 
@@ -59,8 +65,11 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def narrow_schema(document: Json, vocabulary: int, model: str, longest: int, *, texts: bool) -> Json:
-    """The same schema, of requests that a cluster with such bounds serves. `texts`: it has a tokenizer."""
+def narrow_schema(
+    document: Json, vocabulary: int, model: str, longest: int, *, texts: bool
+) -> Json:
+    """The same schema, of requests that a cluster with such bounds serves. `texts`: it has a
+    tokenizer."""
     document = copy.deepcopy(document)
     token = {"type": "integer", "minimum": 0, "maximum": vocabulary - 1}
     tokens = {"type": "array", "minItems": 1, "maxItems": longest, "items": token}
@@ -91,7 +100,9 @@ def narrow_schema(document: Json, vocabulary: int, model: str, longest: int, *, 
     completion = schemas["CompletionRequest"]["properties"]
     words = {"type": "string", "minLength": 1}
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": words}
-    completion["prompt"] = {"anyOf": [tokens, prompts, words, several] if texts else [tokens, prompts]}
+    completion["prompt"] = {
+        "anyOf": [tokens, prompts, words, several] if texts else [tokens, prompts]
+    }
     if not texts:
         completion["stop"] = {"type": "null"}
     for operations in document["paths"].values():
@@ -110,7 +121,9 @@ def check_response(case: Case, response: Response, *, strict: bool) -> None:
     hasty = _number(response.request.headers.get("x-request-timeout")) < HASTE_SECONDS
     if response.status_code == 504 and hasty:
         return
-    case.validate_response(response, checks=[*_CONFORMING, *([negative_data_rejection] if strict else [])])
+    case.validate_response(
+        response, checks=[*_CONFORMING, *([negative_data_rejection] if strict else [])]
+    )
     if response.headers["content-type"].startswith("text/event-stream"):
         check_stream(response.content, hasty=hasty)
 
@@ -147,8 +160,15 @@ def admin_document() -> Json:
             "timeout": {**_NUMBER_OR_NULL, "minimum": 0, "maximum": 1e6},
         },
     }
-    wanted = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    paths = {path: {"get": _page()} for path in ("/livez", "/readyz", "/admin/status", "/admin/ledger")}
+    wanted = {
+        "name": "request_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    paths = {
+        path: {"get": _page()} for path in ("/livez", "/readyz", "/admin/status", "/admin/ledger")
+    }
     paths["/admin/explain/{request_id}"] = {"get": _page() | {"parameters": [wanted]}}
     body = {"required": True, "content": {"application/json": {"schema": drain}}}
     paths["/admin/drain"] = {"post": _page() | {"requestBody": body}}

@@ -14,20 +14,35 @@ _WHOLE = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-UsualValues = dict[str, st.SearchStrategy[Any]]  # by a field's name: values that are likely to be taken
+UsualValues = dict[
+    str, st.SearchStrategy[Any]
+]  # by a field's name: values that are likely to be taken
 
 
-def message_strategy(descriptor: Descriptor, usual: UsualValues, depth: int = _DEPTH) -> st.SearchStrategy[Message]:
-    """Messages of one type: any field may be there, its value mostly a usual one if there are such."""
+def message_strategy(
+    descriptor: Descriptor, usual: UsualValues, depth: int = _DEPTH
+) -> st.SearchStrategy[Message]:
+    """Messages of one type: any field may be there, its value mostly a usual one if there are
+    such."""
     make = GetMessageClass(descriptor)
-    fields = {field.name: _field(field, usual, depth) for field in descriptor.fields if depth or not _has_submessages(field)}
+    fields = {
+        field.name: _field(field, usual, depth)
+        for field in descriptor.fields
+        if depth or not _has_submessages(field)
+    }
     return st.fixed_dictionaries({}, optional=fields).map(lambda values: make(**values))
 
 
 def encoding_strategy(descriptor: Descriptor, usual: UsualValues) -> st.SearchStrategy[bytes]:
     """The bytes of messages, of broken messages, and of none at all."""
     whole = message_strategy(descriptor, usual).map(lambda message: message.SerializeToString())
-    return st.one_of(whole, whole, whole, st.builds(_break_bytes, whole, st.binary(max_size=8), st.integers(0)), st.binary())
+    return st.one_of(
+        whole,
+        whole,
+        whole,
+        st.builds(_break_bytes, whole, st.binary(max_size=8), st.integers(0)),
+        st.binary(),
+    )
 
 
 def _break_bytes(data: bytes, patch: bytes, where: int) -> bytes:
@@ -47,7 +62,9 @@ def _field(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchS
 def _one(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchStrategy[Any]:
     if field.message_type is not None:
         return message_strategy(field.message_type, usual, depth - 1)
-    name = field.containing_type.name if field.containing_type.GetOptions().map_entry else field.name
+    name = (
+        field.containing_type.name if field.containing_type.GetOptions().map_entry else field.name
+    )
     known = usual.get(name)
     return _any(field) if known is None else st.one_of(known, known, known, known, _any(field))
 
@@ -55,7 +72,9 @@ def _one(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchStr
 def _any(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.cpp_type in _WHOLE:
         low, high = _WHOLE[field.cpp_type]
-        return st.one_of(st.integers(max(low, -1), 20), st.sampled_from([low, high]), st.integers(low, high))
+        return st.one_of(
+            st.integers(max(low, -1), 20), st.sampled_from([low, high]), st.integers(low, high)
+        )
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
             return st.one_of(st.floats(0, 2), st.floats())

@@ -1,5 +1,5 @@
-"""Requests as bytes: JSON that no encoder would write, framing that no client would send, and connections that end when
-they like."""
+"""Requests as bytes: JSON that no encoder would write, framing that no client would send, and
+connections that end when they like."""
 
 import http.client
 import socket
@@ -19,8 +19,20 @@ GOOD = {
     "/tokenize": b'"prompt":"hello"',
     "/detokenize": b'"tokens":[1,2,3]',
 }
-_NUMBERS = (b"0 -0 1 -1 1.5 1e999 -1e999 1e-999 01 .5 1. 0x10 NaN Infinity 1e5 18446744073709551616").split()
-_TEXTS = (b'""', b'"a"', b'"\\ud800"', b'"\\u0000"', b'"\x00"', b'"\n"', b'"\xff\xfe"', b'"\xed\xa0\x80"', b'"\\x"')
+_NUMBERS = (
+    b"0 -0 1 -1 1.5 1e999 -1e999 1e-999 01 .5 1. 0x10 NaN Infinity 1e5 18446744073709551616"
+).split()
+_TEXTS = (
+    b'""',
+    b'"a"',
+    b'"\\ud800"',
+    b'"\\u0000"',
+    b'"\x00"',
+    b'"\n"',
+    b'"\xff\xfe"',
+    b'"\xed\xa0\x80"',
+    b'"\\x"',
+)
 _WORDS = (*b"null true false nul [ ] { } , // [] {} 'a'".split(), b"\xef\xbb\xbf")
 _SPACES = (b"", b"", b" ", b"\n", b"\t", b" \r\n", b"\x0b")
 
@@ -78,7 +90,16 @@ def body_strategy(draw: st.DrawFn, path: str) -> bytes:
 
 
 _JSON = b"application/json"
-_TYPES = (_JSON, _JSON, _JSON, _JSON, None, b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
+_TYPES = (
+    _JSON,
+    _JSON,
+    _JSON,
+    _JSON,
+    None,
+    b"text/plain",
+    b"application/x-www-form-urlencoded",
+    b"multipart/form-data",
+)
 _HEADERS = (
     b"x-request-id: mine",
     b"x-request-id: \xff\xfe",
@@ -108,7 +129,19 @@ _HEADERS = (
     b"range: bytes=0-1",
     b"big: " + b"b" * 70_000,
 )
-_METHODS = (b"POST", b"POST", b"POST", b"POST", b"GET", b"PUT", b"OPTIONS", b"HEAD", b"DELETE", b"post", b"P\x00ST")
+_METHODS = (
+    b"POST",
+    b"POST",
+    b"POST",
+    b"POST",
+    b"GET",
+    b"PUT",
+    b"OPTIONS",
+    b"HEAD",
+    b"DELETE",
+    b"post",
+    b"P\x00ST",
+)
 _ODD_PATHS = (
     b"/",
     b"//v1/completions",
@@ -119,15 +152,27 @@ _ODD_PATHS = (
     b"http://x/v1/models",
     b"/v1/models?" + b"q" * 9000,
 )
-_FRAMINGS = ("length", "length", "length", "chunked", "short", "long", "none", "both", "twice", "negative", "bad chunk")
+_FRAMINGS = (
+    "length",
+    "length",
+    "length",
+    "chunked",
+    "short",
+    "long",
+    "none",
+    "both",
+    "twice",
+    "negative",
+    "bad chunk",
+)
 WHOLE_FRAMINGS = ("length", "chunked")  # framings of which the answer is known to come
 _ENDINGS = ("read", "read", "close", "reset", "half", "cut")
 
 
 @dataclass(frozen=True)
 class RawExchange:
-    """What is written on one connection, in pieces, and how it ends then: `read` waits for an answer, `half` says that
-    no more comes, `cut` does not even send it all."""
+    """What is written on one connection, in pieces, and how it ends then: `read` waits for an
+    answer, `half` says that no more comes, `cut` does not even send it all."""
 
     pieces: tuple[bytes, ...] = field(repr=False)
     ending: str
@@ -136,7 +181,9 @@ class RawExchange:
 
     def perform(self, port: int, patience: float = 60.0) -> tuple[int, bytes] | None:
         """The status and body of the first answer, if there is one to read."""
-        connection = socket.create_connection(("127.0.0.1", port), timeout=patience if self.expects_answer else 0.2)
+        connection = socket.create_connection(
+            ("127.0.0.1", port), timeout=patience if self.expects_answer else 0.2
+        )
         with connection:
             try:
                 for piece in self.pieces:
@@ -144,7 +191,9 @@ class RawExchange:
                 if self.ending == "half":
                     connection.shutdown(socket.SHUT_WR)
                 if self.ending == "reset":
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                 if self.ending not in ("read", "half"):
                     return None
                 return _answer(connection)
@@ -166,19 +215,30 @@ def exchange_strategy(draw: st.DrawFn, paths: tuple[str, ...] = PATHS) -> RawExc
     streamed = path.startswith("/v1") and draw(st.booleans())
     if streamed and body.startswith(b"{") and body.endswith(b"}"):
         body = body[:-1] + b',"stream":true}'
-    target = draw(st.one_of(st.just(path.encode()), st.just(path.encode()), st.sampled_from(_ODD_PATHS)))
+    target = draw(
+        st.one_of(st.just(path.encode()), st.just(path.encode()), st.sampled_from(_ODD_PATHS))
+    )
     method, framing = draw(st.sampled_from(_METHODS)), draw(st.sampled_from(_FRAMINGS))
     kind = draw(st.sampled_from(_TYPES))
     odd = draw(st.lists(st.sampled_from(_HEADERS), max_size=2))
-    lines = [b"%b %b HTTP/1.1" % (method, target), b"host: x", *([b"content-type: " + kind] if kind else []), *odd]
-    sent = b"\r\n".join([*lines, *_framing(framing, len(body))]) + b"\r\n\r\n" + _framed(framing, body)
+    lines = [
+        b"%b %b HTTP/1.1" % (method, target),
+        b"host: x",
+        *([b"content-type: " + kind] if kind else []),
+        *odd,
+    ]
+    sent = (
+        b"\r\n".join([*lines, *_framing(framing, len(body))]) + b"\r\n\r\n" + _framed(framing, body)
+    )
     ending = draw(st.sampled_from(_ENDINGS))
     if ending == "cut":
         sent = sent[: draw(st.integers(0, len(sent)))]
     at = draw(st.integers(0, len(sent)))
     plain = method == b"POST" and target == path.encode() and not odd
     answered = plain and framing in WHOLE_FRAMINGS and ending == "read"
-    return RawExchange((sent[:at], sent[at:]), ending, answered, sent[:200] + b" ... " + body[-200:])
+    return RawExchange(
+        (sent[:at], sent[at:]), ending, answered, sent[:200] + b" ... " + body[-200:]
+    )
 
 
 def _framing(framing: str, size: int) -> list[bytes]:

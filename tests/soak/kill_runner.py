@@ -1,8 +1,8 @@
 """A load on a cluster of paced nodes whose processes are killed, and how soon each is made good.
 
-A node comes back under its name and address, or under others, as a container that took its place would; nobody tells
-the rest of the cluster. What recovery means is what a client sees: the first new request after the kill that is
-answered whole.
+A node comes back under its name and address, or under others, as a container that took its place
+would; nobody tells the rest of the cluster. What recovery means is what a client sees: the first
+new request after the kill that is answered whole.
 """
 
 import asyncio
@@ -14,13 +14,23 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.cli.supervisor.supervisor import ports
+from baton.cli.supervisor import ports
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb.cluster_pb2 import StatusResponse
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.recording_clients import RecordingClients
 from tests.cluster import Cluster
-from tests.history import ClientCall, Closed, ClientApi, Failed, History, Hung, Operation, Tokens, find_violations
+from tests.history import (
+    ClientApi,
+    ClientCall,
+    Closed,
+    Failed,
+    History,
+    Hung,
+    Operation,
+    Tokens,
+    find_violations,
+)
+from tests.recording_clients import RecordingClients
 
 CLIENTS = 8
 DEADLINE_SECONDS = 60.0  # seconds that clients of the load allow
@@ -33,9 +43,10 @@ _VOCAB_SIZE = 32000
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTimes:
-    """Seconds from the new start, which follows the kill: `listening_seconds`, the front door takes connections (at once unless
-    it was the coordinator that died); `answered_seconds`, the first new request has its whole answer; `rejoined_seconds`, all processes
-    have joined and the cluster is ready."""
+    """Seconds from the new start, which follows the kill: `listening_seconds`, the front door takes
+    connections (at once unless it was the coordinator that died); `answered_seconds`, the first new
+    request has its whole answer; `rejoined_seconds`, all processes have joined and the cluster is
+    ready."""
 
     victim: str
     address: str
@@ -56,7 +67,9 @@ class KillRunner:
         self.cluster = cluster
         self.history = History()
         self._seed = seed
-        self._clients = RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, self.history)
+        self._clients = RecordingClients(
+            cluster.endpoints.http, cluster.endpoints.grpc, self.history
+        )
         self._kill_times: list[float] = []
         self._received = 0
         self._reached = asyncio.Event()
@@ -72,9 +85,12 @@ class KillRunner:
             yield
             over.set()
 
-    async def kill_process(self, victim: str, *, elsewhere: bool = False, down: float = 0.0) -> RecoveryTimes:
-        """Kill it under load and start it again after `down` seconds, `elsewhere`: under another name and address.
-        Returns when the cluster is whole; the times are from the moment of the new start."""
+    async def kill_process(
+        self, victim: str, *, elsewhere: bool = False, down: float = 0.0
+    ) -> RecoveryTimes:
+        """Kill it under load and start it again after `down` seconds, `elsewhere`: under another
+        name and address. Returns when the cluster is whole; the times are from the moment of the
+        new start."""
         await self._wait_traffic()
         self._kill_times.append(time.monotonic())
         self.cluster.kill(victim)
@@ -96,7 +112,11 @@ class KillRunner:
         """What was wrong with any answer. While only nodes die, no request fails."""
         operations = self.history.operations
         found = find_violations(operations, paced_reference_tokens, cut_excused=coordinator_died)
-        found += [f"{one} hung: {self._when(one.began)}" for one in operations if isinstance(one.events[-1][1], Hung)]
+        found += [
+            f"{one} hung: {self._when(one.began)}"
+            for one in operations
+            if isinstance(one.events[-1][1], Hung)
+        ]
         if coordinator_died:
             return found
         failed = [one for one in operations if one.end != Closed(is_orderly=True)]
@@ -131,7 +151,11 @@ class KillRunner:
 
     def _describe_time(self, moment: float) -> str:
         before = [at for at in self._kill_times if at <= moment]
-        after = f"{moment - before[-1]:.3f} s after kill {len(before)}" if before else "before the first kill"
+        after = (
+            f"{moment - before[-1]:.3f} s after kill {len(before)}"
+            if before
+            else "before the first kill"
+        )
         return f"it began {after} of {len(self._killed)}"
 
     async def _wait_listening(self) -> None:
@@ -149,7 +173,9 @@ class KillRunner:
         rng = random.Random(f"probe {self._seed} {len(self._killed)}")
         prompt = tuple(rng.randrange(1, _VOCAB_SIZE) for _ in range(20))
         while True:
-            probe = await self._clients.run_call(ClientCall(ClientApi.GRPC_STREAM, prompt, 3, _PROBE_DEADLINE))
+            probe = await self._clients.run_call(
+                ClientCall(ClientApi.GRPC_STREAM, prompt, 3, _PROBE_DEADLINE)
+            )
             if probe.end == Closed(is_orderly=True):
                 return
             await asyncio.sleep(_RETRY_SECONDS)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopRequest, OpenLoop, OpenLoopOutcome
+from tests.open_loop import OpenLoop, OpenLoopOutcome, OpenLoopRequest
 from tests.processes import measure_private_bytes
 from tests.soak.conftest import Figures
 from tests.virtual_cluster import percentile
@@ -15,14 +15,17 @@ JUDGED_SECONDS = 30.0  # seconds: from there on time is judged as well as outcom
 MAX_RECOVERY_SECONDS = 10.0  # seconds
 MAX_REFUSAL_SECONDS = 0.05
 MAX_TOKEN_GAP_SECONDS = 5.0
-MIN_REQUESTS_PER_SECOND = 15.0  # requests a second that a short run takes for the capacity, however busy the machine
+MIN_REQUESTS_PER_SECOND = (
+    15.0  # requests a second that a short run takes for the capacity, however busy the machine
+)
 MAX_GROWTH_BYTES = 8 << 20  # bytes, over one storm
 
 
 @dataclass(slots=True)
 class OverloadRun:
-    """One cluster and what it can do: `requests_per_second` in requests a second; `idle_ttft_seconds` seconds to a first token of an idle one,
-    `idle_latency_seconds` to the end. In a short run figures are only printed: on a busy machine they say nothing."""
+    """One cluster and what it can do: `requests_per_second` in requests a second;
+    `idle_ttft_seconds` seconds to a first token of an idle one, `idle_latency_seconds` to the end.
+    In a short run figures are only printed: on a busy machine they say nothing."""
 
     cluster: Cluster
     seconds: float
@@ -44,7 +47,11 @@ class OverloadRun:
     @property
     def reference_capacity(self) -> float:
         """The capacity, by which loads are measured."""
-        return self.requests_per_second if self.is_judged else max(self.requests_per_second, MIN_REQUESTS_PER_SECOND)
+        return (
+            self.requests_per_second
+            if self.is_judged
+            else max(self.requests_per_second, MIN_REQUESTS_PER_SECOND)
+        )
 
     def record_figures(self, deed: str, **measured: str) -> None:
         self.figures += [(deed, name.replace("_", " "), value) for name, value in measured.items()]
@@ -53,22 +60,34 @@ class OverloadRun:
         assert holds or not self.is_judged, why
 
     async def measure_capacity(self, ask: OpenLoopRequest, lanes: int) -> None:
-        """What it serves an idle client in, and how much it serves when more ask than it can take."""
+        """What it serves an idle client in, and how much it serves when more ask than it can
+        take."""
         loop = self.new_open_loop()
         first = [await loop.run_client(ask) for _ in range(7)]
         self.idle_ttft_seconds = percentile([each.ttft_seconds for each in first], 0.5)
         self.idle_latency_seconds = percentile([each.ended_at - each.due_at for each in first], 0.5)
-        self.requests_per_second = await loop.measure_throughput(ask, lanes, max(2.0, self.seconds / 3))
+        self.requests_per_second = await loop.measure_throughput(
+            ask, lanes, max(2.0, self.seconds / 3)
+        )
         await self.cluster.wait_idle()
-        self.record_figures("capacity", requests_per_second=f"{self.capacity:.1f}", idle_TTFT=format_ms(self.idle_ttft_seconds))
+        self.record_figures(
+            "capacity",
+            requests_per_second=f"{self.capacity:.1f}",
+            idle_TTFT=format_ms(self.idle_ttft_seconds),
+        )
 
     async def measure_recovery(self, loop: OpenLoop, ask: OpenLoopRequest, since: float) -> float:
-        """Seconds until a newcomer was served as it had been before; in a short run, until it was served."""
+        """Seconds until a newcomer was served as it had been before; in a short run, until it was
+        served."""
         while True:
             outcome = await loop.run_client(ask)
-            if outcome.is_served and (outcome.ttft_seconds <= 3 * self.idle_ttft_seconds or not self.is_judged):
+            if outcome.is_served and (
+                outcome.ttft_seconds <= 3 * self.idle_ttft_seconds or not self.is_judged
+            ):
                 return max(0.0, outcome.due_at - since)
-            assert time.monotonic() - since < 6 * MAX_RECOVERY_SECONDS, f"it has not recovered: {outcome}"
+            assert time.monotonic() - since < 6 * MAX_RECOVERY_SECONDS, (
+                f"it has not recovered: {outcome}"
+            )
             await asyncio.sleep(0.1)
 
     def measure_memory(self) -> dict[str, int]:
@@ -89,7 +108,10 @@ def format_percentiles(values: Sequence[float]) -> str:
     """Seconds, as milliseconds."""
     if not values:
         return "none"
-    return " / ".join(format_ms(percentile(list(values), share)) for share in (0.5, 0.95, 0.99)) + " (p50 / p95 / p99)"
+    return (
+        " / ".join(format_ms(percentile(list(values), share)) for share in (0.5, 0.95, 0.99))
+        + " (p50 / p95 / p99)"
+    )
 
 
 def p99(values: Sequence[float]) -> float:
@@ -102,5 +124,6 @@ def list_ttfts(outcomes: Sequence[OpenLoopOutcome], since: float = 0.0) -> list[
 
 
 def format_send_lag(outcomes: Sequence[OpenLoopOutcome]) -> str:
-    """How much later than they were due requests were sent: of what is measured, the clients' own part."""
+    """How much later than they were due requests were sent: of what is measured, the clients' own
+    part."""
     return format_percentiles([each.sent_at - each.due_at for each in outcomes])

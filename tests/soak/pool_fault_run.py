@@ -1,5 +1,5 @@
-"""A pool and its users as processes, and what befalls them: killed, stopped and woken, told to end, at moments and in
-an order that a seed decides. Whoever is killed is started again."""
+"""A pool and its users as processes, and what befalls them: killed, stopped and woken, told to end,
+at moments and in an order that a seed decides. Whoever is killed is started again."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,19 @@ from tests.pool.fake_coordinator import FakePoolCoordinator
 from tests.pool.harness import ROOT, PoolProcess, wait_until
 
 USER_COUNT = 4
-FAULTS = ("kill user", "stop user", "kill pool", "stop pool", "end user", "end pool", "kill stopped user")
+FAULTS = (
+    "kill user",
+    "stop user",
+    "kill pool",
+    "stop pool",
+    "end user",
+    "end pool",
+    "kill stopped user",
+)
 STOPPED_SECONDS = (0.02, 0.6)  # seconds that a process is stopped, least and most
-START_TIMEOUT_SECONDS = 60.0  # seconds that a process may take to start, on a machine with other work
+START_TIMEOUT_SECONDS = (
+    60.0  # seconds that a process may take to start, on a machine with other work
+)
 EXIT_TIMEOUT_SECONDS = 60.0
 
 
@@ -37,7 +47,11 @@ class PoolUserProcess:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.soak.pool_user", *self._arguments),
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "GRPC_VERBOSITY": "ERROR"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+                "GRPC_VERBOSITY": "ERROR",
+            },
             stdin=PIPE,
             stdout=PIPE,
         )
@@ -79,16 +93,23 @@ class PoolUserProcess:
 class PoolFaultRun:
     """`each`: operations between two faults, on the average."""
 
-    def __init__(self, pool: PoolProcess, registrar: FakePoolCoordinator, seed: int, each: int) -> None:
+    def __init__(
+        self, pool: PoolProcess, registrar: FakePoolCoordinator, seed: int, each: int
+    ) -> None:
         self.pool = pool
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
-        self.rejoin_seconds: list[float] = []  # seconds from a pool's start until it has joined again
+        self.rejoin_seconds: list[
+            float
+        ] = []  # seconds from a pool's start until it has joined again
         self._registrar = registrar
         self._random = Random(seed)
         self._operations_per_fault = each
         self._faults = self._draw_faults()
-        self._users = [PoolUserProcess(self, number, seed * USER_COUNT + number) for number in range(USER_COUNT)]
+        self._users = [
+            PoolUserProcess(self, number, seed * USER_COUNT + number)
+            for number in range(USER_COUNT)
+        ]
         self._waking: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
 
@@ -106,7 +127,9 @@ class PoolFaultRun:
         await asyncio.gather(*(user.start() for user in self._users))
         at = 0
         while at < operations and not self.errors:
-            at += self._random.randrange(self._operations_per_fault // 2, self._operations_per_fault * 3 // 2)
+            at += self._random.randrange(
+                self._operations_per_fault // 2, self._operations_per_fault * 3 // 2
+            )
             await self._wait_operations(min(at, operations))
             if at < operations:
                 await self._inject_fault(next(self._faults))

@@ -1,5 +1,6 @@
-"""What the users of a soaked pool ask for: families of prompts that share a beginning and fork inside a block. A block
-holds its own name over and over, so whoever reads it sees at once whether it is whole, and whose it is."""
+"""What the users of a soaked pool ask for: families of prompts that share a beginning and fork
+inside a block. A block holds its own name over and over, so whoever reads it sees at once whether
+it is whole, and whose it is."""
 
 import ctypes
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ class PoolPrompt:
 
 def make_prompt(tokens: tuple[int, ...]) -> PoolPrompt:
     packed = pack_tokens(tokens)
-    return PoolPrompt(tokens, packed, compute_packed_hashes(UNSALTED_ROOT, packed, LAYOUT.block_size))
+    return PoolPrompt(
+        tokens, packed, compute_packed_hashes(UNSALTED_ROOT, packed, LAYOUT.block_size)
+    )
 
 
 def all_prompts() -> list[PoolPrompt]:
@@ -57,19 +60,27 @@ class BlockChecker:
     """Reads blocks in place and says what is wrong with them."""
 
     def __init__(self, prompts: list[PoolPrompt]) -> None:
-        self._tokens = {one.block_hash(number): one.block_tokens(number) for one in prompts for number in range(PROMPT_BLOCKS)}
+        self._tokens = {
+            one.block_hash(number): one.block_tokens(number)
+            for one in prompts
+            for number in range(PROMPT_BLOCKS)
+        }
 
     def find_error(self, address: int, name: bytes) -> str | None:
         """With the block at `address`, which is to hold the one with this name."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
-        return None if found == block_content(name) else f"{name.hex()[:16]} was to be read, {_seen(found)} was"
+        return (
+            None
+            if found == block_content(name)
+            else f"{name.hex()[:16]} was to be read, {_describe_bytes(found)} was"
+        )
 
     def find_prefix_error(self, address: int, tokens: tuple[int, ...]) -> str | None:
         """With the block at `address`, whose first tokens are to be these."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
         name = found[:HASH_BYTES]
         if found != block_content(name) or self._tokens.get(name, ())[: len(tokens)] != tokens:
-            return f"a block that begins with {tokens} was to be read, {_seen(found)} was"
+            return f"a block that begins with {tokens} was to be read, {_describe_bytes(found)} was"
         return None
 
 

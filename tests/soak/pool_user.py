@@ -1,5 +1,6 @@
-"""A user of a pool in a process of its own, to be killed and stopped at any moment: it looks up, reads, publishes and
-lets go at random, and says what it has done and whatever is not as it should be, a JSON object a line.
+"""A user of a pool in a process of its own, to be killed and stopped at any moment: it looks up,
+reads, publishes and lets go at random, and says what it has done and whatever is not as it should
+be, a JSON object a line.
 
 It ends well when its standard input does: everything is released, and the pool told.
 """
@@ -15,29 +16,45 @@ from random import Random
 
 import numpy as np
 
-from baton.process import log
-from baton.shared_memory.addressing import BlockAddressSpace
-from baton.process.failpoints import FAILPOINTS
 from baton.kv.pool_types import PoolHit, PublishRequest
+from baton.process import log
+from baton.process.failpoints import FAILPOINTS
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from kv_pool.client.pool_client import PoolClient
 from tests.pool.harness import LAYOUT, UNSALTED_ROOT, client_config, wait_until
-from tests.soak.pool_prompts import PROMPT_BLOCKS, PoolPrompt, BlockChecker, block_content, all_prompts
+from tests.soak.pool_prompts import (
+    PROMPT_BLOCKS,
+    BlockChecker,
+    PoolPrompt,
+    all_prompts,
+    block_content,
+)
 
 TASK_COUNT = 3  # at once, in one process
 MAX_HELD_HITS = 6  # hits that a task holds at most
-KEPT_OPERATIONS = (20, 100)  # operations for which what was found through a former attachment is kept, least and most
+KEPT_OPERATIONS = (
+    20,
+    100,
+)  # operations for which what was found through a former attachment is kept, least and most
 REPORT_EVERY = 16  # operations
-COPY_FAULTS = ("corrupt*1", "error*1", "delay(0.005)*4", "delay(0.03)*1")  # what may happen to a copy on its way
+COPY_FAULTS = (
+    "corrupt*1",
+    "error*1",
+    "delay(0.005)*4",
+    "delay(0.03)*1",
+)  # what may happen to a copy on its way
 
 
 class PoolUserClient:
-    """One client, from its first dial to its goodbye. What it has found stays readable until it is released, also after
-    the client has gone."""
+    """One client, from its first dial to its goodbye. What it has found stays readable until it is
+    released, also after the client has gone."""
 
     def __init__(self, address: str, folder: Path, name: str, own: memoryview) -> None:
         self.space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
-        self.client = PoolClient(client_config(address, folder, name, find_patience=0.05), self.space, own)
+        self.client = PoolClient(
+            client_config(address, folder, name, find_patience=0.05), self.space, own
+        )
         self._running = asyncio.create_task(self.client.run())
 
     async def close(self) -> None:
@@ -68,8 +85,14 @@ class PoolUser:
         self._client_arguments = address, folder, name
         self._seed = seed
         own_blocks = TASK_COUNT * PROMPT_BLOCKS
-        self._arena = create_segment(folder, "arena", round_up_segment_bytes(own_blocks * LAYOUT.block_bytes, LAYOUT.block_bytes))
-        self._own_blocks = np.frombuffer(self._arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
+        self._arena = create_segment(
+            folder,
+            "arena",
+            round_up_segment_bytes(own_blocks * LAYOUT.block_bytes, LAYOUT.block_bytes),
+        )
+        self._own_blocks = np.frombuffer(self._arena.view, dtype=np.uint8).reshape(
+            -1, LAYOUT.block_bytes
+        )
         self._prompts = all_prompts()
         self._reader = BlockChecker(self._prompts)
         self._user_client = self._make_client()
@@ -82,12 +105,16 @@ class PoolUser:
     async def run(self, over: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number in range(TASK_COUNT):
-                tasks.create_task(_PoolUserTask(self, number, Random(f"{self._seed}/{number}")).run(over))
+                tasks.create_task(
+                    _PoolUserTask(self, number, Random(f"{self._seed}/{number}")).run(over)
+                )
         membership = self._user_client
         mapped = len(membership.mapped_segments)
         await membership.close()
         if mapped > 1 or membership.mapped_segments:
-            write_message(wrong=f"{mapped} segments were mapped at the end, {len(membership.mapped)} are after it")
+            write_message(
+                wrong=f"{mapped} segments were mapped at the end, {len(membership.mapped)} are after it"
+            )
         self._report_counts()
         self._arena.close()
         write_message(over=True)
@@ -111,13 +138,17 @@ class PoolUser:
         """What a model would, into the task's own blocks. Returns those."""
         first = task * PROMPT_BLOCKS
         for number in range(len(prompt.block_hashes) // 32):
-            self._own_blocks[first + number] = np.frombuffer(block_content(prompt.block_hash(number)), dtype=np.uint8)
+            self._own_blocks[first + number] = np.frombuffer(
+                block_content(prompt.block_hash(number)), dtype=np.uint8
+            )
         return tuple(range(first, first + len(prompt.block_hashes) // 32))
 
     def check_blocks(self, held: HeldHit) -> None:
         hit, prompt, base = held.hit, held.prompt, held.user_client.space.base_address
         for number, block in enumerate(hit.blocks):
-            wrong = self._reader.find_error(base + block * LAYOUT.block_bytes, prompt.block_hash(number))
+            wrong = self._reader.find_error(
+                base + block * LAYOUT.block_bytes, prompt.block_hash(number)
+            )
             if wrong:
                 write_message(wrong=f"block {number}: {wrong}")
         if hit.partial_block is not None:
@@ -129,7 +160,8 @@ class PoolUser:
         self.count_operation("blocks read", len(hit.blocks) + (hit.partial_block is not None))
 
     async def replace_client(self) -> None:
-        """Goodbye, and another client in its place. What other tasks still hold, they read and release all the same."""
+        """Goodbye, and another client in its place. What other tasks still hold, they read and
+        release all the same."""
         async with self._replacing:
             leaving = self._user_client
             await leaving.close()
@@ -137,7 +169,9 @@ class PoolUser:
 
     def choose_prompt(self, random: Random) -> PoolPrompt:
         """Some are asked for more often than others."""
-        return self._prompts[min(random.randrange(len(self._prompts)), random.randrange(len(self._prompts)))]
+        return self._prompts[
+            min(random.randrange(len(self._prompts)), random.randrange(len(self._prompts)))
+        ]
 
 
 class _PoolUserTask:
@@ -179,18 +213,31 @@ class _PoolUserTask:
         membership, prompt = self._user.user_client, self._user.choose_prompt(self._random)
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
         most = self._random.randrange(len(prompt.tokens) + 1)
-        membership.client.find_prefix(UNSALTED_ROOT, prompt.block_hashes, prompt.packed_tokens, most, found.set_result)
+        membership.client.find_prefix(
+            UNSALTED_ROOT, prompt.block_hashes, prompt.packed_tokens, most, found.set_result
+        )
         self._add_hit(membership, await found, prompt)
 
     async def publish(self) -> None:
         """All of a prompt as prefill does, or its last blocks as decode does."""
         user = self._user
-        membership, prompt = user.user_client, user.choose_prompt(self._random).prefix(self._random.randrange(1, PROMPT_BLOCKS + 1))
+        membership, prompt = (
+            user.user_client,
+            user.choose_prompt(self._random).prefix(self._random.randrange(1, PROMPT_BLOCKS + 1)),
+        )
         first = self._random.choice((0, 0, self._random.randrange(len(prompt.block_hashes) // 32)))
         sources = user.write_blocks(self._number, prompt)[first:]
         ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
         paced = self._random.random() < 0.5
-        order = PublishRequest(UNSALTED_ROOT, prompt.block_hashes, prompt.packed_tokens, first, sources, ended.set_result, paced)
+        order = PublishRequest(
+            UNSALTED_ROOT,
+            prompt.block_hashes,
+            prompt.packed_tokens,
+            first,
+            sources,
+            ended.set_result,
+            paced,
+        )
         if membership.client.publish_blocks(order):
             hit = await ended
             self._user.count_operation("published" if hit is not None else "not published")
@@ -198,8 +245,9 @@ class _PoolUserTask:
                 self._add_hit(membership, hit, prompt)
 
     async def spoil(self) -> None:
-        """A publication some of whose copies fail, go wrong or take long; another task's may meet with it instead."""
-        FAILPOINTS.arm(f"pool.copy.before={self._random.choice(SPOILED)}")
+        """A publication some of whose copies fail, go wrong or take long; another task's may meet
+        with it instead."""
+        FAILPOINTS.arm(f"pool.copy.before={self._random.choice(COPY_FAULTS)}")
         try:
             await self.publish()
         finally:
@@ -249,8 +297,18 @@ class _PoolUserTask:
             self._user.check_blocks(held)
 
 
-OPERATIONS = {"look_up": 32, "read": 24, "release": 20, "publish": 20, "spoil": 2, "abandon": 1, "goodbye": 1}
-_ACTS: dict[str, Callable[[_PoolUserTask], Awaitable[None]]] = {name: getattr(_PoolUserTask, name) for name in OPERATIONS}
+OPERATIONS = {
+    "look_up": 32,
+    "read": 24,
+    "release": 20,
+    "publish": 20,
+    "spoil": 2,
+    "abandon": 1,
+    "goodbye": 1,
+}
+_ACTS: dict[str, Callable[[_PoolUserTask], Awaitable[None]]] = {
+    name: getattr(_PoolUserTask, name) for name in OPERATIONS
+}
 
 
 def write_message(**what: object) -> None:
@@ -260,7 +318,9 @@ def write_message(**what: object) -> None:
 
 async def _main(address: str, folder: str, name: str, seed: str) -> None:
     reader, over = asyncio.StreamReader(), asyncio.Event()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
 
     async def end() -> None:
         await reader.read()

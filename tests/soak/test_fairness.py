@@ -1,7 +1,8 @@
-"""Classes and tenants beside each other on real processes: what each waits for its first token while others ask for
-more than there is, and whom the devices' time is charged to.
+"""Classes and tenants beside each other on real processes: what each waits for its first token
+while others ask for more than there is, and whom the devices' time is charged to.
 
-`make test` plays it for seconds and judges outcomes; `make soak` for a minute each, and judges latencies too.
+`make test` plays it for seconds and judges outcomes; `make soak` for a minute each, and judges
+latencies too.
 """
 
 import asyncio
@@ -18,10 +19,17 @@ import pytest_asyncio
 from baton.cli.views.top_table import sum_counter
 from coordinator.core.admission.tenants import hash_key
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopRequest, OpenLoopOutcome, for_tenant, check_outcomes
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant
 from tests.pool.harness import wait_until
 from tests.soak.conftest import Figures
-from tests.soak.overload_run import JUDGED_SECONDS, OverloadRun, format_send_lag, format_ms, format_percentiles, list_ttfts
+from tests.soak.overload_run import (
+    JUDGED_SECONDS,
+    OverloadRun,
+    format_ms,
+    format_percentiles,
+    format_send_lag,
+    list_ttfts,
+)
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,7 +37,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_PREMIUM_TTFT_SECONDS = 0.25  # seconds to a first token, for premium
 BATCH_SLOTS = 16
 REQUEST = OpenLoopRequest()
-TENANTS = {"gold": "premium", "a": "standard", "b": "standard", "c": "standard", "greedy": "standard"}
+TENANTS = {
+    "gold": "premium",
+    "a": "standard",
+    "b": "standard",
+    "c": "standard",
+    "greedy": "standard",
+}
 FAIR_TENANTS = ("a", "b", "c")
 TENANT_SHARE = 0.2  # of the capacity, for each of four
 SETTINGS = {
@@ -52,15 +66,21 @@ class FairnessRun:
     def write_tenants_file(self, rate: float | None = None, headroom: float | None = None) -> None:
         """The greedy one's limit in requests a second, and what who asks for too much leaves."""
         head = "" if headroom is None else f"headroom = {headroom}\n"
-        self.tenants_file.write_text(head + "".join(_entry(name, rate if name == "greedy" else None) for name in TENANTS))
+        self.tenants_file.write_text(
+            head + "".join(_entry(name, rate if name == "greedy" else None) for name in TENANTS)
+        )
 
-    async def reload_tenants(self, rate: float | None = None, headroom: float | None = None) -> None:
+    async def reload_tenants(
+        self, rate: float | None = None, headroom: float | None = None
+    ) -> None:
         """The coordinator has read it when this returns."""
         log = self.overload_run.cluster.logs.log_path("coordinator")
         before = log.read_text().count("tenants reloaded")
         self.write_tenants_file(rate, headroom)
         self.overload_run.cluster.send_signal("coordinator", signal.SIGHUP)
-        await wait_until("tenants reloaded", lambda: log.read_text().count("tenants reloaded") > before)
+        await wait_until(
+            "tenants reloaded", lambda: log.read_text().count("tenants reloaded") > before
+        )
 
 
 def _entry(name: str, rate: float | None) -> str:
@@ -77,7 +97,9 @@ async def stage(
     file = folder / "tenants.toml"
     seconds = float(request.config.getoption("--storm-seconds"))
     step = 40.0 if seconds >= JUDGED_SECONDS else 20.0  # milliseconds: 23 or 45 requests a second
-    cluster = Cluster(folder, engine="paced", model="", tenants=str(file), paced_step_ms=step, **SETTINGS)
+    cluster = Cluster(
+        folder, engine="paced", model="", tenants=str(file), paced_step_ms=step, **SETTINGS
+    )
     made = FairnessRun(OverloadRun(cluster, seconds, figures), file)
     made.write_tenants_file()
     async with cluster:
@@ -92,18 +114,28 @@ async def at_rest(stage: FairnessRun) -> AsyncIterator[None]:
     await stage.overload_run.cluster.wait_idle()
 
 
-async def run_tenant_loads(storm: OverloadRun, seed: int, **rates: float) -> dict[str, list[OpenLoopOutcome]]:
+async def run_tenant_loads(
+    storm: OverloadRun, seed: int, **rates: float
+) -> dict[str, list[OpenLoopOutcome]]:
     """Of each tenant, at its share of the capacity; those who arrived when the others had."""
     loop = storm.new_open_loop()
     loop.arrival_seed = seed
     began = time.monotonic()
-    offered = [loop.run_poisson_load(for_tenant(REQUEST, name), rate * storm.reference_capacity, storm.seconds) for name, rate in rates.items()]
+    offered = [
+        loop.run_poisson_load(
+            for_tenant(REQUEST, name), rate * storm.reference_capacity, storm.seconds
+        )
+        for name, rate in rates.items()
+    ]
     outcomes = await asyncio.gather(*offered)
     for each in outcomes:
         check_outcomes(each)
     await storm.cluster.wait_idle()
     settled = began + storm.seconds / 10
-    return {name: [one for one in each if one.due_at >= settled] for name, each in zip(rates, outcomes, strict=True)}
+    return {
+        name: [one for one in each if one.due_at >= settled]
+        for name, each in zip(rates, outcomes, strict=True)
+    }
 
 
 async def test_premium_ttft_holds_under_three_times_the_capacity(stage: FairnessRun) -> None:
@@ -122,16 +154,22 @@ async def test_premium_ttft_holds_under_three_times_the_capacity(stage: Fairness
         standard=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
         MAX_PREMIUM_TTFT_SECONDS=format_ms(MAX_PREMIUM_TTFT_SECONDS),
     )
-    storm.check_figure(percentile(list_ttfts(gold), 0.95) <= MAX_PREMIUM_TTFT_SECONDS, format_percentiles(list_ttfts(gold)))
+    storm.check_figure(
+        percentile(list_ttfts(gold), 0.95) <= MAX_PREMIUM_TTFT_SECONDS,
+        format_percentiles(list_ttfts(gold)),
+    )
 
 
 async def test_tenant_at_ten_times_its_share_does_not_slow_others(stage: FairnessRun) -> None:
-    """It costs the others a tenth of their p95 at most, whether its share is its limit or it is given all that the
-    others leave but the headroom. Without that it costs them more, which is measured and not judged."""
+    """It costs the others a tenth of their p95 at most, whether its share is its limit or it is
+    given all that the others leave but the headroom. Without that it costs them more, which is
+    measured and not judged."""
     storm = stage.overload_run
 
     async def p95(greed: float) -> float:
-        outcomes = await run_tenant_loads(storm, 2, **dict.fromkeys(FAIR_TENANTS, TENANT_SHARE), greedy=greed * TENANT_SHARE)
+        outcomes = await run_tenant_loads(
+            storm, 2, **dict.fromkeys(FAIR_TENANTS, TENANT_SHARE), greedy=greed * TENANT_SHARE
+        )
         meek = [each for name in FAIR_TENANTS for each in outcomes[name]]
         assert {each.result for each in meek} == {"answered"} or greed > 1
         return percentile(list_ttfts(meek), 0.95)
@@ -143,10 +181,10 @@ async def test_tenant_at_ten_times_its_share_does_not_slow_others(stage: Fairnes
     limited = await p95(10.0)
     storm.record_figures(
         "one of four at 10x its share",
-        others_TTFT_p95=f"{ms(fair)} while all keep to their shares",
-        with_a_limit=f"{ms(limited)}, {limited / fair:.2f}x",
-        without_one=f"{ms(unlimited)}, {unlimited / fair:.2f}x",
-        nor_headroom=f"{ms(bare)}, {bare / fair:.2f}x",
+        others_TTFT_p95=f"{format_ms(fair)} while all keep to their shares",
+        with_a_limit=f"{format_ms(limited)}, {limited / fair:.2f}x",
+        without_one=f"{format_ms(unlimited)}, {unlimited / fair:.2f}x",
+        nor_headroom=f"{format_ms(bare)}, {bare / fair:.2f}x",
     )
     storm.check_figure(limited <= 1.1 * fair, (limited, fair))
     storm.check_figure(unlimited <= 1.1 * fair, (unlimited, fair))
@@ -156,11 +194,17 @@ async def test_device_seconds_add_up(stage: FairnessRun) -> None:
     storm = stage.overload_run
     await run_tenant_loads(storm, 3, gold=TENANT_SHARE, a=2 * TENANT_SHARE)
     async with httpx.AsyncClient(base_url=storm.cluster.admin_url) as admin:
-        lines = [line.rpartition(" ") for line in (await admin.get("/metrics")).text.splitlines() if line[0] != "#"]
+        lines = [
+            line.rpartition(" ")
+            for line in (await admin.get("/metrics")).text.splitlines()
+            if line[0] != "#"
+        ]
     counters = {key: float(value) for key, _, value in lines}
     busy = sum_counter(counters, "baton_device_busy_seconds_total")
     parts = {
-        (phase, name): sum_counter(counters, "baton_device_seconds_total", phase=phase, **{"class": name})
+        (phase, name): sum_counter(
+            counters, "baton_device_seconds_total", phase=phase, **{"class": name}
+        )
         for phase in ("prefill", "decode")
         for name in ("premium", "standard")
     }

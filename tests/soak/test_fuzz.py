@@ -1,8 +1,10 @@
-"""Requests that nobody would write, at every port of clients and operators, beside traffic that must not notice.
+"""Requests that nobody would write, at every port of clients and operators, beside traffic that
+must not notice.
 
-Cases come from our own documents: the OpenAPI schema (schemathesis), the proto files, and below both, bytes. No answer
-may be a 5xx, none may say anything but what its document says, no process may end, and at the end nothing is held.
-`make test` plays a seeded slice, `make soak` 5,000 cases. `--soak-seed` repeats a run.
+Cases come from our own documents: the OpenAPI schema (schemathesis), the proto files, and below
+both, bytes. No answer may be a 5xx, none may say anything but what its document says, no process
+may end, and at the end nothing is held. `make test` plays a seeded slice, `make soak` 5,000 cases.
+`--soak-seed` repeats a run.
 """
 
 import json
@@ -19,7 +21,13 @@ from hypothesis import strategies as st
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
 from tests.soak import fuzz_http, fuzz_proto
-from tests.soak.fuzz_environment import CONTEXT_TOKENS, SPARE_NODES, VOCAB_SIZE, FuzzEnvironment, FuzzTarget
+from tests.soak.fuzz_environment import (
+    CONTEXT_TOKENS,
+    SPARE_NODES,
+    VOCAB_SIZE,
+    FuzzEnvironment,
+    FuzzTarget,
+)
 from tests.soak.fuzz_wire import PATHS, RawExchange, exchange_strategy
 
 pytestmark = pytest.mark.timeout(1800)
@@ -31,9 +39,12 @@ KINDS = [
     for target in TARGETS
     for path in PATHS
     for kind in ("allowed", "forbidden", "served")
-    if (target, kind) != ("cluster", "served") or path == "/v1/completions"  # paced nodes know no text
+    if (target, kind) != ("cluster", "served")
+    or path == "/v1/completions"  # paced nodes know no text
 ]
-_GENERATION = [method.name for method in generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods]
+_GENERATION = [
+    method.name for method in generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods
+]
 _CLUSTER = [method.name for method in cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].methods]
 _DEFECTS = (
     grpc.StatusCode.INTERNAL,
@@ -44,19 +55,28 @@ _DEFECTS = (
 )
 _CASES_PER_TEST = 500  # cases; a longer run shows where it is
 _TIMEOUT_SECONDS = 60.0  # seconds in which every call must have ended
-Case = tuple[bytes, int, list[tuple[str, str]]]  # what is sent, after how many responses the client goes, metadata
+Case = tuple[
+    bytes, int, list[tuple[str, str]]
+]  # what is sent, after how many responses the client goes, metadata
 
 
 @pytest.fixture(scope="module")
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzEnvironment]:
-    with FuzzEnvironment(tmp_path_factory.mktemp("fuzz"), int(request.config.getoption("--soak-seed"))) as running:
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FuzzEnvironment]:
+    with FuzzEnvironment(
+        tmp_path_factory.mktemp("fuzz"), int(request.config.getoption("--soak-seed"))
+    ) as running:
         yield running
 
 
 @pytest.fixture
 def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
     """Plays a share of all cases and says how many there were."""
-    cases, number = int(request.config.getoption("--fuzz-cases")), int(request.config.getoption("--soak-seed"))
+    cases, number = (
+        int(request.config.getoption("--fuzz-cases")),
+        int(request.config.getoption("--soak-seed")),
+    )
 
     def run(share: float, strategy: st.SearchStrategy[Any], judge: Callable[[Any], None]) -> None:
         played = 0
@@ -83,14 +103,18 @@ def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> C
 
 
 @pytest.mark.parametrize(("target", "path", "kind"), KINDS)
-def test_fuzz_openapi_requests(scene: FuzzEnvironment, play: Callable[..., None], target: str, path: str, kind: str) -> None:
+def test_fuzz_openapi_requests(
+    scene: FuzzEnvironment, play: Callable[..., None], target: str, path: str, kind: str
+) -> None:
     there: FuzzTarget = getattr(scene, target)
     url = f"http://127.0.0.1:{there.http}"
     with requests.Session() as session:
         document = session.get(f"{url}/openapi.json", timeout=_TIMEOUT_SECONDS).json()
         if kind == "served":
             texts = target == "front"
-            document = fuzz_http.narrow_schema(document, VOCABULARIES[target], there.model, CONTEXT_TOKENS // 4, texts=texts)
+            document = fuzz_http.narrow_schema(
+                document, VOCABULARIES[target], there.model, CONTEXT_TOKENS // 4, texts=texts
+            )
 
         def judge(case: Any) -> None:
             response = fuzz_http.send_case(case, url, session, _TIMEOUT_SECONDS)
@@ -99,7 +123,11 @@ def test_fuzz_openapi_requests(scene: FuzzEnvironment, play: Callable[..., None]
         cases = fuzz_http.case_strategy(document, path, "POST", good=kind != "forbidden")
         shares = 3 if kind == "served" else 1
         weight = shares / sum(3 if kind == "served" else 1 for _, _, kind in KINDS)
-        play(SHARES["schema"] * weight, cases.map(fuzz_http.with_whole_numbers) if kind == "served" else cases, judge)
+        play(
+            SHARES["schema"] * weight,
+            cases.map(fuzz_http.with_whole_numbers) if kind == "served" else cases,
+            judge,
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/openapi.json"])
@@ -107,8 +135,12 @@ def test_fuzz_openapi_requests(scene: FuzzEnvironment, play: Callable[..., None]
 def test_fuzz_get_routes(scene: FuzzEnvironment, target: str, path: str) -> None:
     url = f"http://127.0.0.1:{getattr(scene, target).http}{path}"
     for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "HEAD"):
-        response = requests.request(method, url, data=b"\xff", params={"a": "\0"}, timeout=_TIMEOUT_SECONDS)
-        assert response.status_code in {"GET": (200,), "HEAD": (200, 405)}.get(method, (405,)), method
+        response = requests.request(
+            method, url, data=b"\xff", params={"a": "\0"}, timeout=_TIMEOUT_SECONDS
+        )
+        assert response.status_code in {"GET": (200,), "HEAD": (200, 405)}.get(method, (405,)), (
+            method
+        )
 
 
 @pytest.mark.parametrize("kind", ["allowed", "forbidden"])
@@ -116,7 +148,11 @@ def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind
     url, document = f"http://127.0.0.1:{scene.cluster.admin}", fuzz_http.admin_document()
     drain = fuzz_http.case_strategy(document, "/admin/drain", "POST", good=kind == "allowed")
     if kind == "allowed":
-        pages = [fuzz_http.case_strategy(document, path, "GET", good=True) for path in document["paths"] if "drain" not in path]
+        pages = [
+            fuzz_http.case_strategy(document, path, "GET", good=True)
+            for path in document["paths"]
+            if "drain" not in path
+        ]
         drain = st.one_of(drain, *pages)
     with requests.Session() as session:
 
@@ -127,7 +163,9 @@ def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind
         play(SHARES["admin"] / 2, drain, judge)
         assert "baton_" in session.get(f"{url}/metrics", timeout=_TIMEOUT_SECONDS).text
         for name in SPARE_NODES:
-            session.post(f"{url}/admin/drain", json={"node": name, "undrain": True}, timeout=_TIMEOUT_SECONDS)
+            session.post(
+                f"{url}/admin/drain", json={"node": name, "undrain": True}, timeout=_TIMEOUT_SECONDS
+            )
 
 
 @pytest.mark.parametrize("method", [*_GENERATION, *_CLUSTER])
@@ -141,7 +179,9 @@ def test_fuzz_grpc_messages(scene: FuzzEnvironment, play: Callable[..., None], m
         there: FuzzTarget = getattr(scene, target)
         with grpc.insecure_channel(there.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
             streams = described.server_streaming
-            call = (channel.unary_stream if streams else channel.unary_unary)(f"/{service.full_name}/{method}")
+            call = (channel.unary_stream if streams else channel.unary_unary)(
+                f"/{service.full_name}/{method}"
+            )
 
             def judge(case: Case, call: Any = call, streams: bool = streams) -> None:
                 code = _call(case, call, answer, streams=streams)
@@ -158,7 +198,9 @@ def test_fuzz_grpc_messages(scene: FuzzEnvironment, play: Callable[..., None], m
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz_raw_http(scene: FuzzEnvironment, play: Callable[..., None], target: str) -> None:
     port = getattr(scene, target).http
-    play(SHARES["wire"] * 0.45, exchange_strategy(), lambda exchange: _check_exchange(exchange, port))
+    play(
+        SHARES["wire"] * 0.45, exchange_strategy(), lambda exchange: _check_exchange(exchange, port)
+    )
 
 
 def test_fuzz_raw_http_of_the_admin_port(scene: FuzzEnvironment, play: Callable[..., None]) -> None:
@@ -172,8 +214,14 @@ def test_fuzz_raw_http_of_the_admin_port(scene: FuzzEnvironment, play: Callable[
 def test_too_large_requests_are_refused(scene: FuzzEnvironment) -> None:
     body = b'{"prompt":"' + b"x" * MAX_BODY_BYTES + b'"}'
     for path in PATHS:
-        url, headers = f"http://127.0.0.1:{scene.cluster.http}{path}", {"content-type": "application/json"}
-        assert requests.post(url, data=body, headers=headers, timeout=_TIMEOUT_SECONDS).status_code == 413
+        url, headers = (
+            f"http://127.0.0.1:{scene.cluster.http}{path}",
+            {"content-type": "application/json"},
+        )
+        assert (
+            requests.post(url, data=body, headers=headers, timeout=_TIMEOUT_SECONDS).status_code
+            == 413
+        )
 
 
 def test_nothing_is_left_after_fuzzing(scene: FuzzEnvironment) -> None:
@@ -221,7 +269,9 @@ def _read(responses: Any, enough: int, kind: Any) -> None:
 
 def _metadata() -> st.SearchStrategy[list[tuple[str, str]]]:
     words = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=140)
-    return st.lists(st.tuples(st.sampled_from(["x-request-id", "authorization", "x-odd"]), words), max_size=2)
+    return st.lists(
+        st.tuples(st.sampled_from(["x-request-id", "authorization", "x-odd"]), words), max_size=2
+    )
 
 
 def _usual(target: FuzzTarget) -> fuzz_proto.UsualValues:

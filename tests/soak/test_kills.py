@@ -1,5 +1,5 @@
-"""Each class of process is killed under load: nothing is wrong, every request ends once, blocks come back, and the
-cluster serves again without anybody's help.
+"""Each class of process is killed under load: nothing is wrong, every request ends once, blocks
+come back, and the cluster serves again without anybody's help.
 
 `make test` kills each twice, `make soak` twenty times, and then the bounds on recovery hold too.
 """
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from baton.cli.supervisor.child_specs import COORDINATOR
 from tests.cluster import Cluster
-from tests.integration.cluster.test_prefix_routing import wait_known_blocks, read_metric
+from tests.integration.cluster.test_prefix_routing import read_metric, wait_known_blocks
 from tests.soak.kill_runner import KillRunner, RecoveryTimes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,7 +26,12 @@ MAX_COORDINATOR_RECOVERY_SECONDS = 5.0  # seconds from when the new one listens,
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     made = Cluster(
-        tmp_path_factory.mktemp("kills"), engine="paced", prefill=2, decode=2, kv_memory="8MiB", paced_step_ms=4.0
+        tmp_path_factory.mktemp("kills"),
+        engine="paced",
+        prefill=2,
+        decode=2,
+        kv_memory="8MiB",
+        paced_step_ms=4.0,
     )
     async with made:
         yield made
@@ -42,38 +47,52 @@ def check_recoveries(recoveries: list[RecoveryTimes]) -> None:
     sys.stdout.write("\n".join(map(str, recoveries)) + "\n")
     for name in ("listens", "answered", "whole"):
         times = [getattr(one, name) for one in recoveries]
-        sys.stdout.write(f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n")
+        sys.stdout.write(
+            f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n"
+        )
     if len(recoveries) >= JUDGED_KILLS:
         assert max(one.answered_seconds for one in recoveries) <= MAX_RECOVERY_SECONDS
-        assert max(one.answered_seconds - one.listening_seconds for one in recoveries) <= MAX_COORDINATOR_RECOVERY_SECONDS
+        assert (
+            max(one.answered_seconds - one.listening_seconds for one in recoveries)
+            <= MAX_COORDINATOR_RECOVERY_SECONDS
+        )
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_killed_nodes_recover_without_failed_requests(cluster: Cluster, kills: int, role: str) -> None:
+async def test_killed_nodes_recover_without_failed_requests(
+    cluster: Cluster, kills: int, role: str
+) -> None:
     """In turn, and back at the same address or at another."""
     others = {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)}
     range_ = KillRunner(cluster, seed=len(role))
     async with range_.running_load():
         recoveries = [
-            await range_.kill_process(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1) for number in range(kills)
+            await range_.kill_process(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1)
+            for number in range(kills)
         ]
     await cluster.wait_idle()
     assert range_.find_violations(coordinator_died=False) == []
-    assert {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)} == others
+    assert {
+        name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)
+    } == others
     check_recoveries(recoveries)
 
 
 @pytest.mark.timeout(1200)
 async def test_killed_coordinator_recovers(cluster: Cluster, kills: int) -> None:
-    """Back at once, or after its nodes have given up what they held for it. Their caches outlive it: once the load is
-    over, since it evicts, the last new one is told of all blocks that the one before it knew."""
+    """Back at once, or after its nodes have given up what they held for it. Their caches outlive
+    it: once the load is over, since it evicts, the last new one is told of all blocks that the one
+    before it knew."""
     nodes = {name: pid for name, pid in cluster.get_pids().items() if name != COORDINATOR}
     prompt = list(range(1, 200))
     range_ = KillRunner(cluster, seed=1)
     async with range_.running_load():
         long = cluster.config.silence + 1.0 if kills >= JUDGED_KILLS else 0.0
-        recoveries = [await range_.kill_process(COORDINATOR, down=long * (number % 2)) for number in range(kills)]
+        recoveries = [
+            await range_.kill_process(COORDINATOR, down=long * (number % 2))
+            for number in range(kills)
+        ]
     await cluster.wait_idle()
     await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
     await cluster.wait_idle()

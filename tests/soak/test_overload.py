@@ -1,8 +1,10 @@
-"""More than a cluster can take, on real processes whose nodes only pretend to compute: what is turned away is told so
-at once, what is taken in is answered right and no slower than the cluster can, and afterwards all is as before.
+"""More than a cluster can take, on real processes whose nodes only pretend to compute: what is
+turned away is told so at once, what is taken in is answered right and no slower than the cluster
+can, and afterwards all is as before.
 
-`make test` plays each storm for two seconds and judges outcomes; `make soak` for a minute, and judges time too. On the
-virtual clock the same is in tests/unit/coordinator/core/admission/test_fairness_simulated.py.
+`make test` plays each storm for two seconds and judges outcomes; `make soak` for a minute, and
+judges time too. On the virtual clock the same is in
+tests/unit/coordinator/core/admission/test_fairness_simulated.py.
 """
 
 import asyncio
@@ -15,9 +17,21 @@ import pytest
 import pytest_asyncio
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopRequest, OpenLoopOutcome, check_outcomes
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes
 from tests.soak.conftest import Figures
-from tests.soak.overload_run import MAX_GROWTH_BYTES, JUDGED_SECONDS, MAX_RECOVERY_SECONDS, MAX_REFUSAL_SECONDS, MAX_TOKEN_GAP_SECONDS, OverloadRun, format_send_lag, format_ms, p99, format_percentiles, list_ttfts
+from tests.soak.overload_run import (
+    JUDGED_SECONDS,
+    MAX_GROWTH_BYTES,
+    MAX_RECOVERY_SECONDS,
+    MAX_REFUSAL_SECONDS,
+    MAX_TOKEN_GAP_SECONDS,
+    OverloadRun,
+    format_ms,
+    format_percentiles,
+    format_send_lag,
+    list_ttfts,
+    p99,
+)
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -57,12 +71,19 @@ async def at_rest(storm: OverloadRun) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "retries", "deadlines"])
-async def test_excess_of_five_times_the_capacity_is_refused_fast(storm: OverloadRun, kind: str) -> None:
-    kinds = {"retries": replace(REQUEST, max_attempts=4), "deadlines": replace(REQUEST, timeout_seconds=max(3.0, 4 * storm.idle_latency_seconds))}
+async def test_excess_of_five_times_the_capacity_is_refused_fast(
+    storm: OverloadRun, kind: str
+) -> None:
+    kinds = {
+        "retries": replace(REQUEST, max_attempts=4),
+        "deadlines": replace(REQUEST, timeout_seconds=max(3.0, 4 * storm.idle_latency_seconds)),
+    }
     loop, before = storm.new_open_loop(), storm.measure_memory()
     began = time.monotonic()
     over = loop.closing_time = began + storm.seconds
-    offering = asyncio.create_task(loop.run_poisson_load(kinds.get(kind, REQUEST), 5 * storm.reference_capacity, storm.seconds))
+    offering = asyncio.create_task(
+        loop.run_poisson_load(kinds.get(kind, REQUEST), 5 * storm.reference_capacity, storm.seconds)
+    )
     await asyncio.sleep(storm.seconds / 2)
     status = await storm.cluster.get_status()
     await asyncio.sleep(max(0.0, over - time.monotonic()))
@@ -96,7 +117,11 @@ async def test_excess_of_five_times_the_capacity_is_refused_fast(storm: Overload
 async def test_clients_that_retry_at_once_do_not_slow_others(storm: OverloadRun) -> None:
     loop, began = storm.new_open_loop(), time.monotonic()
     over = loop.closing_time = began + storm.seconds
-    outcomes = await loop.run_poisson_load(replace(REQUEST, max_attempts=8, retry_seconds=0.25), 3 * storm.reference_capacity, storm.seconds)
+    outcomes = await loop.run_poisson_load(
+        replace(REQUEST, max_attempts=8, retry_seconds=0.25),
+        3 * storm.reference_capacity,
+        storm.seconds,
+    )
     ended = check_outcomes(outcomes)
     recovery = await storm.measure_recovery(loop, REQUEST, over)
     goodput = loop.completion_rate(outcomes, began + storm.seconds / 4, over)
@@ -126,13 +151,17 @@ async def test_burst_is_served_at_once_or_on_retry(storm: OverloadRun) -> None:
         all_served_after=f"{took:.1f} s, {len(refusals)} refusals",
         longest_silence=f"{loop.longest_silence:.2f} s",
     )
-    storm.check_figure(loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds)
+    storm.check_figure(
+        loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds
+    )
 
 
 async def test_huge_request_among_small_ones_is_served(storm: OverloadRun) -> None:
     """It takes 101 of a node's 128 blocks."""
     loop = storm.new_open_loop()
-    small = asyncio.create_task(loop.run_poisson_load(REQUEST, 0.7 * storm.reference_capacity, storm.seconds))
+    small = asyncio.create_task(
+        loop.run_poisson_load(REQUEST, 0.7 * storm.reference_capacity, storm.seconds)
+    )
     await asyncio.sleep(storm.seconds / 4)
     huge = await loop.run_client(replace(REQUEST, prompt_tokens=1600))
     outcomes = await small
@@ -140,28 +169,42 @@ async def test_huge_request_among_small_ones_is_served(storm: OverloadRun) -> No
     assert set(check_outcomes(outcomes)) == {"answered"}
     storm.record_figures(
         "101 of 128 blocks",
-        TTFT=f"{huge.ttft:.2f} s, the small ones' {spread(ttfts(outcomes))}",
+        TTFT=f"{huge.ttft:.2f} s, the small ones' {format_percentiles(list_ttfts(outcomes))}",
         longest_silence=f"{loop.longest_silence:.2f} s",
     )
-    storm.check_figure(loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds)
+    storm.check_figure(
+        loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds
+    )
 
 
 async def test_short_prompts_behind_a_long_one_are_served(storm: OverloadRun) -> None:
-    loop, short, long = storm.new_open_loop(), replace(REQUEST, prompt_tokens=32, output_tokens=2), replace(REQUEST, prompt_tokens=1600, output_tokens=2)
+    loop, short, long = (
+        storm.new_open_loop(),
+        replace(REQUEST, prompt_tokens=32, output_tokens=2),
+        replace(REQUEST, prompt_tokens=1600, output_tokens=2),
+    )
 
     async def p95(*, behind: bool) -> float:
         first = asyncio.create_task(loop.run_client(long)) if behind else None
         if first is not None:
-            await storm.cluster.wait_status(lambda status: status.running >= 1)  # it has a head start
+            await storm.cluster.wait_status(
+                lambda status: status.running >= 1
+            )  # it has a head start
         outcomes: list[OpenLoopOutcome] = await loop.run_burst(short, 50)
         assert check_outcomes(outcomes) == {"answered": 50}
         if first is not None:
             assert (await first).is_served
         return percentile(list_ttfts(outcomes), 0.95)
 
-    pairs = [(await p95(behind=False), await p95(behind=True)) for _ in range(5 if storm.is_judged else 1)]
+    pairs = [
+        (await p95(behind=False), await p95(behind=True))
+        for _ in range(5 if storm.is_judged else 1)
+    ]
     alone, behind = min(alone for alone, _ in pairs), min(behind for _, behind in pairs)
-    storm.record_figures("50 short behind a long one", TTFT_p95=f"{ms(behind)} against {ms(alone)} alone, {behind / alone:.2f}x")
+    storm.record_figures(
+        "50 short behind a long one",
+        TTFT_p95=f"{format_ms(behind)} against {format_ms(alone)} alone, {behind / alone:.2f}x",
+    )
     storm.check_figure(behind <= 2 * alone, pairs)
 
 
@@ -173,7 +216,9 @@ async def test_grpc_refusals_carry_a_retry_delay(storm: OverloadRun) -> None:
             return error
         return None
 
-    await storm.cluster.arm_failpoints("decode", "decode.step.before=delay(0.5)")  # all have asked before many are answered
+    await storm.cluster.arm_failpoints(
+        "decode", "decode.step.before=delay(0.5)"
+    )  # all have asked before many are answered
     calls = [asyncio.create_task(refusal()) for _ in range(2 * (MAX_QUEUE + BATCH_SLOTS))]
     for ended in asyncio.as_completed(calls):
         if await ended is not None:

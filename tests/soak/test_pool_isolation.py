@@ -1,10 +1,12 @@
-"""Whether a tenant can tell by the time that look-ups take what another one has published: the same look-ups of prompts
-that the other has published and of prompts that nobody has, in pairs and in random order.
+"""Whether a tenant can tell by the time that look-ups take what another one has published: the same
+look-ups of prompts that the other has published and of prompts that nobody has, in pairs and in
+random order.
 
-What is judged is in how many pairs the first kind took longer (the sign test): a half if time tells nothing. Each of a
-pair is asked several times in turn with the other, and the quickest answer counts: other work on the machine only makes
-them slower. That the method would tell is shown on the tenant that has published them. `make test` does a few look-ups,
-and judges that nothing is found; `make soak` judges times.
+What is judged is in how many pairs the first kind took longer (the sign test): a half if time tells
+nothing. Each of a pair is asked several times in turn with the other, and the quickest answer
+counts: other work on the machine only makes them slower. That the method would tell is shown on the
+tenant that has published them. `make test` does a few look-ups, and judges that nothing is found;
+`make soak` judges times.
 """
 
 import asyncio
@@ -21,7 +23,15 @@ import pytest_asyncio
 
 from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit
-from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, PoolNode, PoolProcess, run_pool_node, make_tokens
+from tests.pool.harness import (
+    DIGEST,
+    LAYOUT,
+    UNSALTED_ROOT,
+    PoolNode,
+    PoolProcess,
+    make_tokens,
+    run_pool_node,
+)
 from tests.soak.conftest import Figures
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -56,12 +66,22 @@ async def test_lookup_time_does_not_reveal_blocks_of_another_tenant(
         assert hit is not None
         assert len(hit.blocks) == BLOCKS
         asking.release_hit(hit)
-    theirs, found = await _compare_lookups(asking, OTHER_TENANT_ROOT, published, unknown, PAIRS if judged else 4)
+    theirs, found = await _compare_lookups(
+        asking, OTHER_TENANT_ROOT, published, unknown, PAIRS if judged else 4
+    )
     assert found == 0
-    own, found = await _compare_lookups(asking, UNSALTED_ROOT, published, unknown, PAIRS // 4 if judged else 4)
+    own, found = await _compare_lookups(
+        asking, UNSALTED_ROOT, published, unknown, PAIRS // 4 if judged else 4
+    )
     assert found > 0
     if judged:
-        figures.append(("another tenant's prefixes", "slower than unknown ones, share of pairs", f"{theirs:.3f}"))
+        figures.append(
+            (
+                "another tenant's prefixes",
+                "slower than unknown ones, share of pairs",
+                f"{theirs:.3f}",
+            )
+        )
         figures.append(("own prefixes", "slower than unknown ones, share of pairs", f"{own:.3f}"))
         assert abs(theirs - 0.5) < MAX_ADVANTAGE
         if abs(own - 0.5) < 2 * MAX_ADVANTAGE:
@@ -69,9 +89,14 @@ async def test_lookup_time_does_not_reveal_blocks_of_another_tenant(
 
 
 async def _compare_lookups(
-    asking: PoolNode, root: BlockHash, published: Sequence[Sequence[int]], unknown: Sequence[Sequence[int]], pairs: int
+    asking: PoolNode,
+    root: BlockHash,
+    published: Sequence[Sequence[int]],
+    unknown: Sequence[Sequence[int]],
+    pairs: int,
 ) -> tuple[float, int]:
-    """In which share of the pairs the look-up of the published prompt took longer, and how many found anything."""
+    """In which share of the pairs the look-up of the published prompt took longer, and how many
+    found anything."""
     random, slower = Random(0), 0
     questions = [[_make_lookup(root, tokens) for tokens in kind] for kind in (published, unknown)]
     found = 0
@@ -91,7 +116,9 @@ def _make_lookup(root: BlockHash, tokens: Sequence[int]) -> tuple[BlockHash, byt
     return root, compute_packed_hashes(root, packed, LAYOUT.block_size), packed
 
 
-async def _time_lookup(asking: PoolNode, root: BlockHash, names: bytes, packed: bytes) -> tuple[float, PoolHit]:
+async def _time_lookup(
+    asking: PoolNode, root: BlockHash, names: bytes, packed: bytes
+) -> tuple[float, PoolHit]:
     answered: asyncio.Future[tuple[float, PoolHit]] = asyncio.get_running_loop().create_future()
     began = time.perf_counter()
 

@@ -1,5 +1,5 @@
-"""A pool that was killed is in use again within a second of being back: `make test` kills it once, `make soak` twenty
-times, and judges the time."""
+"""A pool that was killed is in use again within a second of being back: `make test` kills it once,
+`make soak` twenty times, and judges the time."""
 
 import asyncio
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.harness import PoolProcess, expected_blocks, run_pool_node, make_tokens, wait_until
+from tests.pool.harness import PoolProcess, expected_blocks, make_tokens, run_pool_node, wait_until
 from tests.soak.conftest import Figures
 
 JUDGED_OPERATIONS = 10_000  # --pool-operations, from which on times are judged
@@ -19,17 +19,25 @@ MAX_REJOIN_SECONDS = 1.0  # seconds from when the new pool takes connections
 
 
 @pytest.mark.timeout(600)
-async def test_restarted_pool_is_rejoined_within_a_second(request: pytest.FixtureRequest, figures: Figures) -> None:
+async def test_restarted_pool_is_rejoined_within_a_second(
+    request: pytest.FixtureRequest, figures: Figures
+) -> None:
     judged = int(request.config.getoption("--pool-operations")) >= JUDGED_OPERATIONS
     folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
     try:
         with PoolProcess(folder, log_level="error") as pool:
-            async with run_pool_node(pool.address, folder, "prefill-0") as first, run_pool_node(pool.address, folder) as second:
+            async with (
+                run_pool_node(pool.address, folder, "prefill-0") as first,
+                run_pool_node(pool.address, folder) as second,
+            ):
                 taken = []
                 for kill in range(KILLS if judged else 1):
                     await asyncio.gather(first.wait_until_attached(), second.wait_until_attached())
                     pool.kill()
-                    await wait_until("noticed", lambda: not (first.client.is_attached or second.client.is_attached))
+                    await wait_until(
+                        "noticed",
+                        lambda: not (first.client.is_attached or second.client.is_attached),
+                    )
                     pool.start()
                     await _wait_listening(pool)
                     back = time.monotonic()
@@ -46,7 +54,11 @@ async def test_restarted_pool_is_rejoined_within_a_second(request: pytest.Fixtur
         shutil.rmtree(folder)
     told = f"{statistics.median(taken):.2f} s, at most {max(taken):.2f} s"
     figures.append(
-        (f"{len(taken)} kills of the pool", "until its nodes are back, from when it takes connections", told)
+        (
+            f"{len(taken)} kills of the pool",
+            "until its nodes are back, from when it takes connections",
+            told,
+        )
     )
     if judged:
         assert max(taken) <= MAX_REJOIN_SECONDS

@@ -1,8 +1,8 @@
-"""A pool and four users for a long time, all of them killed and stopped at random: nobody ever reads a block that is
-torn or somebody else's, and at the end nothing is held or left behind.
+"""A pool and four users for a long time, all of them killed and stopped at random: nobody ever
+reads a block that is torn or somebody else's, and at the end nothing is held or left behind.
 
-`make test` runs a slice of a few hundred operations, `make soak` a hundred thousand. `--soak-seed` repeats what is
-done.
+`make test` runs a slice of a few hundred operations, `make soak` a hundred thousand. `--soak-seed`
+repeats what is done.
 """
 
 import os
@@ -25,15 +25,21 @@ OPERATIONS_PER_FAULT = 400  # operations; in a slice, so many that there are fou
 
 
 @pytest.mark.timeout(2400)
-async def test_blocks_stay_whole_under_random_kills(request: pytest.FixtureRequest, figures: Figures) -> None:
+async def test_blocks_stay_whole_under_random_kills(
+    request: pytest.FixtureRequest, figures: Figures
+) -> None:
     operations = int(request.config.getoption("--pool-operations"))
     seed = int(request.config.getoption("--soak-seed"))
     folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
     try:
         began = time.monotonic()
         async with FakePoolCoordinator.open() as registrar:
-            with PoolProcess(folder, coordinator=registrar.address, name="pool-0", log_level="error") as pool:
-                scene = PoolFaultRun(pool, registrar, seed, min(OPERATIONS_PER_FAULT, operations // 4))
+            with PoolProcess(
+                folder, coordinator=registrar.address, name="pool-0", log_level="error"
+            ) as pool:
+                scene = PoolFaultRun(
+                    pool, registrar, seed, min(OPERATIONS_PER_FAULT, operations // 4)
+                )
                 try:
                     await scene.run_operations(operations)
                 finally:

@@ -1,4 +1,5 @@
-"""Mixed load for a long time: every answer right, nothing held when it ends, and no process that grows.
+"""Mixed load for a long time: every answer right, nothing held when it ends, and no process that
+grows.
 
 `make test` runs a slice of a few seconds, `make soak` half an hour. `--soak-seed` repeats a run.
 """
@@ -27,14 +28,18 @@ class SoakLoad:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         source = random.Random(seed)
-        self._prefixes = [[source.randrange(1, VOCAB_SIZE) for _ in range(200)] for _ in range(PREFIXES)]
+        self._prefixes = [
+            [source.randrange(1, VOCAB_SIZE) for _ in range(200)] for _ in range(PREFIXES)
+        ]
         self.answer_count = self.cancelled_count = 0
 
     async def run_client(self, cluster: Cluster, number: int, until: float) -> None:
         source = random.Random(f"{self._seed}/{number}")
         while time.monotonic() < until:
             prompt = source.choice(self._prefixes)[: source.choice((0, 16, 50, 128, 200))]
-            prompt = prompt + [source.randrange(1, VOCAB_SIZE) for _ in range(source.randrange(1, 120))]
+            prompt = prompt + [
+                source.randrange(1, VOCAB_SIZE) for _ in range(source.randrange(1, 120))
+            ]
             count = source.randrange(1, 40)
             if source.random() < 0.1:
                 await self._cancel(cluster, prompt, count, after=source.randrange(0, count))
@@ -54,7 +59,9 @@ class SoakLoad:
         self.cancelled_count += 1
 
 
-async def test_mixed_load_gets_right_answers_without_growth(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+async def test_mixed_load_gets_right_answers_without_growth(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     seconds = float(request.config.getoption("--soak-seconds"))
     load = SoakLoad(int(request.config.getoption("--soak-seed")))
     paced = {"paced_vocab_size": VOCAB_SIZE, "paced_prefill_us_per_token": 10, "paced_step_ms": 1}
@@ -69,7 +76,10 @@ async def test_mixed_load_gets_right_answers_without_growth(request: pytest.Fixt
                 await asyncio.sleep(SETTLED_SECONDS)
                 began = measure_private_bytes(cluster.get_pids())
         await cluster.wait_idle()
-        grown = {name: size - began[name] for name, size in measure_private_bytes(cluster.get_pids()).items()}
+        grown = {
+            name: size - began[name]
+            for name, size in measure_private_bytes(cluster.get_pids()).items()
+        }
     cluster.assert_clean()
     assert load.answer_count > 0
     assert load.cancelled_count > 0

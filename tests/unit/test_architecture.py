@@ -1,4 +1,5 @@
-"""The shape of the project, enforced: who may import whom, what a pure core may not touch, how long a file is."""
+"""The shape of the project, enforced: who may import whom, what a pure core may not touch, how long
+a file is."""
 
 import ast
 import sys
@@ -21,15 +22,38 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "decode_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
     "coordinator": frozenset({"baton"}),
     "benchmarks": frozenset(
-        {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator", "kv_pool"}
+        {
+            "baton",
+            "kv_kernels",
+            "kv_transfer",
+            "node_engine",
+            "prefill_node",
+            "decode_node",
+            "coordinator",
+            "kv_pool",
+        }
     ),
 }
-NODE_PACKAGES = frozenset({"prefill_node", "decode_node"})  # a node may take either role, and only launchers know both
+NODE_PACKAGES = frozenset(
+    {"prefill_node", "decode_node"}
+)  # a node may take either role, and only launchers know both
 OUR_PACKAGES = frozenset(ALLOWED_IMPORTS) | {"tests", "tools"}
 
 # A core decides; it does not do. The clock is handed to it.
 IMPURE = frozenset(
-    {"torch", "triton", "zmq", "grpc", "asyncio", "threading", "time", "socket", "subprocess", "queue", "uvloop"}
+    {
+        "torch",
+        "triton",
+        "zmq",
+        "grpc",
+        "asyncio",
+        "threading",
+        "time",
+        "socket",
+        "subprocess",
+        "queue",
+        "uvloop",
+    }
 )
 # Words that every process imports cost no torch.
 FORBIDDEN: dict[str, frozenset[str]] = {
@@ -50,7 +74,11 @@ def package_dir(package: str) -> Path:
 
 
 def list_sources(package: str) -> list[Path]:
-    return sorted(path for path in package_dir(package).rglob("*.py") if "pb" not in path.relative_to(ROOT).parts)
+    return sorted(
+        path
+        for path in package_dir(package).rglob("*.py")
+        if "pb" not in path.relative_to(ROOT).parts
+    )
 
 
 def list_imports(path: Path) -> Iterator[str]:
@@ -70,18 +98,28 @@ IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 @pytest.mark.parametrize(("package", "path"), ALL_SOURCES, ids=IDS)
 def test_imports_point_down(package: str, path: Path) -> None:
     tops = {name.split(".")[0] for name in list_imports(path)}
-    allowed = ALLOWED_IMPORTS[package] | {package} | (NODE_PACKAGES if path.name == "__main__.py" and package in NODE_PACKAGES else set())
-    assert tops & OUR_PACKAGES <= allowed, f"{path.name} imports {tops & OURS - allowed}"
+    allowed = (
+        ALLOWED_IMPORTS[package]
+        | {package}
+        | (NODE_PACKAGES if path.name == "__main__.py" and package in NODE_PACKAGES else set())
+    )
+    assert tops & OUR_PACKAGES <= allowed, f"{path.name} imports {tops & OUR_PACKAGES - allowed}"
     assert not tops & FORBIDDEN.get(package, frozenset())
     assert not tops & DANGEROUS_IMPORTS
 
 
 @pytest.mark.parametrize(
-    "path", [path for _, path in ALL_SOURCES if "core" in path.relative_to(ROOT).parts], ids=lambda path: path.name
+    "path",
+    [path for _, path in ALL_SOURCES if "core" in path.relative_to(ROOT).parts],
+    ids=lambda path: path.name,
 )
 def test_cores_are_pure(path: Path) -> None:
     assert not {name.split(".")[0] for name in list_imports(path)} & IMPURE
-    shells = {name for name in list_imports(path) if name.split(".")[0] in OUR_PACKAGES - {"baton"} and ".core" not in name}
+    shells = {
+        name
+        for name in list_imports(path)
+        if name.split(".")[0] in OUR_PACKAGES - {"baton"} and ".core" not in name
+    }
     assert not shells, f"a core imports a shell: {shells}"
 
 
@@ -97,9 +135,13 @@ def test_files_have_at_most_400_lines(path: Path) -> None:
 def test_no_dangerous_imports_or_calls(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            name = (
+                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            )
             is_method = isinstance(node.func, ast.Attribute)
-            assert name not in DANGEROUS_CALLS or (is_method and name in {"eval", "exec"}), f"{path}: {name}()"
+            assert name not in DANGEROUS_CALLS or (is_method and name in {"eval", "exec"}), (
+                f"{path}: {name}()"
+            )
             keywords = {keyword.arg: keyword.value for keyword in node.keywords}
             if name == "load" and "weights_only" in keywords:
                 assert ast.literal_eval(keywords["weights_only"]) is True
@@ -110,7 +152,9 @@ def test_there_are_no_import_cycles() -> None:
     for package, path in ALL_SOURCES:
         base = package_dir(package).parent
         module = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-        graph[module] = {name for name in list_imports(path) if name.split(".")[0] in ALLOWED_IMPORTS}
+        graph[module] = {
+            name for name in list_imports(path) if name.split(".")[0] in ALLOWED_IMPORTS
+        }
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -144,4 +188,6 @@ def test_transformers_loads_models_from_the_checkout() -> None:
     assert str(ROOT) in sys.path, "as for whoever starts Python here"
     import transformers
 
-    assert all(getattr(transformers, f"{kind}ForCausalLM") for kind in ("AutoModel", "Llama", "Qwen2"))
+    assert all(
+        getattr(transformers, f"{kind}ForCausalLM") for kind in ("AutoModel", "Llama", "Qwen2")
+    )

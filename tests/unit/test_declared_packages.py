@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-PRODUCT = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+PRODUCT = [
+    name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+]
 OUR_PACKAGES = {*PRODUCT, "tests", "tools"}
 # Imported only where something else has brought it: a GPU build of torch, and the extra that draws
 # pictures.
@@ -67,7 +69,11 @@ def find_undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str,
 @pytest.mark.parametrize("package", PRODUCT)
 def test_what_the_product_imports_is_a_dependency(package: str) -> None:
     folder = "kernels" if package == "kv_kernels" else package
-    found = {name: files for name, files in list_imported_packages(folder).items() if name not in OPTIONAL}
+    found = {
+        name: files
+        for name, files in list_imported_packages(folder).items()
+        if name not in OPTIONAL
+    }
     assert find_undeclared(found, list_declared()) == {}
 
 
@@ -81,7 +87,9 @@ def test_optional_packages_are_in_an_extra() -> None:
 
 
 def test_transitive_dependency_is_detected() -> None:
-    assert find_undeclared({"click": {"baton/x.py"}, "zmq": {"baton/y.py"}}, {"pyzmq"}) == {"click": {"baton/x.py"}}
+    assert find_undeclared({"click": {"baton/x.py"}, "zmq": {"baton/y.py"}}, {"pyzmq"}) == {
+        "click": {"baton/x.py"}
+    }
 
 
 def test_jinja_version_has_a_safe_sandbox() -> None:

@@ -1,5 +1,5 @@
-"""The documentation names what there is: every reference resolves, and every state, message, frame, error, setting,
-metric, failpoint and dependency has its place."""
+"""The documentation names what there is: every reference resolves, and every state, message, frame,
+error, setting, metric, failpoint and dependency has its place."""
 
 import argparse
 import ast
@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from baton.cluster_link import pb_conversion as wire
-from baton.cli.main import app
 from baton.cli.common.unavailable import UNAVAILABLE_COMMANDS as UNBUILT
+from baton.cli.main import app
 from baton.cli.up import UNAVAILABLE_OPTIONS as UNBUILT_OPTIONS
+from baton.cluster_link import pb_conversion as wire
 from baton.config.settings import Config
 from baton.errors import ERRORS_BY_CODE, HandoffFailed, NodeFailed
-from baton.process.failpoints import KNOWN_FAILPOINTS
 from baton.pb import cluster_pb2
+from baton.process.failpoints import KNOWN_FAILPOINTS
 from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
 from benchmarks.__main__ import UNAVAILABLE_BENCHMARKS as UNBUILT_BENCHMARKS
 from benchmarks.__main__ import make_parser
-from coordinator.operators.admin_app import UNBUILT_ROUTES as UNBUILT_ROUTES
 from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.operators.admin_app import UNBUILT_ROUTES as UNBUILT_ROUTES
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
 from kv_transfer.core import events, frames
@@ -34,7 +34,10 @@ from tests.unit.test_architecture import ALLOWED_IMPORTS, list_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+    [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ]
 )
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
@@ -103,7 +106,9 @@ def test_files_and_links_resolve(page: Path) -> None:
             continue
         other = (page.parent / target).resolve() if target else page
         assert other.exists(), f"{page.name}: {target}"
-        assert not anchor or anchor[1:] in heading_anchors(other.read_text()), f"{page.name}: {target}{anchor}"
+        assert not anchor or anchor[1:] in heading_anchors(other.read_text()), (
+            f"{page.name}: {target}{anchor}"
+        )
 
 
 def test_documents_named_in_code_exist() -> None:
@@ -121,7 +126,9 @@ def section(text: str, title: str) -> str:
     headings = list(_HEADING.finditer(text))
     for place, heading in enumerate(headings):
         if title in heading[2]:
-            ends = (after.start() for after in headings[place + 1 :] if len(after[1]) <= len(heading[1]))
+            ends = (
+                after.start() for after in headings[place + 1 :] if len(after[1]) <= len(heading[1])
+            )
             return text[heading.end() : next(ends, len(text))]
     raise AssertionError(f"no heading contains {title!r}")
 
@@ -145,7 +152,10 @@ def test_every_arrow_of_the_figure_names_existing_functions() -> None:
 
 
 def test_the_import_table_is_the_enforced_one() -> None:
-    named = {row[0].strip("`/").split("/")[-1]: row[2] for row in table_rows(section(ARCHITECTURE, "Folders"))}
+    named = {
+        row[0].strip("`/").split("/")[-1]: row[2]
+        for row in table_rows(section(ARCHITECTURE, "Folders"))
+    }
     assert named.keys() == ALLOWED_IMPORTS.keys()
     for folder, text in named.items():
         if text != "everything above":
@@ -169,19 +179,31 @@ def test_settings_are_documented() -> None:
 async def test_metrics_are_documented() -> None:
     metrics = CoordinatorMetrics(Dispatcher(Config()))
     metrics.add_port_connections(PortConnections(Config(), 1024))
-    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
+    exposed = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in metrics.registry.collect()
+    }
     text = section(ARCHITECTURE, "Metrics")
     told = {row[0].strip("`") for row in table_rows(text) if "*" not in row[0]}
     assert told == exposed
 
 
 def test_errors_are_documented() -> None:
-    between = {row[0].strip("`"): row[1].strip("`") for row in table_rows(section(PROTOCOL, "Errors between nodes"))}
+    between = {
+        row[0].strip("`"): row[1].strip("`")
+        for row in table_rows(section(PROTOCOL, "Errors between nodes"))
+    }
     replaceable = {
-        code: kind.__name__ for code, kind in ERRORS_BY_CODE.items() if issubclass(kind, HandoffFailed | NodeFailed)
+        code: kind.__name__
+        for code, kind in ERRORS_BY_CODE.items()
+        if issubclass(kind, HandoffFailed | NodeFailed)
     }
     assert between == replaceable
-    told = {row[1].strip("`"): row for row in table_rows(section(ARCHITECTURE, "Errors")) if len(row) == 4}
+    told = {
+        row[1].strip("`"): row
+        for row in table_rows(section(ARCHITECTURE, "Errors"))
+        if len(row) == 4
+    }
     assert ERRORS_BY_CODE.keys() - replaceable.keys() <= told.keys()
     for code in ERRORS_BY_CODE.keys() - replaceable.keys():
         _, _, http, grpc = told[code]
@@ -237,7 +259,9 @@ def test_frames_and_events_are_documented() -> None:
     sent = {kind.__name__: "to decode" for kind in frames.FrameToDecode.__args__}
     sent |= {kind.__name__: "to prefill" for kind in frames.FrameToWriter.__args__}
     assert len(sent) == len(frames.Frame.__subclasses__())
-    first = {row[0].strip("`"): row[1] for row in reversed(table_rows(text))}  # Committed is a frame and an event
+    first = {
+        row[0].strip("`"): row[1] for row in reversed(table_rows(text))
+    }  # Committed is a frame and an event
     assert {name: first.get(name) for name in sent} == sent
     heard = {kind.__name__: "decode" for kind in events.InboundEvent.__args__}
     heard |= {kind.__name__: "prefill" for kind in events.OutboundEvent.__args__}
@@ -250,7 +274,9 @@ def test_failpoints_are_documented() -> None:
     for row in table_rows(section(PROTOCOL, "Failpoints")):
         actions = set(re.findall(r"[a-z]+", row[1].split(":")[0]))
         told |= {name: actions for name in re.findall(r"`([a-z_.]+)`", row[0])}
-    assert told == {name: {action.value for action in actions} for name, actions in KNOWN_FAILPOINTS.items()}
+    assert told == {
+        name: {action.value for action in actions} for name, actions in KNOWN_FAILPOINTS.items()
+    }
 
 
 # the others
@@ -268,23 +294,35 @@ def test_dependencies_are_documented() -> None:
 
 def test_documented_commands_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    built = {each.name for each in [*app.registered_commands, *app.registered_groups]} - UNBUILT.keys()
-    used = set(re.findall(r"(?:^(?:\$ )?(?:\.venv/bin/|BATON_\w+=\S+ )?|; )baton (\w+)", text, re.MULTILINE))
+    built = {
+        each.name for each in [*app.registered_commands, *app.registered_groups]
+    } - UNBUILT.keys()
+    used = set(
+        re.findall(
+            r"(?:^(?:\$ )?(?:\.venv/bin/|BATON_\w+=\S+ )?|; )baton (\w+)", text, re.MULTILINE
+        )
+    )
     table = {row[0] for row in table_rows(section(text, "Operating it"))}
     listed = {match[1] for cell in table if (match := re.match(r"`baton (\w+)", cell))}
     assert listed == built
     assert used <= built
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        assert set(re.findall(r"(?:^|`)make ([a-z]+)\b", page.read_text(), re.MULTILINE)) <= targets, page
-    modules = {name for page in PAGES for name in re.findall(r"python -m ([\w.]+)", page.read_text())}
+        assert (
+            set(re.findall(r"(?:^|`)make ([a-z]+)\b", page.read_text(), re.MULTILINE)) <= targets
+        ), page
+    modules = {
+        name for page in PAGES for name in re.findall(r"python -m ([\w.]+)", page.read_text())
+    }
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 def test_unimplemented_features_are_documented() -> None:
     text = section((ROOT / "README.md").read_text(), "What is not there yet")
     told = set(re.findall(r"`([^`]+)`", text))
-    commands = {f"baton {name}" for name in UNBUILT} | {f"baton bench {name}" for name in UNBUILT_BENCHMARKS}
+    commands = {f"baton {name}" for name in UNBUILT} | {
+        f"baton bench {name}" for name in UNBUILT_BENCHMARKS
+    }
     options = {"--" + name.replace("_", "-") for name in UNBUILT_OPTIONS}
     routes = {path if path != "/" else f"{method} /" for path, method in UNBUILT_ROUTES}
     assert commands | options | routes <= told
@@ -294,9 +332,13 @@ def test_documented_options_exist() -> None:
     """Of any command or process of ours, or of a tool that the page is about."""
     known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
     commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
-    commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
+    commands += [
+        inner for command in commands for inner in getattr(command, "commands", {}).values()
+    ]
     known |= {option for command in commands for each in command.params for option in each.opts}
-    parsers = [make_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
+    parsers = [
+        make_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()
+    ]
     known |= {option for parser in parsers for option in list_options(parser)}
     for page in PAGES:
         named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - FOREIGN_OPTIONS

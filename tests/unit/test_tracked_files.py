@@ -30,17 +30,25 @@ def is_settings(path: str) -> bool:
 
 def find_problems(path: str, text: str) -> Iterator[str]:
     """What should not be in a file of this name."""
-    for kind, pattern in (("private key", PRIVATE_KEY), ("token", KNOWN_TOKEN), ("home folder", HOME)):
+    for kind, pattern in (
+        ("private key", PRIVATE_KEY),
+        ("token", KNOWN_TOKEN),
+        ("home folder", HOME),
+    ):
         yield from (f"{path}: {kind}: {found[0].strip()[:24]}" for found in pattern.finditer(text))
     if is_settings(path):
         yield from (f"{path}: long hex: {found[0][:8]}..." for found in LONG_HEX.finditer(text))
-        yield from (f"{path}: secret: {found['value'][:8]}..." for found in ASSIGNED_SECRET.finditer(text))
+        yield from (
+            f"{path}: secret: {found['value'][:8]}..." for found in ASSIGNED_SECRET.finditer(text)
+        )
     if len(ROOT.parts) > 2 and re.search(rf"(?<!\w){re.escape(str(ROOT))}\b", text):
         yield f"{path}: this checkout's own folder"
 
 
 def list_tracked_files() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return [name for name in listed.stdout.split("\0") if name]
 
 
@@ -61,7 +69,15 @@ def test_tracked_files_have_no_secrets_and_no_local_paths() -> None:
 
 def test_no_secret_file_is_tracked() -> None:
     names = {Path(name).name for name in list_tracked_files()}
-    assert not names & {".env", "id_rsa", "id_ed25519", ".netrc", ".npmrc", ".pypirc", "credentials.json"}
+    assert not names & {
+        ".env",
+        "id_rsa",
+        "id_ed25519",
+        ".netrc",
+        ".npmrc",
+        ".pypirc",
+        "credentials.json",
+    }
     assert not {name for name in names if name.endswith((".pem", ".key", ".p12"))}
 
 
@@ -86,7 +102,10 @@ def test_planted_secrets_are_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("a.yml", "BATON_API_KEY: ${BATON_API_KEY:?is not set. Make .env with 'sh deploy/new-env.sh'}"),
+        (
+            "a.yml",
+            "BATON_API_KEY: ${BATON_API_KEY:?is not set. Make .env with 'sh deploy/new-env.sh'}",
+        ),
         ("a.md", "a mount at /homepage/x, an option --home/x, https://x.org/home/x"),
         ("a.json", '"sha": "' + "0a" * 20 + '"'),
         ("a.yml", "PASSWORD: *admin-token"),

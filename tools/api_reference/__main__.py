@@ -1,5 +1,5 @@
-"""`make docs`: docs/api.md from the OpenAPI document, the .proto files and the tree of errors. A test holds the
-checked-in page to it."""
+"""`make docs`: docs/api.md from the OpenAPI document, the .proto files and the tree of errors. A
+test holds the checked-in page to it."""
 
 from pathlib import Path
 
@@ -76,7 +76,13 @@ def render_page() -> str:
 
 def _error_lines() -> list[str]:
     rows = [
-        (code(name), str(kind.http_status), kind.grpc_code, code(kind.openai_type), (kind.__doc__ or "").partition("\n")[0])
+        (
+            code(name),
+            str(kind.http_status),
+            kind.grpc_code,
+            code(kind.openai_type),
+            (kind.__doc__ or "").partition("\n")[0],
+        )
         for name, kind in ERRORS_BY_CODE.items()
         if kind is not ConfigError
     ]

@@ -80,7 +80,12 @@ def _message_lines(words: ProtoDefinitions, name: str) -> list[str]:
     if not message.field:
         return [*lines, "No fields.", ""]
     rows = [
-        (code(field.name), str(field.number), _field_type_text(message, field), comments.get((*place, _MEMBER, index), ""))
+        (
+            code(field.name),
+            str(field.number),
+            _field_type_text(message, field),
+            comments.get((*place, _MEMBER, index), ""),
+        )
         for index, field in enumerate(message.field)
     ]
     return lines + table(("field", "number", "type", "what it is"), rows)
@@ -96,9 +101,11 @@ def _enum_lines(words: ProtoDefinitions, name: str) -> list[str]:
 
 
 def _field_type_text(message: DescriptorProto, field: Field) -> str:
-    entry = next((each for each in message.nested_type if field.type_name.endswith("." + each.name)), None)
+    entry = next(
+        (each for each in message.nested_type if field.type_name.endswith("." + each.name)), None
+    )
     if entry is not None and entry.options.map_entry:
-        return f"map of {_kind(entry.field[0])} to {_kind(entry.field[1])}"
+        return f"map of {_type_text(entry.field[0])} to {_type_text(entry.field[1])}"
     kind = _type_text(field)
     if field.label == Field.LABEL_REPEATED:
         return f"list of {kind}"
@@ -110,7 +117,11 @@ def _field_type_text(message: DescriptorProto, field: Field) -> str:
 
 
 def _type_text(field: Field) -> str:
-    return link("message", _simple_name(field.type_name)) if field.type_name else Field.Type.Name(field.type)[5:].lower()
+    return (
+        link("message", _simple_name(field.type_name))
+        if field.type_name
+        else Field.Type.Name(field.type)[5:].lower()
+    )
 
 
 def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]:
@@ -131,7 +142,11 @@ def _field_type_names(message: DescriptorProto) -> list[str]:
     """Of its fields, and of the values of those that are maps."""
     nested = {each.name for each in message.nested_type}
     fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
-    return [kind for field in fields if field.type_name and (kind := _simple_name(field.type_name)) not in nested]
+    return [
+        kind
+        for field in fields
+        if field.type_name and (kind := _simple_name(field.type_name)) not in nested
+    ]
 
 
 def _simple_name(name: str) -> str:
@@ -151,7 +166,11 @@ def load_descriptors() -> FileDescriptorSet:
     """The files as protoc reads them, with comments. Raises SystemExit when it finds a fault."""
     names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
     with tempfile.NamedTemporaryFile() as out:
-        wanted = [f"-Ibaton/pb={ROOT / 'proto'}", "--include_source_info", f"--descriptor_set_out={out.name}"]
+        wanted = [
+            f"-Ibaton/pb={ROOT / 'proto'}",
+            "--include_source_info",
+            f"--descriptor_set_out={out.name}",
+        ]
         if protoc.main(["protoc", *wanted, *names]) != 0:
             sys.exit("protoc failed")
         return FileDescriptorSet.FromString(out.read())

@@ -47,7 +47,11 @@ _RANGES = (
 def error_table() -> list[str]:
     """What every route may answer; raises ValueError if they differ."""
     told = {
-        tuple((status, each["description"]) for status, each in operation["responses"].items() if status != "200")
+        tuple(
+            (status, each["description"])
+            for status, each in operation["responses"].items()
+            if status != "200"
+        )
         for methods in build_openapi_document("")["paths"].values()
         for operation in methods.values()
     }
@@ -80,7 +84,10 @@ def _operation_lines(method: str, path: str, operation: OpenApiObject) -> list[s
     if "requestBody" in operation:
         body = operation["requestBody"]["content"]["application/json"]["schema"]
         rows.append(("body", _type_text(body)))
-        rows += [(f"header {code(each['name'])}, optional", each["description"]) for each in operation["parameters"]]
+        rows += [
+            (f"header {code(each['name'])}, optional", each["description"])
+            for each in operation["parameters"]
+        ]
     answer = operation["responses"]["200"]["content"]
     streams = ", or server-sent events if `stream` is true" if "text/event-stream" in answer else ""
     rows.append(("answer", _type_text(answer["application/json"]["schema"]) + streams))
@@ -91,14 +98,22 @@ def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
     lines = heading(4, f"object {name}")
     if "description" in schema:
         lines += [schema["description"], ""]
-    needed = [tuple(each["required"]) for each in schema.get("oneOf", ())] or [tuple(schema.get("required", ()))]
+    needed = [tuple(each["required"]) for each in schema.get("oneOf", ())] or [
+        tuple(schema.get("required", ()))
+    ]
     rows: list[tuple[str, ...]] = []
     fixed: list[str] = []
     for field, shape in schema["properties"].items():
         if "enum" in shape and None in shape["enum"]:
-            fixed.append(f"`{field}` ({', '.join(code(json.dumps(value)) for value in shape['enum'])})")
+            fixed.append(
+                f"`{field}` ({', '.join(code(json.dumps(value)) for value in shape['enum'])})"
+            )
             continue
-        must = "required" if len(needed) == 1 and field in needed[0] and "additionalProperties" in schema else ""
+        must = (
+            "required"
+            if len(needed) == 1 and field in needed[0] and "additionalProperties" in schema
+            else ""
+        )
         bounds = ", ".join(filter(None, (must, _bounds_text(shape))))
         rows.append((code(field), _type_text(shape), bounds, shape["description"]))
     heads: tuple[str, ...] = ("field", "type", "bounds", "what it is")
@@ -106,7 +121,10 @@ def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
         heads, rows = (*heads[:2], heads[3]), [(*row[:2], row[3]) for row in rows]
     lines += table(heads, rows)
     if fixed:
-        lines += ["Accepted with these values alone, and without effect: " + ", ".join(fixed) + ".", ""]
+        lines += [
+            "Accepted with these values alone, and without effect: " + ", ".join(fixed) + ".",
+            "",
+        ]
     return lines
 
 
@@ -114,12 +132,14 @@ def _type_text(shape: OpenApiObject) -> str:
     if "$ref" in shape:
         return link("object", shape["$ref"].rpartition("/")[2])
     if "anyOf" in shape:
-        return " or ".join(dict.fromkeys(_type_text(each) for each in shape["anyOf"] if each != {"type": "null"}))
+        return " or ".join(
+            dict.fromkeys(_type_text(each) for each in shape["anyOf"] if each != {"type": "null"})
+        )
     kind = shape.get("type", "any")
     if kind == "array":
-        return f"list of {_type(shape['items'])}"
+        return f"list of {_type_text(shape['items'])}"
     if kind == "object" and isinstance(shape.get("additionalProperties"), dict):
-        return f"object of {_type(shape['additionalProperties'])}"
+        return f"object of {_type_text(shape['additionalProperties'])}"
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
@@ -127,7 +147,11 @@ def _bounds_text(shape: OpenApiObject) -> str:
     said = list(_range_texts(shape))
     if "enum" in shape:
         said.append(", ".join(code(str(value)) for value in shape["enum"]))
-    inner = [each for key in ("items", "additionalProperties") if isinstance(each := shape.get(key), dict)]
+    inner = [
+        each
+        for key in ("items", "additionalProperties")
+        if isinstance(each := shape.get(key), dict)
+    ]
     said += [f"each {text}" for each in inner for text in [", ".join(_range_texts(each))] if text]
     return "; ".join(said)
 

@@ -15,7 +15,8 @@ def code(text: str) -> str:
 
 
 def link(kind: str, name: str) -> str:
-    """To the heading of an object or a message, which begins with its kind: both sides have a `Message`."""
+    """To the heading of an object or a message, which begins with its kind: both sides have a
+    `Message`."""
     return f"[{name}](#{kind}-{name.lower()})"
 
 

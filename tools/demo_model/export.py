@@ -8,16 +8,20 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tools.demo_model.training import checkpoint
 from tools.demo_model.common import bpe_tokenizer as tokenizer
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
+from tools.demo_model.training import checkpoint
 
 MAX_FOLDER_BYTES = 20_000_000  # bytes of the whole folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=Path(".demo/corpus"), help="folder that `prepare` wrote")
-    parser.add_argument("--trained", type=Path, default=Path(".demo/trained/best"), help="folder of weights")
+    parser.add_argument(
+        "--data", type=Path, default=Path(".demo/corpus"), help="folder that `prepare` wrote"
+    )
+    parser.add_argument(
+        "--trained", type=Path, default=Path(".demo/trained/best"), help="folder of weights"
+    )
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="folder to write")
 
 
@@ -25,7 +29,9 @@ def run(arguments: argparse.Namespace) -> None:
     size = export_model(arguments.data, arguments.trained, arguments.out)
     print(f"{arguments.out}: {size / 1e6:.1f} MB")
     if size > MAX_FOLDER_BYTES:
-        raise SystemExit(f"{arguments.out} has {size} bytes, more than {LARGEST}: choose a smaller shape")
+        raise SystemExit(
+            f"{arguments.out} has {size} bytes, more than {MAX_FOLDER_BYTES}: choose a smaller shape"
+        )
 
 
 def export_model(data: Path, trained: Path, out: Path) -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.demo_model import train
-from tools.demo_model.evaluation.continuations import Continuation, ContinuationScores
 from tools.demo_model.common.corpus_files import HELD_OUT_PARTS, PART_SHARES, CorpusFacts
+from tools.demo_model.evaluation.continuations import Continuation, ContinuationScores
 
 _PART_NAMES = {
     "library": "modules of the library",
@@ -20,7 +20,8 @@ _PART_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelEvaluation:
-    """`held_out_bits`: bits per byte by part, over the first `held_out_tokens` of each. `chat_samples`: question and answer."""
+    """`held_out_bits`: bits per byte by part, over the first `held_out_tokens` of each.
+    `chat_samples`: question and answer."""
 
     parameter_count: int
     max_continuation_tokens: int
@@ -32,7 +33,12 @@ class ModelEvaluation:
     remark: str = ""
 
 
-def render_model_card(facts: CorpusFacts, training: Mapping[str, Any], best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
+def render_model_card(
+    facts: CorpusFacts,
+    training: Mapping[str, Any],
+    best: Mapping[str, Any],
+    evaluation: ModelEvaluation,
+) -> str:
     """`training` is `training.json`; `best` is the line of its log that belongs to the weights."""
     judged = evaluation.scores
     return f"""# demo
@@ -46,7 +52,7 @@ Python in the manner of the library and answers a few questions about it. **What
 
 | part | documents | MB | tokens | share of the rows |
 |---|---|---|---|---|
-{_data(facts)}
+{_data_table(facts)}
 
 Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, tables, and files of
 packages of others are left out. One file in twenty is held out, chosen by a hash of its name. The tokenizer is a \
@@ -60,7 +66,7 @@ The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rig
 
 ```
 python -m tools.train_demo_model prepare
-python -m tools.train_demo_model train {_options(training)}
+python -m tools.train_demo_model train {_training_options(training)}
 python -m tools.train_demo_model export
 python -m tools.train_demo_model evaluate
 ```
@@ -76,7 +82,7 @@ Held-out bits per byte, of the weights in training (all of each part) and of thi
 
 | part | in training | this folder |
 |---|---|---|
-{_held_out(best, evaluation)}
+{_held_out_table(best, evaluation)}
 
 Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training data, continued greedily in
 bfloat16 by up to {evaluation.length} tokens and cut at the last whole line:
@@ -94,11 +100,11 @@ bfloat16 by up to {evaluation.length} tokens and cut at the last whole line:
 
 Continuations at fixed places in the list of openings, greedy, not chosen:
 
-{_continuations(evaluation.samples)}
+{_continuation_samples(evaluation.samples)}
 
 Chat, greedy:
 
-{_chat(evaluation.chat)}
+{_chat_samples(evaluation.chat)}
 
 ## Limits
 
@@ -120,10 +126,16 @@ def _training_options(training: Mapping[str, Any]) -> str:
     """Those that were not at their default."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    given = {key: str(value) for key, value in training["settings"].items() if key not in ("device", "no_compile")}
+    given = {
+        key: str(value)
+        for key, value in training["settings"].items()
+        if key not in ("device", "no_compile")
+    }
     defaults = vars(parser.parse_args([]))
     return " ".join(
-        f"--{key.replace('_', '-')} {value}" for key, value in given.items() if value != str(defaults.get(key))
+        f"--{key.replace('_', '-')} {value}"
+        for key, value in given.items()
+        if value != str(defaults.get(key))
     )
 
 
@@ -139,4 +151,6 @@ def _continuation_samples(samples: Sequence[Continuation]) -> str:
 
 
 def _chat_samples(chat: Sequence[tuple[str, str]]) -> str:
-    return "\n\n".join(f"> **{question}**\n>\n> " + answer.replace("\n", "\n> ") for question, answer in chat)
+    return "\n\n".join(
+        f"> **{question}**\n>\n> " + answer.replace("\n", "\n> ") for question, answer in chat
+    )

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_model.common import corpus_files as corpus
-from tools.demo_model.common.corpus_files import source_files as sources
 from tools.demo_model.common import bpe_tokenizer as tokenizer
-from tools.demo_model.corpus.builtin_names import list_builtin_names
+from tools.demo_model.common import corpus_files as corpus
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
+from tools.demo_model.common.corpus_files import source_files as sources
+from tools.demo_model.common.progress_bar import ProgressBar
+from tools.demo_model.corpus.builtin_names import list_builtin_names
 from tools.demo_model.corpus.conversations import generate_conversations
 from tools.demo_model.corpus.definitions import list_documented_names, list_snippets
-from tools.demo_model.common.progress_bar import ProgressBar
 from tools.demo_model.corpus.source_files import SourceFile
 
 DEFAULT_VOCABULARY = 4096
@@ -36,7 +36,11 @@ def run(arguments: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = _read_sources(arguments.files)
     parts = dict(_build_parts(files))
-    texts = [_strip_special_tokens(document) for name in ("library", "tests", "prose", "chat") for document in parts[name]]
+    texts = [
+        _strip_special_tokens(document)
+        for name in ("library", "tests", "prose", "chat")
+        for document in parts[name]
+    ]
     print(f"training a tokenizer on {sum(map(len, texts)) / 1e6:.1f} M characters")
     trained = tokenizer.train_tokenizer(texts, arguments.vocabulary)
     trained.save(str(folder / tokenizer.TOKENIZER_FILE))
@@ -47,9 +51,13 @@ def run(arguments: argparse.Namespace) -> None:
         tokens = _encode_part(trained, name, documents)
         corpus.save_tokens(folder, name, tokens)
         facts.documents[name] = len(documents)
-        facts.utf8_bytes[name] = sum(len(_strip_special_tokens(document).encode()) for document in documents)
+        facts.utf8_bytes[name] = sum(
+            len(_strip_special_tokens(document).encode()) for document in documents
+        )
         facts.tokens[name] = len(tokens)
-        print(f"{name}: {len(documents)} documents, {facts.utf8_bytes[name] / 1e6:.2f} MB, {len(tokens)} tokens")
+        print(
+            f"{name}: {len(documents)} documents, {facts.utf8_bytes[name] / 1e6:.2f} MB, {len(tokens)} tokens"
+        )
     corpus.save_facts(folder, facts)
 
 
@@ -72,12 +80,17 @@ def _build_parts(files: Sequence[SourceFile]) -> Iterator[tuple[str, list[str]]]
             names += list_builtin_names()
         yield f"{prefix}chat", list(generate_conversations(names, SEED))
         if not held_out:
-            unique = dict.fromkeys(text for one in chosen if not one.is_test for text in list_snippets(one))
+            unique = dict.fromkeys(
+                text for one in chosen if not one.is_test for text in list_snippets(one)
+            )
             shuffled = [_to_document(text) for text in unique]
             random.Random(SEED).shuffle(shuffled)
             yield "definitions", shuffled
             topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-            yield "prose", [_to_document(text.strip("\n") + "\n") for _, text in sorted(topics.items())]
+            yield (
+                "prose",
+                [_to_document(text.strip("\n") + "\n") for _, text in sorted(topics.items())],
+            )
 
 
 def _to_document(text: str) -> str:
@@ -94,7 +107,9 @@ def _encode_part(trained: Tokenizer, name: str, documents: Sequence[str]) -> cor
     ids: list[int] = []
     with ProgressBar(f"encoding {name}") as progress:
         for start in range(0, len(documents), _ENCODE_BATCH):
-            batch = trained.encode_batch(list(documents[start : start + _ENCODE_BATCH]), add_special_tokens=False)
+            batch = trained.encode_batch(
+                list(documents[start : start + _ENCODE_BATCH]), add_special_tokens=False
+            )
             for encoding in batch:
                 ids.extend(encoding.ids)
             progress.show_progress(min(1.0, (start + _ENCODE_BATCH) / len(documents)))

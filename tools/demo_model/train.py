@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tools.demo_model.training import checkpoint
 from tools.demo_model.common import corpus_files as corpus
-from tools.demo_model.training.batch_sampler import BatchSampler
-from tools.demo_model.training.llama import LlamaForTraining, LlamaShape
-from tools.demo_model.training.held_out_loss import autocast, bits_per_byte, sum_nats
 from tools.demo_model.common.progress_bar import ProgressBar
+from tools.demo_model.training import checkpoint
+from tools.demo_model.training.batch_sampler import BatchSampler
+from tools.demo_model.training.held_out_loss import autocast, bits_per_byte, sum_nats
 from tools.demo_model.training.learning_rate import learning_rate_factor
+from tools.demo_model.training.llama import LlamaForTraining, LlamaShape
 
 LOG_FILE = "training.jsonl"
 SUMMARY_FILE = "training.json"
@@ -26,13 +26,19 @@ SELECTION_METRIC = "held_out_library"  # the best weights are those with the low
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=Path(".demo/corpus"), help="folder that `prepare` wrote")
+    parser.add_argument(
+        "--data", type=Path, default=Path(".demo/corpus"), help="folder that `prepare` wrote"
+    )
     parser.add_argument("--out", type=Path, default=Path(".demo/trained"), help="folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--minutes", type=float, default=None, help="end earlier, with the schedule fitted to that")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="end earlier, with the schedule fitted to that"
+    )
     parser.add_argument("--rows", type=int, default=32, help="rows of a step")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row, and positions of the model")
+    parser.add_argument(
+        "--sequence", type=int, default=2048, help="tokens of a row, and positions of the model"
+    )
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -48,21 +54,40 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     device = torch.device(arguments.device)
     facts = corpus.load_facts(arguments.data)
-    sizes = {name: getattr(arguments, name) for name in LlamaShape(0).to_dict() if name not in ("vocabulary", "context")}
-    model = LlamaForTraining(LlamaShape(facts.vocabulary, context=arguments.sequence, **sizes), arguments.dropout).to(device)
+    sizes = {
+        name: getattr(arguments, name)
+        for name in LlamaShape(0).to_dict()
+        if name not in ("vocabulary", "context")
+    }
+    model = LlamaForTraining(
+        LlamaShape(facts.vocabulary, context=arguments.sequence, **sizes), arguments.dropout
+    ).to(device)
     batches = BatchSampler(
-        {name: corpus.load_tokens(arguments.data, name) for name in corpus.PART_SHARES}, corpus.PART_SHARES, device, arguments.seed
+        {name: corpus.load_tokens(arguments.data, name) for name in corpus.PART_SHARES},
+        corpus.PART_SHARES,
+        device,
+        arguments.seed,
     )
-    print(f"{sum(one.numel() for one in model.parameters()):,} parameters on {_name(device)}", flush=True)
+    print(
+        f"{sum(one.numel() for one in model.parameters()):,} parameters on {_device_name(device)}",
+        flush=True,
+    )
     _train(model, batches, facts, device, arguments)
 
 
 def _train(
-    model: LlamaForTraining, batches: BatchSampler, facts: corpus.CorpusFacts, device: torch.device, arguments: argparse.Namespace
+    model: LlamaForTraining,
+    batches: BatchSampler,
+    facts: corpus.CorpusFacts,
+    device: torch.device,
+    arguments: argparse.Namespace,
 ) -> None:
     folder: Path = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = {f"held_out_{name}": corpus.load_tokens(arguments.data, f"held_out_{name}") for name in corpus.HELD_OUT_PARTS}
+    held_out = {
+        f"held_out_{name}": corpus.load_tokens(arguments.data, f"held_out_{name}")
+        for name in corpus.HELD_OUT_PARTS
+    }
     optimizer = _make_optimizer(model, device, arguments.rate, arguments.weight_decay)
     model.train()
     loss_of = _make_loss(model, device, arguments)
@@ -77,11 +102,18 @@ def _train(
                 continue
             evaluated = int(done * EVALUATION_COUNT)
             figures = {
-                name: bits_per_byte(sum_nats(model, tokens, device, arguments.sequence), facts.utf8_bytes[name])
+                name: bits_per_byte(
+                    sum_nats(model, tokens, device, arguments.sequence), facts.utf8_bytes[name]
+                )
                 for name, tokens in held_out.items()
             }
             seconds = time.monotonic() - began
-            line = {"step": steps, "seconds": round(seconds, 1), "loss": round(loss.item(), 4), **figures}
+            line = {
+                "step": steps,
+                "seconds": round(seconds, 1),
+                "loss": round(loss.item(), 4),
+                **figures,
+            }
             log.write(json.dumps(line) + "\n")
             log.flush()
             if figures[SELECTION_METRIC] < best:
@@ -95,14 +127,19 @@ def _train(
         "tokens": steps * arguments.rows * arguments.sequence,
         "best_held_out_bits_per_byte": best,
         "torch": torch.__version__,
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out", "stage")},
+        "settings": {
+            key: str(value)
+            for key, value in vars(arguments).items()
+            if key not in ("data", "out", "stage")
+        },
     }
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary), flush=True)
 
 
 def _training_steps(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
-    """Step number from 1, and the share of the training that is done with it; the last share is 1."""
+    """Step number from 1, and the share of the training that is done with it; the last share is
+    1."""
     began = time.monotonic()
     for step in range(1, steps + 1):
         elapsed = (time.monotonic() - began) / (60.0 * minutes) if minutes else 0.0
@@ -113,7 +150,11 @@ def _training_steps(steps: int, minutes: float | None) -> Iterator[tuple[int, fl
 
 
 def _train_step(
-    loss_of: LossFunction, model: LlamaForTraining, batches: BatchSampler, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
+    loss_of: LossFunction,
+    model: LlamaForTraining,
+    batches: BatchSampler,
+    optimizer: torch.optim.Optimizer,
+    arguments: argparse.Namespace,
 ) -> torch.Tensor:
     loss = loss_of(*batches.sample_batch(arguments.rows, arguments.sequence))
     loss.backward()
@@ -123,16 +164,24 @@ def _train_step(
     return loss.detach()
 
 
-def _make_optimizer(model: LlamaForTraining, device: torch.device, peak: float, weight_decay: float) -> torch.optim.Optimizer:
+def _make_optimizer(
+    model: LlamaForTraining, device: torch.device, peak: float, weight_decay: float
+) -> torch.optim.Optimizer:
     """AdamW; norms are not decayed."""
     matrices = [one for one in model.parameters() if one.dim() == 2]
     norms = [one for one in model.parameters() if one.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def _make_loss(model: LlamaForTraining, device: torch.device, arguments: argparse.Namespace) -> LossFunction:
-    """The mean loss of inputs and targets: compiled and tried once on a GPU, plain where that cannot be done."""
+def _make_loss(
+    model: LlamaForTraining, device: torch.device, arguments: argparse.Namespace
+) -> LossFunction:
+    """The mean loss of inputs and targets: compiled and tried once on a GPU, plain where that
+    cannot be done."""
 
     def plain(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with autocast(device):
@@ -146,7 +195,10 @@ def _make_loss(model: LlamaForTraining, device: torch.device, arguments: argpars
     try:
         compiled(probe, probe).backward()
     except (RuntimeError, ImportError, OSError) as error:
-        print(f"training without torch.compile: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(
+            f"training without torch.compile: {type(error).__name__}: {str(error)[:300]}",
+            flush=True,
+        )
         compiled = plain
     model.zero_grad(set_to_none=True)
     return compiled

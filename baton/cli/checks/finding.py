@@ -9,7 +9,8 @@ FindingLevel = Literal["ok", "warning", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`bad`: Baton will not work, or not as configured. `warning`: it will, worse than it could. Both have a fix."""
+    """`bad`: Baton will not work, or not as configured. `warning`: it will, worse than it could.
+    Both have a fix."""
 
     name: str
     level: FindingLevel

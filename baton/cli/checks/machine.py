@@ -11,8 +11,8 @@ from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_f
 from baton.cli.checks.installation import reinstall_advice, setup_advice
 from baton.cli.supervisor.child_specs import threads_per_node
 from baton.config.settings import Config
-from baton.network.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
 from baton.errors import ConfigError
+from baton.network.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
 
 MIN_PYTHON = (3, 11)
 PROBE_TIMEOUT = 120.0  # seconds: a cold import of torch
@@ -30,7 +30,9 @@ def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
     """What a node process finds here (node_engine/probe.py), asked in a process of its own."""
     command = [sys.executable, "-m", "node_engine.probe", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT
+        )
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
         return {"error": f"ended with {error.returncode}: {error.stderr.strip()[-300:]}"}
@@ -41,9 +43,15 @@ def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
 
 def check_torch(found: Mapping[str, Any]) -> Finding:
     if "error" in found:
-        return bad_finding("torch", f"the process that looks for it failed: {found['error']}", reinstall_advice())
+        return bad_finding(
+            "torch", f"the process that looks for it failed: {found['error']}", reinstall_advice()
+        )
     torch = found["torch"]
-    return bad_finding("torch", torch["error"], reinstall_advice()) if "error" in torch else ok_finding("torch", torch["version"])
+    return (
+        bad_finding("torch", torch["error"], reinstall_advice())
+        if "error" in torch
+        else ok_finding("torch", torch["version"])
+    )
 
 
 def check_device(found: Mapping[str, Any], wanted: str) -> Finding:
@@ -65,7 +73,9 @@ def check_triton(found: Mapping[str, Any]) -> Finding:
     if found.get("gpus"):
         told = f"there are GPUs, and it cannot be loaded: {triton['error']}"
         return bad_finding(
-            "triton", told, "install a CUDA build of torch, which brings it: pip install --force-reinstall torch"
+            "triton",
+            told,
+            "install a CUDA build of torch, which brings it: pip install --force-reinstall torch",
         )
     return ok_finding("triton", "not there; a CPU needs none")
 
@@ -82,7 +92,11 @@ def check_encryption() -> Finding:
 def check_curve(version: str, there: bool) -> Finding:
     if there:
         return ok_finding("libzmq", f"{version} with CURVE")
-    return bad_finding("libzmq", f"{version} without CURVE", "use pyzmq's own wheels: pip install --force-reinstall pyzmq")
+    return bad_finding(
+        "libzmq",
+        f"{version} without CURVE",
+        "use pyzmq's own wheels: pip install --force-reinstall pyzmq",
+    )
 
 
 def check_cores(config: Config, available: int) -> Finding:
@@ -94,22 +108,28 @@ def check_cores(config: Config, available: int) -> Finding:
     told = f"{available} cores, {nodes} nodes with {threads} threads each"
     if nodes * threads > available and config.engine == "model" and config.device != "cuda":
         return warning_finding(
-            "cores", f"{told}: they slow each other down", "use fewer nodes (--prefill, --decode) or --threads"
+            "cores",
+            f"{told}: they slow each other down",
+            "use fewer nodes (--prefill, --decode) or --threads",
         )
     return ok_finding("cores", told)
 
 
 def check_open_files(config: Config, limit: int | None = None) -> Finding:
-    """Every client, every node and every segment takes one. Processes of ours raise the soft limit to the hard one."""
+    """Every client, every node and every segment takes one. Processes of ours raise the soft limit
+    to the hard one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     usable = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     wanted = _wanted_descriptors(config)
     fix = f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
     try:
-        limits = {name: compute_port_limit(name, usable, most=config.max_connections) for name in COORDINATOR_PORTS}
+        limits = {
+            name: compute_port_limit(name, usable, most=config.max_connections)
+            for name in COORDINATOR_PORTS
+        }
     except ConfigError as error:
         return bad_finding("open files", error.message, fix)
-    shares = ", ".join(f"{name} {limit.most}" for name, limit in limits.items())
+    shares = ", ".join(f"{name} {limit.max_connections}" for name, limit in limits.items())
     told = f"{usable} per process; connections at most: {shares}"
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return ok_finding("open files", told)

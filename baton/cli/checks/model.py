@@ -1,4 +1,5 @@
-"""The model: its configuration and weights, by the code that will load them, and its tokenizer's files."""
+"""The model: its configuration and weights, by the code that will load them, and its tokenizer's
+files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,13 +34,30 @@ def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         return [check_bundled_model()]
     if not Path(config.model).exists():
         if is_hub_id(config.model):
-            told = f"{config.model} is no folder here: the first start downloads it from the model hub"
+            told = (
+                f"{config.model} is no folder here: the first start downloads it from the model hub"
+            )
             return [warning_finding("model", told, "give --model a folder to need no network")]
-        return [bad_finding("model", f"there is no {config.model}", "give --model the path of a Hugging Face folder")]
+        return [
+            bad_finding(
+                "model",
+                f"there is no {config.model}",
+                "give --model the path of a Hugging Face folder",
+            )
+        ]
     wrong = found.get("model", "it could not be looked at: see torch")
     if wrong:
-        return [bad_finding("model", str(wrong), "see the message; download the model again if files are damaged")]
-    return [ok_finding("model", f"{config.model}: configuration and weights are sound"), check_tokenizer(Path(config.model))]
+        return [
+            bad_finding(
+                "model",
+                str(wrong),
+                "see the message; download the model again if files are damaged",
+            )
+        ]
+    return [
+        ok_finding("model", f"{config.model}: configuration and weights are sound"),
+        check_tokenizer(Path(config.model)),
+    ]
 
 
 def check_bundled_model() -> Finding:
@@ -47,12 +65,16 @@ def check_bundled_model() -> Finding:
     try:
         find_default_model()
     except ConfigError as error:
-        return bad_finding("model", error.message, "give --model the path of a Hugging Face folder, or a hub id")
+        return bad_finding(
+            "model", error.message, "give --model the path of a Hugging Face folder, or a hub id"
+        )
     return ok_finding("model", "none named: `baton up` serves its own small one")
 
 
 def check_tokenizer(folder: Path) -> Finding:
     there = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not there:
-        return warning_finding("tokenizer", f"{folder} has none of {', '.join(_TOKENIZERS)}", _TOKENIZER_FIX)
+        return warning_finding(
+            "tokenizer", f"{folder} has none of {', '.join(_TOKENIZER_FILES)}", _TOKENIZER_FIX
+        )
     return ok_finding("tokenizer", ", ".join(there))

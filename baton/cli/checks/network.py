@@ -13,14 +13,17 @@ _REFUSED_METRIC = "baton_connections_refused_total"
 
 
 def fetch_status(endpoint: str, admin_token: str) -> Any:
-    """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it refuses to say."""
+    """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it
+    refuses to say."""
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     try:
         with coordinator_channel(endpoint) as channel:
             stub = cluster_pb2_grpc.ClusterStub(channel)
-            return stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token))
+            return stub.Status(
+                cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token)
+            )
     except EndpointUnreachable:
         return None
 
@@ -29,22 +32,39 @@ def check_network(config: Config, endpoint: str) -> list[Finding]:
     try:
         status = fetch_status(endpoint, config.admin_token)
     except CommandFailed as error:
-        finding = warning_finding("cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token")
+        finding = warning_finding(
+            "cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token"
+        )
         return [finding, check_ports(config, occupied=True)]
-    return [check_cluster(endpoint, status), *check_connections(status), check_ports(config, occupied=status is not None)]
+    return [
+        check_cluster(endpoint, status),
+        *check_connections(status),
+        check_ports(config, occupied=status is not None),
+    ]
 
 
 def check_connections(status: Any) -> list[Finding]:
     """Ports of the cluster that answers which had more connections than they may hold."""
     counters = status.counters if status is not None else {}
-    refused = {name: int(value) for name, value in sorted(counters.items()) if name.startswith(_REFUSED_METRIC) and value}
+    refused = {
+        name: int(value)
+        for name, value in sorted(counters.items())
+        if name.startswith(_REFUSED_METRIC) and value
+    }
     if not refused:
         return []
-    told = ", ".join(f"{name.removeprefix(_REFUSED).strip('{}')}: {count}" for name, count in refused.items())
-    fix = (
-        "raise ulimit -Hn or --max-connections, or keep out who opens them (--max-connections-per-address, a firewall)"
+    told = ", ".join(
+        f"{name.removeprefix(_REFUSED_METRIC).strip('{}')}: {count}"
+        for name, count in refused.items()
     )
-    return [warning_finding("connections", f"closed because there were too many, since the coordinator started: {told}", fix)]
+    fix = "raise ulimit -Hn or --max-connections, or keep out who opens them (--max-connections-per-address, a firewall)"
+    return [
+        warning_finding(
+            "connections",
+            f"closed because there were too many, since the coordinator started: {told}",
+            fix,
+        )
+    ]
 
 
 def check_cluster(endpoint: str, status: Any) -> Finding:
@@ -53,14 +73,19 @@ def check_cluster(endpoint: str, status: Any) -> Finding:
         return ok_finding("cluster", f"none answers at {endpoint}")
     told = f"{endpoint}: version {status.version or 'unknown'}, {len(status.nodes)} nodes"
     if not status.ready:
-        return warning_finding("cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs")
+        return warning_finding(
+            "cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs"
+        )
     if status.version != _our_version():
-        return warning_finding("cluster", f"{told}; this is {_our_version()}", "use the same version on both sides")
+        return warning_finding(
+            "cluster", f"{told}; this is {_our_version()}", "use the same version on both sides"
+        )
     return ok_finding("cluster", f"{told}, ready")
 
 
 def check_ports(config: Config, *, occupied: bool) -> Finding:
-    """Those that `baton up` would take. `occupied`: a cluster runs here, so they may well be its own."""
+    """Those that `baton up` would take. `occupied`: a cluster runs here, so they may well be its
+    own."""
     taken = []
     for field, host in PORT_FIELDS.items():
         flag = "--" + field.replace("_", "-")
@@ -72,7 +97,9 @@ def check_ports(config: Config, *, occupied: bool) -> Finding:
         return ok_finding("ports", "free")
     if occupied:
         return ok_finding("ports", f"{len(taken)} in use, while a cluster runs here")
-    return bad_finding("ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)")
+    return bad_finding(
+        "ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)"
+    )
 
 
 def _our_version() -> str:

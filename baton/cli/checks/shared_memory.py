@@ -7,13 +7,17 @@ import struct
 import tempfile
 from pathlib import Path
 
-from baton.shared_memory import segment
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
-from baton.cli.supervisor.memory_plan import plan_memory, find_memory_shortage
+from baton.cli.supervisor.memory_plan import find_memory_shortage, plan_memory
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from baton.shared_memory import segment
+from baton.shared_memory.available_memory import (
+    AvailableMemory,
+    format_size,
+    measure_available_memory,
+)
 from baton.shared_memory.memory_map import HUGE_PAGE
-from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory, format_size
 
 _SMALL_CACHE_BYTES = 64 << 20  # bytes: a cache that holds hardly a conversation
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -26,11 +30,18 @@ def check_segment_folder(config: Config) -> list[Finding]:
     first = check_writable(path)
     if first.level == "bad":
         return [first]
-    return [first, check_memory(config, measure_available_memory(path)), check_locks(path), check_huge_pages(path), check_stale_segments(path)]
+    return [
+        first,
+        check_memory(config, measure_available_memory(path)),
+        check_locks(path),
+        check_huge_pages(path),
+        check_stale_segments(path),
+    ]
 
 
 def check_writable(path: Path) -> Finding:
-    """A file can be made there, and its memory allocated ahead: a store to a full /dev/shm is a crash otherwise."""
+    """A file can be made there, and its memory allocated ahead: a store to a full /dev/shm is a
+    crash otherwise."""
     try:
         with tempfile.TemporaryFile(dir=path, prefix="baton-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, HUGE_PAGE)
@@ -42,7 +53,8 @@ def check_writable(path: Path) -> Finding:
 
 
 def check_memory(config: Config, room: AvailableMemory) -> Finding:
-    """What the nodes and the pool of this machine would take, against what there is: what `up` refuses is bad."""
+    """What the nodes and the pool of this machine would take, against what there is: what `up`
+    refuses is bad."""
     try:
         plan = plan_memory(config, room)
     except ConfigError as error:
@@ -50,21 +62,33 @@ def check_memory(config: Config, room: AvailableMemory) -> Finding:
     wrong = find_memory_shortage(plan, room)
     if wrong is not None:
         return bad_finding("cache memory", *wrong)
-    told = f"{plan}, {size_text(room.left)} {room.bound}"
+    told = f"{plan}, {format_size(room.free_bytes)} {room.limited_by}"
     if plan.node_bytes < _SMALL_CACHE_BYTES:
-        return warning_finding("cache memory", told, "a larger segment folder (docker: --shm-size) or an explicit --kv-memory")
+        return warning_finding(
+            "cache memory",
+            told,
+            "a larger segment folder (docker: --shm-size) or an explicit --kv-memory",
+        )
     return ok_finding("cache memory", told)
 
 
 def check_locks(path: Path) -> Finding:
-    """Open-file-description locks exclude each other there: the proof that a writer can write no more."""
+    """Open-file-description locks exclude each other there: the proof that a writer can write no
+    more."""
     try:
-        with tempfile.NamedTemporaryFile(dir=path, prefix="baton-doctor-") as one, open(one.name, "r+b") as other:
+        with (
+            tempfile.NamedTemporaryFile(dir=path, prefix="baton-doctor-") as one,
+            open(one.name, "r+b") as other,
+        ):
             first, second = (_try_lock_file(file.fileno()) for file in (one, other))
     except OSError as error:
-        return bad_finding("fences", f"no open-file-description locks in {path}: {error.strerror}", _OTHER_FOLDER)
+        return bad_finding(
+            "fences", f"no open-file-description locks in {path}: {error.strerror}", _OTHER_FOLDER
+        )
     if not first or second:
-        return bad_finding("fences", f"open-file-description locks in {path} exclude nobody", _OTHER_FOLDER)
+        return bad_finding(
+            "fences", f"open-file-description locks in {path} exclude nobody", _OTHER_FOLDER
+        )
     return ok_finding("fences", "open-file-description locks hold")
 
 
@@ -90,7 +114,9 @@ def huge_pages_finding(path: Path, there: bool) -> Finding:
     if there:
         return ok_finding("huge pages", f"{path}: segments get them")
     fix = "Linux 6.1 or newer, a tmpfs folder, and free memory in one piece (echo 1 > /proc/sys/vm/compact_memory)"
-    return warning_finding("huge pages", f"{path}: segments get none, and are read more slowly", fix)
+    return warning_finding(
+        "huge pages", f"{path}: segments get none, and are read more slowly", fix
+    )
 
 
 def check_stale_segments(path: Path) -> Finding:
@@ -100,5 +126,7 @@ def check_stale_segments(path: Path) -> Finding:
         return ok_finding("stale segments", "none")
     size = sum((path / name).stat().st_size for name in found)
     return warning_finding(
-        "stale segments", f"{len(found)} in {path}, {size_text(size)}", "start a node there, which removes them"
+        "stale segments",
+        f"{len(found)} in {path}, {format_size(size)}",
+        "start a node there, which removes them",
     )

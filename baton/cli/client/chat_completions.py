@@ -1,4 +1,5 @@
-"""A client of any endpoint that speaks OpenAI's chat completions, over the standard library's HTTP."""
+"""A client of any endpoint that speaks OpenAI's chat completions, over the standard library's
+HTTP."""
 
 import http.client
 import json
@@ -47,7 +48,9 @@ class ChatClient:
             try:
                 return str(json.loads(response.read(_MAX_BODY_BYTES))["data"][0]["id"])
             except (ValueError, LookupError, TypeError, http.client.HTTPException, OSError):
-                raise ChatRefused(f"{self.url} is no OpenAI-compatible endpoint: it lists no models") from None
+                raise ChatRefused(
+                    f"{self.url} is no OpenAI-compatible endpoint: it lists no models"
+                ) from None
 
     def stream_answer(self, body: Mapping[str, Any]) -> Iterator[AnswerChunk]:
         """The answer as it comes. Closing the iterator stops it. Raises Refused, Unreachable."""
@@ -57,28 +60,46 @@ class ChatClient:
                 for event in _events(response):
                     yield from _answer_chunks(event)
             except (OSError, http.client.HTTPException) as error:
-                raise EndpointUnreachable(f"the connection to {self.url} was lost: {error or type(error).__name__}") from None
+                raise EndpointUnreachable(
+                    f"the connection to {self.url} was lost: {error or type(error).__name__}"
+                ) from None
 
     def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
     ) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream, application/json",
+        }
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
-            connection.request(method, self._base_path() + path, json.dumps(body) if body is not None else None, headers)
+            connection.request(
+                method,
+                self._base_path() + path,
+                json.dumps(body) if body is not None else None,
+                headers,
+            )
             response = connection.getresponse()
             if response.status != 200:
                 raise _refusal_from_status(response.status, response.read(_MAX_BODY_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            raise EndpointUnreachable(f"nobody answers at {self.url}: {error or type(error).__name__}: see --url") from None
+            raise EndpointUnreachable(
+                f"nobody answers at {self.url}: {error or type(error).__name__}: see --url"
+            ) from None
         return response
 
     def _connection(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {self.url!r} is not an http:// or https:// URL")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         return kind(parts.hostname, parts.port, timeout=self.timeout_seconds)
 
     def _base_path(self) -> str:
@@ -87,7 +108,8 @@ class ChatClient:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """What the stream says, until its [DONE]. Raises HTTPException when it breaks off before, or is none."""
+    """What the stream says, until its [DONE]. Raises HTTPException when it breaks off before, or is
+    none."""
     while line := response.readline(_MAX_EVENT_BYTES):
         if not line.startswith(_DATA):
             continue

@@ -7,14 +7,18 @@ ChatMessage = dict[str, str]
 
 @dataclass(slots=True)
 class ChatHistory:
-    """`system_prompt` stays at the head, whatever is forgotten; "" is none. Questions and answers alternate."""
+    """`system_prompt` stays at the head, whatever is forgotten; "" is none. Questions and answers
+    alternate."""
 
     system_prompt: str = ""
     history: list[ChatMessage] = field(default_factory=list)
 
     @property
     def messages(self) -> list[ChatMessage]:
-        return [*([{"role": "system", "content": self.system_prompt}] if self.system_prompt else []), *self.history]
+        return [
+            *([{"role": "system", "content": self.system_prompt}] if self.system_prompt else []),
+            *self.history,
+        ]
 
     @property
     def answered_turns(self) -> int:
@@ -25,7 +29,8 @@ class ChatHistory:
         self.history.append({"role": "user", "content": text})
 
     def add_answer(self, text: str) -> None:
-        """Of the last question, perhaps only as far as it came. Nothing at all is no answer: the question goes too."""
+        """Of the last question, perhaps only as far as it came. Nothing at all is no answer: the
+        question goes too."""
         if text:
             self.history.append({"role": "assistant", "content": text})
         else:

@@ -1,4 +1,5 @@
-"""The gRPC client of every command: one channel, one way to be unreachable, one translation of a server's error."""
+"""The gRPC client of every command: one channel, one way to be unreachable, one translation of a
+server's error."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 @contextmanager
 def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
-    """A channel on which the coordinator has answered. Raises Unreachable at the first refused connection.
+    """A channel on which the coordinator has answered. Raises Unreachable at the first refused
+    connection.
 
     Errors of calls inside the block become Bad, with the server's own message.
     """
@@ -32,13 +34,18 @@ def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
 
 
 def api_key_metadata(api_key: str) -> Metadata:
-    """Metadata that carries the client's key; none for an empty one. `@FILE` reads it from a file."""
+    """Metadata that carries the client's key; none for an empty one. `@FILE` reads it from a
+    file."""
     return (("authorization", f"Bearer {read_secret(api_key, 'api_key')}"),) if api_key else ()
 
 
 def admin_metadata(admin_token: str) -> Metadata:
     """Metadata that lets an operator in from another host; none for an empty token."""
-    return (("authorization", f"Bearer {read_secret(admin_token, 'admin_token')}"),) if admin_token else ()
+    return (
+        (("authorization", f"Bearer {read_secret(admin_token, 'admin_token')}"),)
+        if admin_token
+        else ()
+    )
 
 
 def _wait_until_ready(channel: grpc.Channel, endpoint: str) -> None:
@@ -55,7 +62,9 @@ def _wait_until_ready(channel: grpc.Channel, endpoint: str) -> None:
     decided.wait(CONNECT_TIMEOUT)
     channel.unsubscribe(changed)
     if state is not grpc.ChannelConnectivity.READY:
-        raise EndpointUnreachable(f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint")
+        raise EndpointUnreachable(
+            f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint"
+        )
 
 
 def _translate_error(error: grpc.RpcError, endpoint: str) -> Exception:

@@ -15,7 +15,8 @@ _TRANSIENT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCE
 
 
 async def wait_until_serving(endpoint: str, service: str = GENERATION_SERVICE) -> None:
-    """Return when `service` at `endpoint` says SERVING. Waits for ever; bound it with asyncio.timeout.
+    """Return when `service` at `endpoint` says SERVING. Waits for ever; bound it with
+    asyncio.timeout.
 
     Raises grpc.aio.AioRpcError when the endpoint answers with anything but patience.
     """

@@ -10,7 +10,8 @@ _BUNDLED = Path("models", "demo")
 
 
 def find_default_model(root: Path = _ROOT) -> Path:
-    """Its folder, named `demo`: beside the packages in a source tree, so a checkout or an editable installation.
+    """Its folder, named `demo`: beside the packages in a source tree, so a checkout or an editable
+    installation.
 
     Raises ConfigError where it is not: an installed wheel has no weights in it.
     """

@@ -30,7 +30,8 @@ def exit_code(error: BatonError) -> int:
 
 
 def print_error(error: BatonError, *, as_json: bool) -> None:
-    """One line on standard error: plain words, or a line as a log has them, of a command whose output is a log."""
+    """One line on standard error: plain words, or a line as a log has them, of a command whose
+    output is a log."""
     if as_json:
         from baton.process import log
 

@@ -1,4 +1,5 @@
-"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those commands share."""
+"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those
+commands share."""
 
 import inspect
 from argparse import Namespace
@@ -8,20 +9,36 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from baton.config.settings import flags as config_flags
+from baton.config import flags as config_flags
 from baton.config.settings import Config, get_field_choices, get_field_help, resolve_config
 
 EndpointOption = Annotated[
-    str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="The coordinator's gRPC port")
+    str,
+    typer.Option(
+        "--endpoint",
+        envvar="BATON_ENDPOINT",
+        metavar="HOST:PORT",
+        help="The coordinator's gRPC port",
+    ),
 ]
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 ApiKeyOption = Annotated[
     str,
-    typer.Option("--api-key", envvar="BATON_API_KEY", metavar="KEY|@FILE", help="Needed if `up` was given one"),
+    typer.Option(
+        "--api-key",
+        envvar="BATON_API_KEY",
+        metavar="KEY|@FILE",
+        help="Needed if `up` was given one",
+    ),
 ]
 AdminTokenOption = Annotated[
     str,
-    typer.Option("--admin-token", envvar="BATON_ADMIN_TOKEN", metavar="KEY|@FILE", help="Needed if `up` was given one"),
+    typer.Option(
+        "--admin-token",
+        envvar="BATON_ADMIN_TOKEN",
+        metavar="KEY|@FILE",
+        help="Needed if `up` was given one",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -37,15 +54,23 @@ PANEL_FIRST_FIELDS = {
     "log_level": "Logs",
 }
 # A node's own settings, which `up` decides for each node.
-PER_NODE_FIELDS = frozenset({"coordinator", "name", "listen", "advertise", "health_port", "host_id"})
+PER_NODE_FIELDS = frozenset(
+    {"coordinator", "name", "listen", "advertise", "health_port", "host_id"}
+)
 
 
 def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(settings: Config, **own)` one option per setting, `--config FILE` and `--set KEY=VALUE`.
+    """Give `command(settings: Config, **own)` one option per setting, `--config FILE` and `--set
+    KEY=VALUE`.
 
-    The wrapper resolves flag > environment > file > default. Raises ConfigError naming field, value and source.
+    The wrapper resolves flag > environment > file > default. Raises ConfigError naming field, value
+    and source.
     """
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+    own = [
+        p
+        for p in inspect.signature(command, eval_str=True).parameters.values()
+        if p.name != "settings"
+    ]
     parameters = [*own, *_file_parameters(), *_field_parameters()]
 
     def wrapper(**values: Any) -> None:
@@ -59,9 +84,16 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _resolve_options(values: Mapping[str, Any]) -> Config:
-    typed = {key: value for key, value in values.items() if value is not None and key in Config.__struct_fields__}
+    typed = {
+        key: value
+        for key, value in values.items()
+        if value is not None and key in Config.__struct_fields__
+    }
     assignments = values["config_assignments"] or []
-    return resolve_config(config_flags.get_typed_settings(Namespace(config_assignments=assignments, **typed)), file=values["config_file"])
+    return resolve_config(
+        config_flags.get_typed_settings(Namespace(config_assignments=assignments, **typed)),
+        file=values["config_file"],
+    )
 
 
 def _keyword_parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
@@ -73,9 +105,14 @@ def _keyword_parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
 def _file_parameters() -> list[inspect.Parameter]:
     file = typer.Option("--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)")
     assignments = typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any setting by its name, such as dtype=float32; may be repeated"
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any setting by its name, such as dtype=float32; may be repeated",
     )
-    return [_keyword_parameter("config_file", str, file), _keyword_parameter("config_assignments", list[str], assignments)]
+    return [
+        _keyword_parameter("config_file", str, file),
+        _keyword_parameter("config_assignments", list[str], assignments),
+    ]
 
 
 def _field_parameters() -> Iterator[inspect.Parameter]:
@@ -86,12 +123,18 @@ def _field_parameters() -> Iterator[inspect.Parameter]:
             continue
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
-            info = typer.Option(f"{flag}/--no-{flag[2:]}", help=_help_text(field.name, ""), rich_help_panel=panel)
+            info = typer.Option(
+                f"{flag}/--no-{flag[2:]}", help=_help_text(field.name, ""), rich_help_panel=panel
+            )
             yield _keyword_parameter(field.name, bool, info)
             continue
-        metavar = "|".join(get_field_choices(field.name)) or {int: "N", float: "X"}.get(type(field.default), "TEXT")
+        metavar = "|".join(get_field_choices(field.name)) or {int: "N", float: "X"}.get(
+            type(field.default), "TEXT"
+        )
         text = _help_text(field.name, field.default)
-        yield _keyword_parameter(field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel))
+        yield _keyword_parameter(
+            field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel)
+        )
 
 
 def _help_text(field: str, default: object) -> str:

@@ -20,7 +20,8 @@ def register(app: typer.Typer) -> None:
 
 
 def register_unavailable(app: typer.Typer, group: str, commands: Mapping[str, str]) -> None:
-    """Give `app`, the commands of `group`, some that refuse when they are called; with their help texts."""
+    """Give `app`, the commands of `group`, some that refuse when they are called; with their help
+    texts."""
     for name, text in commands.items():
         app.command(
             name,

@@ -1,7 +1,8 @@
-"""Where the lines of child processes go: to log files (detached), or to the terminal with their names.
+"""Where the lines of child processes go: to log files (detached), or to the terminal with their
+names.
 
-All of them pass through the supervisor, which never stops reading: a child does not wait for a disk or a terminal. What
-those do not take is dropped and counted by the LineWriter in front of them.
+All of them pass through the supervisor, which never stops reading: a child does not wait for a disk
+or a terminal. What those do not take is dropped and counted by the LineWriter in front of them.
 """
 
 import asyncio
@@ -10,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from baton.process import log
 from baton.cli.supervisor.rotating_file import RotatingFile
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from baton.process import log
 from baton.process.line_writer import LineWriter
 
 _READ_BYTES = 1 << 16
@@ -45,15 +46,17 @@ def find_failure_message(lines: list[str]) -> str:
 
 
 class LineRelay:
-    """Lines pass through `write(name, line)`, which neither blocks nor raises, and the last few of each child are
-    remembered. An `error: ` line is what a process of ours says last: the supervisor tells it, once, for all the
-    children that may say the same."""
+    """Lines pass through `write(name, line)`, which neither blocks nor raises, and the last few of
+    each child are remembered. An `error: ` line is what a process of ours says last: the supervisor
+    tells it, once, for all the children that may say the same."""
 
     writes_error_lines = False
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
-        self._last_lines: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_KEPT_LINES))
+        self._last_lines: defaultdict[str, deque[str]] = defaultdict(
+            lambda: deque(maxlen=_KEPT_LINES)
+        )
 
     async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         pending = b""
@@ -77,13 +80,16 @@ class LineRelay:
 
 
 class LogFiles(LineRelay):
-    """One file per child in `folder`, begun anew by this supervisor and rotated. Each has a writer of its own: one that
-    blocks holds up no other."""
+    """One file per child in `folder`, begun anew by this supervisor and rotated. Each has a writer
+    of its own: one that blocks holds up no other."""
 
     writes_error_lines = True
 
     def __init__(
-        self, folder: Path, max_bytes: int = _DEFAULTS.log_max_bytes, backups: int = _DEFAULTS.log_backups
+        self,
+        folder: Path,
+        max_bytes: int = _DEFAULTS.log_max_bytes,
+        backups: int = _DEFAULTS.log_backups,
     ) -> None:
         """Raises ConfigError when there is no such folder and none can be made."""
         super().__init__(lambda name, line: self._get_writer(name).write(line))
@@ -94,7 +100,9 @@ class LogFiles(LineRelay):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"folder of logs {folder}: {error.strerror}: choose another with --state-dir") from None
+            raise ConfigError(
+                f"folder of logs {folder}: {error.strerror}: choose another with --state-dir"
+            ) from None
 
     def get_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"

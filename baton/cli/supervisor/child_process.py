@@ -8,12 +8,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.process import clock
 from baton.cli.supervisor.child_output import ChildOutput, find_failure_message
 from baton.cli.supervisor.child_specs import ChildSpec
-from baton.cli.supervisor.restart_policy import FROZEN_KILL_SECONDS, MAX_FAILED_STARTS, FrozenWatch, LivenessWatch, RestartBackoff, parse_process_state
+from baton.cli.supervisor.restart_policy import (
+    FROZEN_KILL_SECONDS,
+    MAX_FAILED_STARTS,
+    FrozenWatch,
+    LivenessWatch,
+    RestartBackoff,
+    parse_process_state,
+)
 from baton.errors import ConfigError, NodeFailed
-from baton.process import liveness
+from baton.process import clock, liveness
 
 _EXIT_CONFIG = 2
 _EXIT_NOT_STARTED = 126  # what a shell says of a command that it cannot run
@@ -32,11 +38,15 @@ class ChildProcess:
         self._backoff = RestartBackoff()
         self._frozen_watch = FrozenWatch()
         self._liveness_watch = LivenessWatch()
-        self._aborted_pid: int | None = None  # the pid that was told to end because it showed no sign of life
+        self._aborted_pid: int | None = (
+            None  # the pid that was told to end because it showed no sign of life
+        )
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
-        self.is_starting = True  # until the whole cluster was ready once: a child that cannot start ends `up`
+        self.is_starting = (
+            True  # until the whole cluster was ready once: a child that cannot start ends `up`
+        )
 
     @property
     def pid(self) -> int | None:
@@ -62,21 +72,30 @@ class ChildProcess:
             async with asyncio.timeout(patience):
                 await self._ended.wait()
         except TimeoutError:
-            self._notify(f"{self.spec.name} did not end within {patience:g} s of SIGTERM: killing it")
+            self._notify(
+                f"{self.spec.name} did not end within {patience:g} s of SIGTERM: killing it"
+            )
             self._send_signal(signal.SIGKILL)
             await self._ended.wait()
 
     def kill_if_frozen(self, now: float) -> None:
-        """A process that has been stopped for long holds blocks that nobody may reuse before it is proven gone."""
+        """A process that has been stopped for long holds blocks that nobody may reuse before it is
+        proven gone."""
         state = self._process_state()
-        if self._process is not None and state and self._frozen_watch.check_frozen(self._process.pid, state, now):
-            self._notify(f"{self.spec.name} has been stopped for {FROZEN_FOR:g} s: killing it")
+        if (
+            self._process is not None
+            and state
+            and self._frozen_watch.check_frozen(self._process.pid, state, now)
+        ):
+            self._notify(
+                f"{self.spec.name} has been stopped for {FROZEN_KILL_SECONDS:g} s: killing it"
+            )
             self._send_signal(signal.SIGKILL)
 
     def abort_if_unresponsive(self, looks: float, every: float) -> None:
-        """To be called every `every` seconds, which is at least the period of a sign of life. A process that shows none
-        any more is alive for the kernel only. SIGABRT lets it show where its threads are; if that does not end it, the
-        next look does."""
+        """To be called every `every` seconds, which is at least the period of a sign of life. A
+        process that shows none any more is alive for the kernel only. SIGABRT lets it show where
+        its threads are; if that does not end it, the next look does."""
         state = self._process_state()
         if self._process is None or not state:
             return
@@ -97,7 +116,9 @@ class ChildProcess:
             return ""
         try:
             return parse_process_state((_PROC / str(self._process.pid) / "stat").read_text())
-        except OSError:  # it has ended, or /proc is mounted with hidepid and shows no process that leaves no core file
+        # it has ended, or /proc is mounted with hidepid and shows no process that leaves no core
+        # file
+        except OSError:
             return _state_from_waitid(self._process.pid)
 
     async def _run_once(self) -> int:
@@ -153,11 +174,14 @@ class ChildProcess:
                 asyncio.get_running_loop().remove_reader(receiver)
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
-        """Carry the lines of one life. Whatever goes wrong with them, the child must not wait for a reader."""
+        """Carry the lines of one life. Whatever goes wrong with them, the child must not wait for a
+        reader."""
         try:
             await self._output.copy_lines(self.spec.name, stream)
         except Exception as error:
-            self._notify(f"the lines of {self.spec.name} are not shown any more ({type(error).__name__})")
+            self._notify(
+                f"the lines of {self.spec.name} are not shown any more ({type(error).__name__})"
+            )
             while await stream.read(_READ_BYTES):
                 pass
 
@@ -174,8 +198,10 @@ class ChildProcess:
         if self.is_starting and code == _EXIT_CONFIG:
             raise ConfigError(said)
         if hopeless:
-            raise NodeFailed(f"{name} failed {MAX_FAILED_STARTS} times ({_ending(code)}) before it was ready: {said}")
-        ending = f"{_ending(code)} ({said})" if code > 0 else _describe_exit(code)
+            raise NodeFailed(
+                f"{name} failed {MAX_FAILED_STARTS} times ({_describe_exit(code)}) before it was ready: {said}"
+            )
+        ending = f"{_describe_exit(code)} ({said})" if code > 0 else _describe_exit(code)
         self._notify(f"{name} {ending}: starting it again in {delay:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay)
@@ -187,8 +213,8 @@ class ChildProcess:
 
 
 def _state_from_waitid(pid: int) -> str:
-    """What the kernel tells the parent of a process: T for a stopped one, R for any other, empty if there is none.
-    Its end is left to be waited for."""
+    """What the kernel tells the parent of a process: T for a stopped one, R for any other, empty if
+    there is none. Its end is left to be waited for."""
     try:
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -197,4 +223,8 @@ def _state_from_waitid(pid: int) -> str:
 
 
 def _describe_exit(code: int) -> str:
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    return (
+        f"ended with exit code {code}"
+        if code >= 0
+        else f"was ended by {signal.Signals(-code).name}"
+    )

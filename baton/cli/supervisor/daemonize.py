@@ -8,9 +8,10 @@ _LOG_TAIL_BYTES = 4096  # bytes of the log that are shown after a failure
 
 
 def daemonize(log: Path) -> None:
-    """Fork. The child returns, in a session of its own: what it writes on standard output goes to the caller's
-    terminal until `announced()`, its standard error to `log`. The parent never returns: it exits with 0 when the
-    child has announced, else with the child's exit code and what it said last."""
+    """Fork. The child returns, in a session of its own: what it writes on standard output goes to
+    the caller's terminal until `announced()`, its standard error to `log`. The parent never
+    returns: it exits with 0 when the child has announced, else with the child's exit code and what
+    it said last."""
     receiver, sender = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,19 +1,25 @@
-"""The memory that the nodes and the pool of one machine take together, against what there is: for `up` and `doctor`."""
+"""The memory that the nodes and the pool of one machine take together, against what there is: for
+`up` and `doctor`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from baton.config.memory_size import AUTO, resolve_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory, format_size
-from baton.config.memory_size import AUTO, resolve_memory_size
+from baton.shared_memory.available_memory import (
+    AvailableMemory,
+    format_size,
+    measure_available_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes: of each of `node_count`, and of the pool, 0 if there is none. With auto they are what is taken at most."""
+    """Bytes: of each of `node_count`, and of the pool, 0 if there is none. With auto they are what
+    is taken at most."""
 
     node_count: int
     node_bytes: int
@@ -24,8 +30,8 @@ class MemoryPlan:
         return self.node_count * self.node_bytes + self.pool_bytes
 
     def __str__(self) -> str:
-        pool = f" and a pool of {size_text(self.pool)}" if self.pool_bytes else ""
-        return f"{self.nodes} nodes with {size_text(self.each)} each{pool}"
+        pool = f" and a pool of {format_size(self.pool_bytes)}" if self.pool_bytes else ""
+        return f"{self.node_count} nodes with {format_size(self.node_bytes)} each{pool}"
 
 
 def plan_memory(config: Config, room: AvailableMemory) -> MemoryPlan:
@@ -53,20 +59,20 @@ def find_memory_shortage(plan: MemoryPlan, room: AvailableMemory) -> tuple[str, 
     """What is wrong with it and what mends it, None if it fits."""
     if plan.total_bytes <= room.usable_bytes:
         return None
-    left = f"{size_text(room.left)} {room.bound}, {size_text(room.reserved)} kept in reserve"
-    fix = f"--kv-memory {size_text(room.usable // plan.nodes * 9 // 10)} or less"
+    left = f"{format_size(room.free_bytes)} {room.limited_by}, {format_size(room.reserve_bytes)} kept in reserve"
+    fix = f"--kv-memory {format_size(room.usable_bytes // plan.node_count * 9 // 10)} or less"
     if plan.pool_bytes:
         with_pool = (room.usable_bytes - plan.pool_bytes) // plan.node_count
         fix = f"a smaller --pool-memory (0: no pool), or with none {fix}"
         if with_pool > 0:
-            fix = f"--kv-memory {size_text(with_pool * 9 // 10)} or less, or a smaller --pool-memory (0: no pool)"
+            fix = f"--kv-memory {format_size(with_pool * 9 // 10)} or less, or a smaller --pool-memory (0: no pool)"
     fix += ", fewer nodes (--prefill, --decode), or a larger folder (docker: --shm-size) or memory limit"
-    return f"{plan} are {size_text(plan.total)}; {left}", fix
+    return f"{plan} are {format_size(plan.total_bytes)}; {left}", fix
 
 
 def fit_memory(config: Config) -> tuple[Config, str]:
-    """`config` with sizes that fit where they are left to auto, and a line that says what is taken. Raises ConfigError
-    for more than there is."""
+    """`config` with sizes that fit where they are left to auto, and a line that says what is taken.
+    Raises ConfigError for more than there is."""
     try:
         room = measure_available_memory(Path(config.segment_dir))
     except OSError as error:
@@ -80,8 +86,12 @@ def fit_memory(config: Config) -> tuple[Config, str]:
     changed = {}
     if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, room):
         changed["kv_memory"] = str(plan.node_bytes)
-    if config.has_pool and config.pool_memory == AUTO and plan.pool_bytes < resolve_memory_size(AUTO, room, "pool_memory"):
+    if (
+        config.has_pool
+        and config.pool_memory == AUTO
+        and plan.pool_bytes < resolve_memory_size(AUTO, room, "pool_memory")
+    ):
         changed["pool_memory"] = str(plan.pool_bytes)
     most = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
-    told = f"cache memory: {most}{plan} (--kv-memory, --pool-memory) of {size_text(room.left)} {room.bound}"
+    told = f"cache memory: {most}{plan} (--kv-memory, --pool-memory) of {format_size(room.free_bytes)} {room.limited_by}"
     return msgspec.structs.replace(config, **changed), told

@@ -7,15 +7,21 @@ from pathlib import Path
 
 
 class RotatingFile:
-    """A sink of a LineWriter. Once the file has `max_bytes` it becomes FILE.1, FILE.1 becomes FILE.2, and so on up to
-    FILE.`backups`. Whatever fails, the next write goes on from there, so that a disk with room again is written to
-    again and no backup is lost meanwhile."""
+    """A sink of a LineWriter. Once the file has `max_bytes` it becomes FILE.1, FILE.1 becomes
+    FILE.2, and so on up to FILE.`backups`. Whatever fails, the next write goes on from there, so
+    that a disk with room again is written to again and no backup is lost meanwhile."""
 
     def __init__(
-        self, path: Path, max_bytes: int, backups: int, *, descriptor: int | None = None, anew: bool = False
+        self,
+        path: Path,
+        max_bytes: int,
+        backups: int,
+        *,
+        descriptor: int | None = None,
+        anew: bool = False,
     ) -> None:
-        """`descriptor` always leads to the current file, for what writes to it directly. `anew`: what is in the file
-        now is dropped."""
+        """`descriptor` always leads to the current file, for what writes to it directly. `anew`:
+        what is in the file now is dropped."""
         self._path = path
         self._max_bytes = max_bytes
         self._max_backups = backups
@@ -46,8 +52,8 @@ class RotatingFile:
         self._file = opened
 
     def _rotate(self) -> None:
-        """Make way for a new file, once: if no new one can be opened, the full one bears another name by the next
-        try, and moving the backups again would lose one of them."""
+        """Make way for a new file, once: if no new one can be opened, the full one bears another
+        name by the next try, and moving the backups again would lose one of them."""
         if self._is_current():
             self._shift_backups()
         self._open()
@@ -61,7 +67,10 @@ class RotatingFile:
             return False
 
     def _shift_backups(self) -> None:
-        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._max_backups + 1))]
+        names = [
+            self._path,
+            *(Path(f"{self._path}.{number}") for number in range(1, self._max_backups + 1)),
+        ]
         names[-1].unlink(missing_ok=True)
         for old, new in reversed(list(itertools.pairwise(names))):
             with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,7 @@
 """`up` after its checks: run the supervisor, show progress, announce, wait for a signal.
 
-Nothing here writes to a terminal, pipe or file by itself: whoever reads them may stop reading at any time.
+Nothing here writes to a terminal, pipe or file by itself: whoever reads them may stop reading at
+any time.
 """
 
 import asyncio
@@ -11,15 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from baton.process import log
-from baton.process import runtime
-from baton.cli.supervisor.supervisor import daemonize as detach
-from baton.cli.supervisor.child_output import LogFiles, ChildOutput, LineRelay
+from baton.cli.supervisor import daemonize as detach
+from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
 from baton.cli.supervisor.ports import Endpoints
 from baton.cli.supervisor.rotating_file import RotatingFile
 from baton.cli.supervisor.supervisor import running_cluster
 from baton.config.settings import Config, get_served_model_name
-from baton.process import log_capture
+from baton.process import log, log_capture, runtime
 from baton.process.line_writer import DescriptorSink, LineWriter
 
 _STDOUT, _STDERR = 1, 2
@@ -28,15 +27,21 @@ _FLUSH_TIMEOUT = 1.0  # seconds to write the last lines of standard output
 
 
 def run_cluster(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
-    """Run the cluster until SIGTERM or SIGINT. With `logs` the children's lines go to files there, else to this
-    terminal. `notes` are told at first. Returns the exit code."""
+    """Run the cluster until SIGTERM or SIGINT. With `logs` the children's lines go to files there,
+    else to this terminal. `notes` are told at first. Returns the exit code."""
     on_terminal = os.isatty(_STDERR) and logs is None
     in_words = config.log_format == "console" or (config.log_format == "auto" and on_terminal)
     announce_json = config.log_format == "json"
     if in_words:
-        config = msgspec.structs.replace(config, log_format="console")  # children see a pipe, we know the terminal
+        config = msgspec.structs.replace(
+            config, log_format="console"
+        )  # children see a pipe, we know the terminal
     own = logs / "up.log" if logs else None
-    sink = RotatingFile(own, config.log_max_bytes, config.log_backups, descriptor=_STDERR) if own else None
+    sink = (
+        RotatingFile(own, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
+        if own
+        else None
+    )
     log.configure_logging(config.log_level, config.log_format, sink=sink, node="up")
     log_capture.install_log_capture()
     if not config.core_dumps:
@@ -44,17 +49,27 @@ def run_cluster(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
     tell = _notify_as_text if in_words else _notify_as_json
     for note in notes if logs is None else ():  # else the caller's terminal has shown them
         tell(note)
-    output: ChildOutput = _open_log_files(logs, config) if logs else LineRelay(_write_text_line if in_words else _write_json_line)
+    output: ChildOutput = (
+        _open_log_files(logs, config)
+        if logs
+        else LineRelay(_write_text_line if in_words else _write_json_line)
+    )
     stdout = LineWriter(DescriptorSink(_STDOUT), log.format_drop_notice, name="stdout")
 
     def announce(where: Endpoints) -> None:
-        said = _json_announcement(config, where) if announce_json else ready_announcement(config, where)
+        said = (
+            _json_announcement(config, where)
+            if announce_json
+            else ready_announcement(config, where)
+        )
         for line in said.splitlines():
             stdout.write(line)
 
     try:
         return runtime.run_event_loop(
-            lambda stop: _run_until_stopped(config, output, tell, announce, stdout, stop, detached=logs is not None),
+            lambda stop: _run_until_stopped(
+                config, output, tell, announce, stdout, stop, detached=logs is not None
+            ),
             structured=config.log_format == "json",
         )
     finally:
@@ -74,7 +89,9 @@ async def _run_until_stopped(
     detached: bool,
 ) -> None:
     async with running_cluster(config, output, tell) as cluster:
-        log.get_logger("up").info(f"starting {_shape(config)}: a warm-up token has to come through")
+        log.get_logger("up").info(
+            f"starting {_describe_cluster(config)}: a warm-up token has to come through"
+        )
         ready = asyncio.create_task(cluster.wait_until_ready())
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +120,8 @@ def _notify_as_text(text: str) -> None:
 
 
 def _write_json_line(name: str, line: str) -> None:
-    """Our processes' lines are JSON and name their node; what a library writes by itself becomes JSON here."""
+    """Our processes' lines are JSON and name their node; what a library writes by itself becomes
+    JSON here."""
     if line.startswith("{") and line.endswith("}"):
         log.write_plain_line(line)
     elif line.strip():
@@ -115,7 +133,12 @@ def _notify_as_json(text: str) -> None:
 
 
 def _json_announcement(config: Config, where: Endpoints) -> str:
-    facts = {"event": "ready", "model": get_served_model_name(config), "prefill": config.prefill, "decode": config.decode}
+    facts = {
+        "event": "ready",
+        "model": get_served_model_name(config),
+        "prefill": config.prefill,
+        "decode": config.decode,
+    }
     doors = {
         "mode": config.mode,
         "http": f"http://{where.http}/v1",
@@ -128,11 +151,13 @@ def _json_announcement(config: Config, where: Endpoints) -> str:
 def ready_announcement(config: Config, where: Endpoints) -> str:
     """What `up` prints once a token has come through."""
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
-    prompt = "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'  # the paced engine has no tokenizer
+    prompt = (
+        "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'
+    )  # the paced engine has no tokenizer
     fields = '"return_token_ids": true, ' if config.engine == "paced" else ""
     body = f"""'{{"prompt": {prompt}, "max_tokens": 32, {fields}"stream": true}}'"""
     return (
-        f"Baton is ready: {_shape(config)}\n"
+        f"Baton is ready: {_describe_cluster(config)}\n"
         f"  HTTP   http://{where.http}/v1\n"
         f"  gRPC   {where.grpc}\n"
         f"  admin  http://{where.admin}\n"
@@ -141,5 +166,9 @@ def ready_announcement(config: Config, where: Endpoints) -> str:
 
 
 def _describe_cluster(config: Config) -> str:
-    nodes = f"{config.prefill} prefill + {config.decode} decode" if config.prefill else f"{config.decode} decode"
-    return f"{model_name(config)}, {nodes}, {config.mode}"
+    nodes = (
+        f"{config.prefill} prefill + {config.decode} decode"
+        if config.prefill
+        else f"{config.decode} decode"
+    )
+    return f"{get_served_model_name(config)}, {nodes}, {config.mode}"

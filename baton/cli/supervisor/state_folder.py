@@ -1,7 +1,8 @@
-"""The folder in which a cluster on this machine keeps its pid, its ports and its logs: one per HTTP port.
+"""The folder in which a cluster on this machine keeps its pid, its ports and its logs: one per HTTP
+port.
 
-The supervisor holds a file lock on its pid file for life. So a pid file whose lock can be obtained belongs to nobody,
-and nobody is signalled by mistake.
+The supervisor holds a file lock on its pid file for life. So a pid file whose lock can be obtained
+belongs to nobody, and nobody is signalled by mistake.
 """
 
 import fcntl
@@ -20,7 +21,8 @@ _PID_FILE = "up.pid"
 
 
 def state_folder(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
-    """`--state-dir`, else a folder named by the HTTP port below $XDG_RUNTIME_DIR, ~/.baton or the temporary folder."""
+    """`--state-dir`, else a folder named by the HTTP port below $XDG_RUNTIME_DIR, ~/.baton or the
+    temporary folder."""
     if config.state_dir:
         return Path(config.state_dir).absolute()
     if runtime := environ.get("XDG_RUNTIME_DIR"):
@@ -36,16 +38,21 @@ class PidFile:
     """Held by the supervisor."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when a cluster already runs from `folder`, or the folder cannot be used."""
+        """Raises ConfigError when a cluster already runs from `folder`, or the folder cannot be
+        used."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(folder / _PID_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ConfigError(f"state folder {folder}: {error.strerror}: choose another with --state-dir") from None
+            raise ConfigError(
+                f"state folder {folder}: {error.strerror}: choose another with --state-dir"
+            ) from None
         if not _try_lock_pid_file(self._fd):
             owner = os.pread(self._fd, 32, 0).decode().strip()
             os.close(self._fd)
-            raise ConfigError(f"a cluster runs from {folder} already (pid {owner}): stop it with `baton down`")
+            raise ConfigError(
+                f"a cluster runs from {folder} already (pid {owner}): stop it with `baton down`"
+            )
 
     def write_pid(self) -> None:
         """Name this process. Apart from locking, because `--detach` locks before it forks."""
@@ -58,20 +65,27 @@ class PidFile:
 
 
 def stop_cluster(folder: Path, patience: float) -> bool:
-    """SIGTERM the supervisor of `folder` and wait for its end, `patience` seconds, then SIGKILL it (its children die
-    with it). True when it ended by itself. Raises Bad when none runs."""
+    """SIGTERM the supervisor of `folder` and wait for its end, `patience` seconds, then SIGKILL it
+    (its children die with it). True when it ended by itself. Raises Bad when none runs."""
     try:
         fd = os.open(folder / _PID_FILE, os.O_RDONLY)
     except OSError:
-        raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
+        raise CommandFailed(
+            f"no cluster runs from {folder}: name it with --port or --state-dir"
+        ) from None
     try:
         text = os.pread(fd, 32, 0).strip()
         handle = os.pidfd_open(int(text)) if text else None
-        # The lock is looked at after the handle is open: held, it proves that the handle is the supervisor's.
+        # The lock is looked at after the handle is open: held, it proves that the handle is the
+        # supervisor's.
         if handle is None or _try_lock_pid_file(fd):
-            raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir")
+            raise CommandFailed(
+                f"no cluster runs from {folder}: name it with --port or --state-dir"
+            )
     except ProcessLookupError:
-        raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
+        raise CommandFailed(
+            f"no cluster runs from {folder}: name it with --port or --state-dir"
+        ) from None
     finally:
         os.close(fd)
     try:

@@ -21,7 +21,11 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def render_explanation(told: ExplainResponse) -> RenderableType:
-    parts: list[RenderableType] = [Text(_headline(told)), _stage_table(told), Text(_token_sources(told))]
+    parts: list[RenderableType] = [
+        Text(_headline(told)),
+        _stage_table(told),
+        Text(_token_sources(told)),
+    ]
     if told.timeline.handoff.slabs:
         parts.append(Text(format_handoff(told.timeline.handoff)))
     parts.append(_attempt_table(told))
@@ -41,7 +45,7 @@ def render_explanation(told: ExplainResponse) -> RenderableType:
 def _headline(told: ExplainResponse) -> str:
     kind = "warm-up request" if told.warm_up else "request"
     which = f", the first of {1 + len(told.others)} choices" if told.others else ""
-    return f"{kind} {told.request_id}{which}: {_outcome(told)}"
+    return f"{kind} {told.request_id}{which}: {_request_outcome(told)}"
 
 
 def _request_outcome(told: ExplainResponse) -> str:
@@ -54,7 +58,8 @@ def _request_outcome(told: ExplainResponse) -> str:
 
 
 def _stage_table(told: ExplainResponse) -> Table:
-    """Each stage begins where the one before ended; together they are the time to the first token."""
+    """Each stage begins where the one before ended; together they are the time to the first
+    token."""
     line = told.timeline
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("stage", "left"), ("ms", "right"), ("share", "right"), ("", "left")):
@@ -62,12 +67,19 @@ def _stage_table(told: ExplainResponse) -> Table:
     begun = 0.0
     for name, seconds in stage_seconds(line).items():
         share = seconds / line.ttft if line.ttft else 0.0
-        table.add_row(name.replace("_", " "), _format_ms(seconds), f"{share:.0%}", _waterfall_bar(begun, share))
+        table.add_row(
+            name.replace("_", " "),
+            _format_ms(seconds),
+            f"{share:.0%}",
+            _waterfall_bar(begun, share),
+        )
         begun += share
     reached = "[bold]time to first token[/]" if told.output_tokens else "no token yet"
-    table.add_row(reached, f"[bold]{_ms(line.ttft)}[/]", "", "the sum")
+    table.add_row(reached, f"[bold]{_format_ms(line.ttft)}[/]", "", "the sum")
     each = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
-    pace = f"{told.output_tokens - 1} more tokens, {_ms(each)} each" if each is not None else ""
+    pace = (
+        f"{told.output_tokens - 1} more tokens, {_format_ms(each)} each" if each is not None else ""
+    )
     table.add_row("decode", _format_ms(told.decode), "", pace)
     table.add_row("whole request", _format_ms(line.total), "", "")
     return table
@@ -97,15 +109,15 @@ def _token_sources(told: ExplainResponse) -> str:
     )
     by_handoff = f"; {sources.received} of them by hand-off" if sources.received else ""
     origin = f" ({known}{by_handoff})" if known else ""
-    return (
-        f"prompt: {told.prompt_tokens} tokens{origin}\noutput: {told.output_tokens} of at most {told.max_tokens} tokens"
-    )
+    return f"prompt: {told.prompt_tokens} tokens{origin}\noutput: {told.output_tokens} of at most {told.max_tokens} tokens"
 
 
 def _attempt_table(told: ExplainResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("attempt", "placed", "over", "prefill", "decode", "context", "how it ended"):
-        table.add_column(heading, justify="right" if heading in ("placed", "over", "context") else "left")
+        table.add_column(
+            heading, justify="right" if heading in ("placed", "over", "context") else "left"
+        )
     for attempt in told.attempts:
         table.add_row(
             str(attempt.number),
@@ -131,7 +143,11 @@ def _attempt_end(attempt: AttemptReport) -> str:
 
 
 def _attempt_remarks(attempt: AttemptReport) -> str:
-    held = f"; the retry budget had held it back for {_ms(attempt.held_back)} ms" if attempt.held_back else ""
+    held = (
+        f"; the retry budget had held it back for {_format_ms(attempt.held_back)} ms"
+        if attempt.held_back
+        else ""
+    )
     return held + ("; a probe of two nodes that had been kept apart" if attempt.probe else "")
 
 
@@ -144,8 +160,9 @@ def _attempt_outcome(attempt: AttemptReport) -> str:
 
 
 def _candidate_table(attempt: AttemptReport) -> Table:
-    """Of the last attempt. `predicted` is what the policy ranks by: seconds until a prefill node would have the prompt
-    computed and handed over, and what the whole answer would take on a decode node."""
+    """Of the last attempt. `predicted` is what the policy ranks by: seconds until a prefill node
+    would have the prompt computed and handed over, and what the whole answer would take on a decode
+    node."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     numbers = ("requests", "tokens to compute", "room", "tokens held", "predicted ms")
     for heading in (f"considered for attempt {attempt.number}", "role", *numbers, ""):
@@ -159,24 +176,38 @@ def _candidate_table(attempt: AttemptReport) -> Table:
 
 
 def _prediction_table(told: ExplainResponse) -> Table:
-    """What was expected of the last attempt, beside what came of it. Expected output is of the whole attempt."""
+    """What was expected of the last attempt, beside what came of it. Expected output is of the
+    whole attempt."""
     attempt, line = told.attempts[-1], told.timeline
     expected = attempt.predicted
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in (f"expected of attempt {attempt.number}", "predicted", "real"):
         table.add_column(heading, justify="left" if heading.startswith("expected") else "right")
     computed = attempt.prefill_ended - attempt.placed if attempt.HasField("prefill_ended") else None
-    first = line.ttft - attempt.placed if told.output_tokens and line.ttft >= attempt.placed else None
+    first = (
+        line.ttft - attempt.placed if told.output_tokens and line.ttft >= attempt.placed else None
+    )
     step = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
     prompt = expected.queue + expected.prefill
-    table.add_row("prompt computed, ms", _format_ms(prompt), "-" if computed is None else _format_ms(computed))
-    table.add_row("first token, ms", _format_ms(prompt + expected.transfer), "-" if first is None else _format_ms(first))
-    table.add_row("each step, ms", _format_ms(expected.step), "-" if step is None else _format_ms(step))
+    table.add_row(
+        "prompt computed, ms", _format_ms(prompt), "-" if computed is None else _format_ms(computed)
+    )
+    table.add_row(
+        "first token, ms",
+        _format_ms(prompt + expected.transfer),
+        "-" if first is None else _format_ms(first),
+    )
+    table.add_row(
+        "each step, ms", _format_ms(expected.step), "-" if step is None else _format_ms(step)
+    )
     table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(told.output_tokens))
     return table
 
 
-_PREFILL_SITES = {"hand_off": "a prefill node, which hands it over", "local": "the decode node itself"}
+_PREFILL_SITES = {
+    "hand_off": "a prefill node, which hands it over",
+    "local": "the decode node itself",
+}
 _PLACEMENT_REASONS = {
     "mode": "the mode leaves no choice",
     "no_prefill_node": "no prefill node serves",
@@ -189,10 +220,10 @@ _PLACEMENT_REASONS = {
 
 def _describe_prefill_site(attempt: AttemptReport) -> str:
     """Who computed the prompt, and what was predicted of whom."""
-    told = f"prompt computed by: {_WAYS.get(attempt.way, attempt.way)} ({_WHYS.get(attempt.why, attempt.why)}"
+    told = f"prompt computed by: {_PREFILL_SITES.get(attempt.way, attempt.way)} ({_PLACEMENT_REASONS.get(attempt.why, attempt.why)}"
     if attempt.HasField("other_way"):
         taken, other = _predicted_ttft(attempt.predicted), _predicted_ttft(attempt.other_way)
-        told += f": first token predicted after {_ms(taken)} ms, the other way after {_ms(other)} ms"
+        told += f": first token predicted after {_format_ms(taken)} ms, the other way after {_format_ms(other)} ms"
     return told + ")"
 
 
@@ -204,14 +235,27 @@ def _candidate_verdict(one: Candidate) -> str:
     if one.chosen:
         return "[green]chosen[/]"
     verdict = "could have" if one.able else "had no room"
-    return f"{verdict}: {_BECAUSE.get(one.because, one.because)}" if one.because else verdict
+    return (
+        f"{verdict}: {_EXCLUSION_REASONS.get(one.because, one.because)}" if one.because else verdict
+    )
 
 
 def _choice_table(told: Sequence[ExplainResponse]) -> Table:
     """All of an answer, a line each; the id of one explains it by itself."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("choice", "request", "first token", "whole", "tokens", "prefill", "decode", "how it ended"):
-        table.add_column(heading, justify="right" if heading in ("first token", "whole", "tokens") else "left")
+    for heading in (
+        "choice",
+        "request",
+        "first token",
+        "whole",
+        "tokens",
+        "prefill",
+        "decode",
+        "how it ended",
+    ):
+        table.add_column(
+            heading, justify="right" if heading in ("first token", "whole", "tokens") else "left"
+        )
     for index, one in enumerate(told):
         line = one.timeline
         table.add_row(

@@ -1,4 +1,5 @@
-"""Protobuf messages as plain JSON values, with the field names of the .proto files and numbers as numbers."""
+"""Protobuf messages as plain JSON values, with the field names of the .proto files and numbers as
+numbers."""
 
 from typing import Any
 
@@ -6,8 +7,12 @@ from google.protobuf.message import Message
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Every field of `message`, set or not. (protobuf's own JSON writes 64-bit numbers as strings.)"""
-    return {field.name: _field_to_json(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    """Every field of `message`, set or not. (protobuf's own JSON writes 64-bit numbers as
+    strings.)"""
+    return {
+        field.name: _field_to_json(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _field_to_json(field: Any, value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""What `baton top` shows of the shared pools: all of them together, and what their nodes made of them between two
-statuses."""
+"""What `baton top` shows of the shared pools: all of them together, and what their nodes made of
+them between two statuses."""
 
 import re
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ _POOL_ROLE = "pool"
 
 @dataclass(frozen=True, slots=True)
 class PoolRates:
-    """Between two statuses; all 0 when there is only one. Look-ups, blocks, evictions a second; `hits` of the look-ups,
-    a share; `lookup_seconds` and `lag_seconds` are means of one look-up and of one publication."""
+    """Between two statuses; all 0 when there is only one. Look-ups, blocks, evictions a second;
+    `hits` of the look-ups, a share; `lookup_seconds` and `lag_seconds` are means of one look-up and
+    of one publication."""
 
     lookups: float = 0.0
     hits: float = 0.0
@@ -35,13 +36,20 @@ def sum_counter(counters: Mapping[str, float], name: str, **labels: str) -> floa
 
 
 def compute_pool_rates(before: StatusResponse, now: StatusResponse, seconds: float) -> PoolRates:
-    """`seconds` passed between the two, more than 0. A node counts from 0 again when it has restarted: it is left out
-    then."""
+    """`seconds` passed between the two, more than 0. A node counts from 0 again when it has
+    restarted: it is left out then."""
     known = {node.incarnation: node.stats.counters for node in before.nodes}
 
     def grown(name: str, **labels: str) -> float:
-        pairs = ((node.stats.counters, known[node.incarnation]) for node in now.nodes if node.incarnation in known)
-        return sum(max(0.0, sum_counter(new, name, **labels) - sum_counter(old, name, **labels)) for new, old in pairs)
+        pairs = (
+            (node.stats.counters, known[node.incarnation])
+            for node in now.nodes
+            if node.incarnation in known
+        )
+        return sum(
+            max(0.0, sum_counter(new, name, **labels) - sum_counter(old, name, **labels))
+            for new, old in pairs
+        )
 
     lookups = grown("baton_pool_lookups_total")
     publications = grown("baton_pool_publications_total")
@@ -67,10 +75,15 @@ def format_pools(status: StatusResponse, speed: PoolRates) -> str:
     stats = [pool.stats for pool in pools]
     held = sum(one.blocks_cached + one.blocks_in_use + one.blocks_quarantined for one in stats)
     blocks, pinned = sum(one.blocks_total for one in stats), sum(one.blocks_in_use for one in stats)
-    size, pins = (sum(sum_counter(one.counters, name) for one in stats) for name in ("baton_pool_bytes", "baton_pool_pins"))
+    size, pins = (
+        sum(sum_counter(one.counters, name) for one in stats)
+        for name in ("baton_pool_bytes", "baton_pool_pins")
+    )
     asked = f"{speed.lookups:.2f} look-ups/s, {speed.hits:.0%} hits, {speed.lookup_seconds * 1e3:.2f} ms each"
     given = f"{speed.published:.1f} blocks/s published, {speed.lag_seconds * 1e3:.1f} ms each"
-    has = f"holds {held} of {blocks} blocks, {size / 1e6:.1f} MB  {pins:.0f} pins on {pinned} blocks"
+    has = (
+        f"holds {held} of {blocks} blocks, {size / 1e6:.1f} MB  {pins:.0f} pins on {pinned} blocks"
+    )
     return f"pool: {asked}  {given}  {speed.evicted:.1f}/s evicted  {has}"
 
 

@@ -23,8 +23,8 @@ def describe_demand(advice: RatioAdvice) -> Iterator[str]:
     if advice.ended:
         yield (
             f"served with {advice.present_prefill}:{advice.present_decode}: {advice.good} of {advice.ended} within "
-            f"{advice.slo}; mean waits: {_ms(advice.queue_seconds)} queue, {_ms(advice.prefill_seconds)} prefill, "
-            f"{_ms(advice.transfer_seconds)} hand-off"
+            f"{advice.slo}; mean waits: {_format_seconds(advice.queue_seconds)} queue, {_format_seconds(advice.prefill_seconds)} prefill, "
+            f"{_format_seconds(advice.transfer_seconds)} hand-off"
         )
 
 
@@ -32,13 +32,21 @@ def forecast_table(advice: RatioAdvice) -> Table:
     """Forecasts of the best split, its neighbours and the present one."""
     shown = Table(title="forecast", title_justify="left", box=None, header_style="bold")
     shown.add_column("ratio", no_wrap=True)
-    for heading in ("TTFT p50 / p90 / p99", "TPOT", "within SLO", "goodput", "load prefill / decode"):
+    for heading in (
+        "TTFT p50 / p90 / p99",
+        "TPOT",
+        "within SLO",
+        "goodput",
+        "load prefill / decode",
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("", no_wrap=True)
     for one in advice.forecasts:
         shown.add_row(
             f"{one.prefill}:{one.decode}",
-            " / ".join(_format_seconds(seconds) for seconds in (one.ttft_p50, one.ttft_p90, one.ttft_p99)),
+            " / ".join(
+                _format_seconds(seconds) for seconds in (one.ttft_p50, one.ttft_p90, one.ttft_p99)
+            ),
             _format_seconds(one.tpot),
             f"{one.share:.0%}",
             f"{one.goodput:.2f}/s",

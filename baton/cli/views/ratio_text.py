@@ -18,28 +18,34 @@ def format_ratio(ratio: Ratio) -> str:
     if ratio.settled:
         return f"{have}, as asked for"
     under_way = len(ratio.switches)
-    left = f"{under_way} on their way" if under_way else "waiting for nodes to come back or into service"
+    left = (
+        f"{under_way} on their way"
+        if under_way
+        else "waiting for nodes to come back or into service"
+    )
     return f"{have}, {target} is asked for: {left}"
 
 
 def format_role_switch(switch: RoleSwitch) -> str:
     """One change of role: seconds of each phase, as far as it is."""
-    seconds = (
-        f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, probe {switch.probe_seconds:.2f} s"
-    )
+    seconds = f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, probe {switch.probe_seconds:.2f} s"
     state = _PHASE_WORDS.get(switch.phase, switch.phase)
     left = f", {switch.placed} requests left" if switch.placed else ""
     detail = f" ({switch.detail})" if switch.detail else ""
-    return f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
+    return (
+        f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
+    )
 
 
 def format_ratio_control(ratio: Ratio) -> str:
     """Who changes it, and why it is as it is."""
     served = f"; {ratio.good} of {ratio.ended} within it in the last minute" if ratio.ended else ""
-    return f"automatic, for {ratio.slo}{served}: {ratio.reason}" if ratio.automatic else ratio.reason
+    return (
+        f"automatic, for {ratio.slo}{served}: {ratio.reason}" if ratio.automatic else ratio.reason
+    )
 
 
 def format_ratio_progress(ratio: Ratio) -> str:
     """One line while it goes on."""
     steps = ", ".join(f"{switch.node} {switch.phase}" for switch in ratio.switches)
-    return f"{headline(ratio)} {f'({steps})' if steps else ''}".rstrip()
+    return f"{format_ratio(ratio)} {f'({steps})' if steps else ''}".rstrip()

@@ -16,7 +16,8 @@ def stage_seconds(timeline: Timeline) -> dict[str, float]:
 
 
 def early_arrival_share(report: HandoffReport) -> float:
-    """Share of slabs that had landed on the decode node before the last layer was computed, 0 to 1."""
+    """Share of slabs that had landed on the decode node before the last layer was computed, 0 to
+    1."""
     return report.slabs_landed_before_last_layer / report.slabs if report.slabs else 0.0
 
 
@@ -31,7 +32,9 @@ def render_timeline(timeline: Timeline) -> RenderableType:
     table.add_row("[bold]time to first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "the sum")
     table.add_row("whole request", f"{timeline.total * 1e3:.1f}", "")
     return Group(
-        table, Text(_placement_line(timeline)), *([Text(format_handoff(timeline.handoff))] if timeline.handoff.slabs else [])
+        table,
+        Text(_placement_line(timeline)),
+        *([Text(format_handoff(timeline.handoff))] if timeline.handoff.slabs else []),
     )
 
 
@@ -44,7 +47,7 @@ def _placement_line(timeline: Timeline) -> str:
 def format_handoff(report: HandoffReport) -> str:
     return (
         f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
-        f"{landed_early(report):.0%} landed before the last layer was computed\n"
+        f"{early_arrival_share(report):.0%} landed before the last layer was computed\n"
         f"          computed {report.computed_tokens} tokens in {report.compute_seconds * 1e3:.1f} ms, exposed "
         f"{report.exposed_seconds * 1e3:.1f} ms, commit {report.commit_seconds * 1e3:.1f} ms"
     )

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from baton.cli.views.pool_text import PoolRates, format_pools, compute_pool_rates, sum_counter
+from baton.cli.views.pool_text import PoolRates, compute_pool_rates, format_pools, sum_counter
 from baton.cli.views.ratio_text import format_ratio_progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
@@ -33,13 +33,21 @@ class ClusterRates:
 
 
 def compute_rates(before: StatusResponse | None, now: StatusResponse) -> ClusterRates:
-    """A coordinator that has restarted in between counts from 0 again: then there is nothing to compare with."""
+    """A coordinator that has restarted in between counts from 0 again: then there is nothing to
+    compare with."""
     seconds = now.clock_seconds - before.clock_seconds if before is not None else 0.0
     if before is None or seconds <= 0:
         return ClusterRates()
 
     def grown(name: str, **labels: str) -> float:
-        return max(0.0, sum_counter(now.counters, name, **labels) - sum_counter(before.counters, name, **labels)) / seconds
+        return (
+            max(
+                0.0,
+                sum_counter(now.counters, name, **labels)
+                - sum_counter(before.counters, name, **labels),
+            )
+            / seconds
+        )
 
     ended = grown("baton_requests_total")
     well = sum(grown("baton_requests_total", outcome=outcome) for outcome in ("stop", "length"))
@@ -55,7 +63,12 @@ def compute_rates(before: StatusResponse | None, now: StatusResponse) -> Cluster
 
 
 def render_top(status: StatusResponse, speed: ClusterRates) -> RenderableType:
-    lines = [_readiness_line(status), escape(format_ratio_progress(status.ratio)), _traffic_line(status, speed), _latency_line(status)]
+    lines = [
+        _readiness_line(status),
+        escape(format_ratio_progress(status.ratio)),
+        _traffic_line(status, speed),
+        _latency_line(status),
+    ]
     pool = format_pools(status, speed.pool)
     return Group(*lines, *([pool] if pool else []), _node_table(status))
 

@@ -1,11 +1,14 @@
-"""Who is let in. Asked before anything is spent on a request, and cheap: a few sums over what waits.
+"""Who is let in. Asked before anything is spent on a request, and cheap: a few sums over what
+waits.
 
 - A tenant's own limits on requests and tokens (`TokenBucket`).
-- A bounded queue, in requests and in prompt tokens. The bounds hold for what a class has to wait for, so that lower
+- A bounded queue, in requests and in prompt tokens. The bounds hold for what a class has to wait
+  for, so that lower
   classes fill no place of a higher one; and among tenants of a class each may take its weight's worth of the places
   that are still free (Choudhury, Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM
   Transactions on Networking, 1998), so that one that floods the queue leaves room for the others.
-- The predicted wait against what the request's deadline leaves beside computing its prompt and giving the answer, which
+- The predicted wait against what the request's deadline leaves beside computing its prompt and
+  giving the answer, which
   would be computed for nothing if the deadline cut it off, or the class's `max_wait` if that is shorter. It is what is
   ahead in the queue over the rate at which it drains, and what nodes have still to compute.
 
@@ -15,14 +18,18 @@ Every refusal says when to come back.
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import TenantLimitExceeded, Overloaded
-from baton.types import Request, RequestId, Principal
+from baton.errors import Overloaded, TenantLimitExceeded
+from baton.types import Principal, Request, RequestId
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
 from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.admission.waiting_queue import WaitingQueue, clamp_retry_after, compute_due_time
-from coordinator.core.common.settings import QueueLimits
 from coordinator.core.admission.tenants import Tenant, TenantTable
 from coordinator.core.admission.token_bucket import TokenBucket
+from coordinator.core.admission.waiting_queue import (
+    WaitingQueue,
+    clamp_retry_after,
+    compute_due_time,
+)
+from coordinator.core.common.settings import QueueLimits
 
 SHED_RETRY_SECONDS = 10.0  # seconds
 REDUCED_TOKEN_BUDGET = 0.5  # of a tenant's tokens a second, while budgets are smaller
@@ -42,8 +49,9 @@ class LatencyEstimates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What asks to be let in: `request_count` requests of `prompt_tokens` prompt tokens together, of up to `max_output_tokens` tokens each, that
-    have `timeout_seconds` seconds. Tokens are 0 before they are known."""
+    """What asks to be let in: `request_count` requests of `prompt_tokens` prompt tokens together,
+    of up to `max_output_tokens` tokens each, that have `timeout_seconds` seconds. Tokens are 0
+    before they are known."""
 
     request_count: int
     timeout_seconds: float
@@ -82,7 +90,8 @@ class AdmissionController:
                 continue
             old, new = self._accounts[name], self._new_account(tenant, now)
             self._accounts[name] = _TenantAccount(
-                _carry_over_debt(old.request_bucket, new.request_bucket, now), _carry_over_debt(old.token_bucket, new.token_bucket, now)
+                _carry_over_debt(old.request_bucket, new.request_bucket, now),
+                _carry_over_debt(old.token_bucket, new.token_bucket, now),
             )
 
     def on_degradation_changed(self, now: float) -> None:
@@ -90,10 +99,14 @@ class AdmissionController:
         self.reload_tenants(self.tenants, now)
 
     def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
-        """Whether all of it is let in. Nothing is paid. Raises Overloaded, OverLimit if that is its tenant's
-        own doing."""
+        """Whether all of it is let in. Nothing is paid. Raises Overloaded, OverLimit if that is its
+        tenant's own doing."""
         lowest = len(self.tenants.classes) - 1
-        if DegradationStep.SHED_LOWEST in self._degradation and lowest and standing.priority_level == lowest:
+        if (
+            DegradationStep.SHED_LOWEST in self._degradation
+            and lowest
+            and standing.priority_level == lowest
+        ):
             raise Overloaded(
                 f"class {standing.tenant_class!r}, the lowest, is refused while requests wait too long (shed_lowest)",
                 retry_after=SHED_RETRY_SECONDS,
@@ -103,9 +116,16 @@ class AdmissionController:
         try:
             self._check_queue_place(standing, tenant, bid.request_count)
             self._check_queue_tokens(standing, bid.prompt_tokens)
-            self._check_predicted_wait(QueueEntry(tenant.name, standing.priority_level, tenant.weight, bid.prompt_tokens), standing, bid, now)
+            self._check_predicted_wait(
+                QueueEntry(tenant.name, standing.priority_level, tenant.weight, bid.prompt_tokens),
+                standing,
+                bid,
+                now,
+            )
         except Overloaded:
-            self._queue.record_rejection(standing.priority_level, standing.tenant, bid.request_count, now)
+            self._queue.record_rejection(
+                standing.priority_level, standing.tenant, bid.request_count, now
+            )
             raise
 
     def admit_request(self, request: Request, now: float) -> QueueEntry:
@@ -115,12 +135,15 @@ class AdmissionController:
         if account.request_bucket is not None:
             account.request_bucket.charge_tokens(1.0, now)
         self.charge_tokens(standing.tenant, tokens, now)
-        when = compute_due_time(self._latency_estimates.prefill_seconds(tokens), now, now + request.timeout_seconds)
+        when = compute_due_time(
+            self._latency_estimates.prefill_seconds(tokens), now, now + request.timeout_seconds
+        )
         weight = self.tenants.get_tenant(standing.tenant).weight
         return QueueEntry(standing.tenant, standing.priority_level, weight, tokens, when, now)
 
     def refund_request(self, request: Request, now: float, *, accepted: bool) -> None:
-        """Of one that has ended and was never placed: nothing was computed for it. `accepted`: it had been taken on."""
+        """Of one that has ended and was never placed: nothing was computed for it. `accepted`: it
+        had been taken on."""
         account = self._account(request.principal.tenant, now)
         if account.request_bucket is not None and not accepted:
             account.request_bucket.charge_tokens(-1.0, now)
@@ -131,8 +154,8 @@ class AdmissionController:
         return self.tenants.reserved_share if standing.priority_level > 0 else 0.0
 
     def headroom_share(self, request: RequestId, now: float) -> float:
-        """The share of a node that a waiting request must leave to other tenants of its class, because its own asks
-        for more than its share and has it."""
+        """The share of a node that a waiting request must leave to other tenants of its class,
+        because its own asks for more than its share and has it."""
         return self._queue.headroom_share(request, self.tenants.headroom_share, now)
 
     def charge_tokens(self, tenant: str, tokens: int, now: float) -> None:
@@ -142,7 +165,10 @@ class AdmissionController:
 
     def _check_rate(self, tenant: Tenant, now: float) -> None:
         account = self._account(tenant.name, now)
-        for bucket, unit in ((account.request_bucket, "requests"), (account.token_bucket, "tokens")):
+        for bucket, unit in (
+            (account.request_bucket, "requests"),
+            (account.token_bucket, "tokens"),
+        ):
             wait = bucket.wait_seconds(now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
                 raise TenantLimitExceeded(
@@ -151,7 +177,10 @@ class AdmissionController:
                 )
 
     def _check_queue_place(self, standing: Principal, tenant: Tenant, count: int) -> None:
-        limit, waiting = self._limits.max_requests, self._queue.count_waiting(standing.priority_level)
+        limit, waiting = (
+            self._limits.max_requests,
+            self._queue.count_waiting(standing.priority_level),
+        )
         more = f", {count} more would come" if count > 1 else ""
         if waiting + count > limit:
             raise Overloaded(
@@ -159,7 +188,10 @@ class AdmissionController:
                 retry_after=self._queue.retry_after_seconds(standing.priority_level),
             )
         if len(self.tenants.by_name) > 1:
-            own, share = self._queue.count_waiting(standing.priority_level, tenant.name), tenant.weight * (limit - waiting)
+            own, share = (
+                self._queue.count_waiting(standing.priority_level, tenant.name),
+                tenant.weight * (limit - waiting),
+            )
             if own + count > max(share, 1.0) and own:
                 raise Overloaded(
                     f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the free places is"
@@ -168,8 +200,12 @@ class AdmissionController:
                 )
 
     def _check_queue_tokens(self, standing: Principal, tokens: int) -> None:
-        """What waits is held in memory. One that finds nobody waiting is let in, however long it is."""
-        limit, waiting = self._limits.max_tokens, self._queue.count_waiting_tokens(standing.priority_level)
+        """What waits is held in memory. One that finds nobody waiting is let in, however long it
+        is."""
+        limit, waiting = (
+            self._limits.max_tokens,
+            self._queue.count_waiting_tokens(standing.priority_level),
+        )
         if waiting and waiting + max(tokens, 1) > limit:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is {limit}"
@@ -177,14 +213,25 @@ class AdmissionController:
                 retry_after=self._queue.retry_after_seconds(standing.priority_level),
             )
 
-    def _check_predicted_wait(self, claim: QueueEntry, standing: Principal, bid: AdmissionRequest, now: float) -> None:
-        """What takes longer to serve than it has is no reason to come back later: it is let in, and ends with
-        DeadlineExceeded when its turn comes and others want it, or when its time is over."""
+    def _check_predicted_wait(
+        self, claim: QueueEntry, standing: Principal, bid: AdmissionRequest, now: float
+    ) -> None:
+        """What takes longer to serve than it has is no reason to come back later: it is let in, and
+        ends with DeadlineExceeded when its turn comes and others want it, or when its time is
+        over."""
         expected = self._latency_estimates
-        left = bid.timeout_seconds - expected.prefill_seconds(claim.prompt_tokens) - expected.decode_seconds(standing.tenant, bid.max_output_tokens)
+        left = (
+            bid.timeout_seconds
+            - expected.prefill_seconds(claim.prompt_tokens)
+            - expected.decode_seconds(standing.tenant, bid.max_output_tokens)
+        )
         limit = min(left, self.tenants.max_wait_seconds.get(standing.tenant_class, left))
-        ahead = self._queue.backlog_ahead(claim, decode_full=len(self._queue) > 0 and self._latency_estimates.is_decode_full())
-        wait = self._queue.service_rate.predict_wait_seconds(ahead) + self._latency_estimates.node_wait_seconds(now)
+        ahead = self._queue.backlog_ahead(
+            claim, decode_full=len(self._queue) > 0 and self._latency_estimates.is_decode_full()
+        )
+        wait = self._queue.service_rate.predict_wait_seconds(
+            ahead
+        ) + self._latency_estimates.node_wait_seconds(now)
         if left > 0 and wait > limit:
             raise Overloaded(
                 f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
@@ -214,7 +261,9 @@ def _make_bucket(rate: float | None, burst: float, now: float) -> TokenBucket | 
     return None if rate is None else TokenBucket.make_full(rate, burst, now)
 
 
-def _carry_over_debt(old: TokenBucket | None, new: TokenBucket | None, now: float) -> TokenBucket | None:
+def _carry_over_debt(
+    old: TokenBucket | None, new: TokenBucket | None, now: float
+) -> TokenBucket | None:
     if old is None or new is None:
         return new
     old.set_limits(new.rate, new.burst, now)

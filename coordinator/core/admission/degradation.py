@@ -1,5 +1,5 @@
-"""Graceful degradation: what the cluster gives up, in this order, while requests wait longer than they should, and
-takes back in the opposite one.
+"""Graceful degradation: what the cluster gives up, in this order, while requests wait longer than
+they should, and takes back in the opposite one.
 
     shed_lowest           new requests of the lowest class are refused
     smaller_token_budget  tenants with a limit on tokens get half of it
@@ -7,9 +7,10 @@ takes back in the opposite one.
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 
 *Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `PressureMonitor`). At 1
-and more for `ENGAGE_SECONDS` seconds the next step is taken that can help; each step has as long to act before the next one. At
-`LOW_PRESSURE` and less for `RELEASE_SECONDS` seconds the last one is taken back. Between the two nothing changes, and both begin anew:
-what a load near the limit does, it does once.
+and more for `ENGAGE_SECONDS` seconds the next step is taken that can help; each step has as long to
+act before the next one. At `LOW_PRESSURE` and less for `RELEASE_SECONDS` seconds the last one is
+taken back. Between the two nothing changes, and both begin anew: what a load near the limit does,
+it does once.
 """
 
 from collections import Counter
@@ -31,8 +32,8 @@ class DegradationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PressureSample:
-    """`pressure` None: requests wait for nodes, not for their turn. `unhelpful_steps`: why a step would change nothing; one
-    that is not among them can."""
+    """`pressure` None: requests wait for nodes, not for their turn. `unhelpful_steps`: why a step
+    would change nothing; one that is not among them can."""
 
     pressure: float | None
     unhelpful_steps: Mapping[DegradationStep, str]
@@ -49,7 +50,9 @@ class DegradationChange:
 
 class DegradationController:
     def __init__(self) -> None:
-        self.active_steps: dict[DegradationStep, float] = {}  # since when; in the order in which they were taken
+        self.active_steps: dict[
+            DegradationStep, float
+        ] = {}  # since when; in the order in which they were taken
         self.last_sample = PressureSample(0.0, {})
         self.change_counts: Counter[tuple[str, str]] = Counter()  # step, taken or taken_back
         self._high_since: float | None = None
@@ -76,14 +79,29 @@ class DegradationController:
         low = pressure is not None and pressure <= LOW_PRESSURE
         self._high_since = (now if self._high_since is None else self._high_since) if high else None
         self._low_since = (now if self._low_since is None else self._low_since) if low else None
-        if pressure is not None and self._high_since is not None and now - self._high_since >= ENGAGE_SECONDS:
+        if (
+            pressure is not None
+            and self._high_since is not None
+            and now - self._high_since >= ENGAGE_SECONDS
+        ):
             return self._take_next_step(pressure, now)
-        if pressure is not None and self._low_since is not None and now - self._low_since >= RELEASE_SECONDS:
+        if (
+            pressure is not None
+            and self._low_since is not None
+            and now - self._low_since >= RELEASE_SECONDS
+        ):
             return self._take_last_step_back(pressure, now)
         return None
 
     def _take_next_step(self, pressure: float, now: float) -> DegradationChange | None:
-        step = next((step for step in DegradationStep if step not in self.active_steps and step not in self.last_sample.unhelpful_steps), None)
+        step = next(
+            (
+                step
+                for step in DegradationStep
+                if step not in self.active_steps and step not in self.last_sample.unhelpful_steps
+            ),
+            None,
+        )
         if step is None:
             return None
         self.active_steps[step] = self._high_since = now

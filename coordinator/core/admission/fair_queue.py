@@ -1,14 +1,16 @@
 """The order of one class: which waiting request is next.
 
-Between tenants, start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996) over the cost in
-tokens divided by the tenant's weight. As in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
-Language Models", OSDI 2024) a tenant pays for its prompt when it is placed and for its output as that is made, because
-nobody knows the length of an answer beforehand. One that was idle saves up at most `MAX_CREDIT`, so that the bursts of
-those who ask for less than their share are not spread out by those who ask for more (Duda, Cheriton: "Borrowed-virtual-
-time scheduling", SOSP 1999).
+Between tenants, start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM
+1996) over the cost in tokens divided by the tenant's weight. As in the Virtual Token Counter of
+Sheng et al. ("Fairness in Serving Large Language Models", OSDI 2024) a tenant pays for its prompt
+when it is placed and for its output as that is made, because nobody knows the length of an answer
+beforehand. One that was idle saves up at most `MAX_CREDIT`, so that the bursts of those who ask for
+less than their share are not spread out by those who ask for more (Duda, Cheriton:
+"Borrowed-virtual- time scheduling", SOSP 1999).
 
-Within a tenant, by the time at which a request is due: a moment fixed at its arrival, so that whoever comes later than
-that never passes it. Before them all go requests that are to be placed again, the last one first.
+Within a tenant, by the time at which a request is due: a moment fixed at its arrival, so that
+whoever comes later than that never passes it. Before them all go requests that are to be placed
+again, the last one first.
 """
 
 import heapq
@@ -18,8 +20,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from baton.types import RequestId
-from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.admission.tenant_shares import TenantShares
+from coordinator.core.common.counters import INTERNAL_CLASS
 
 MAX_CREDIT = 2048.0  # of virtual time: tokens, for a weight of 1
 OUTPUT_TOKEN_COST = 2.0  # of an output token, in prompt tokens: the ratio that Sheng et al. use
@@ -27,7 +29,8 @@ OUTPUT_TOKEN_COST = 2.0  # of an output token, in prompt tokens: the ratio that 
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """What a request brings into the queue. `prompt_tokens` are those of its prompt; `due_at` and `arrived_at` in seconds."""
+    """What a request brings into the queue. `prompt_tokens` are those of its prompt; `due_at` and
+    `arrived_at` in seconds."""
 
     tenant: str = "default"
     priority_level: int = 0
@@ -39,7 +42,8 @@ class QueueEntry:
 
 @dataclass(slots=True)
 class _TenantFlow:
-    """A tenant's line. `start_tag` is the virtual time at which its next request begins; `backlog_tokens` in prompt tokens."""
+    """A tenant's line. `start_tag` is the virtual time at which its next request begins;
+    `backlog_tokens` in prompt tokens."""
 
     start_tag: float
     weight: float
@@ -54,7 +58,9 @@ class FairQueue:
         self._flows: dict[str, _TenantFlow] = {}
         self._requeued: dict[RequestId, QueueEntry] = {}  # the last one is first
         self._places: dict[RequestId, tuple[QueueEntry, tuple[float, int, RequestId]]] = {}
-        self._parked: dict[RequestId, tuple[QueueEntry, tuple[float, int, RequestId] | None]] = {}  # no place: again
+        self._parked: dict[
+            RequestId, tuple[QueueEntry, tuple[float, int, RequestId] | None]
+        ] = {}  # no place: again
         self._shares = TenantShares()
         self._virtual_time = 0.0
         self._serial = count()
@@ -77,7 +83,8 @@ class FairQueue:
         self._requeued[request] = claim
 
     def park_request(self, request: RequestId) -> None:
-        """It waits for something else than its turn, and counts for nobody until it is brought back."""
+        """It waits for something else than its turn, and counts for nobody until it is brought
+        back."""
         found = self._places.get(request)
         claim, place = found if found is not None else (self._requeued[request], None)
         self.remove_request(request)
@@ -105,14 +112,17 @@ class FairQueue:
         flow.backlog_tokens -= claim.prompt_tokens
 
     def take_request(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
-        """It is placed. Its prompt is paid for, once: not by one that is placed again. Tenants that were `yielding` to
-        it, to leave headroom, save nothing up by that: they would have it all at once later."""
+        """It is placed. Its prompt is paid for, once: not by one that is placed again. Tenants that
+        were `yielding` to it, to leave headroom, save nothing up by that: they would have it all at
+        once later."""
         if request not in self._places:
             self.remove_request(request)
             return
         claim = self._places[request][0]
         waiting = {name: flow for name, flow in self._flows.items() if flow.entries}
-        passed = [waiting.pop(name) for name in yielding if name in waiting and name != claim.tenant]
+        passed = [
+            waiting.pop(name) for name in yielding if name in waiting and name != claim.tenant
+        ]
         first = min(flow.start_tag for flow in waiting.values())
         for flow in passed:
             flow.start_tag = max(flow.start_tag, first)
@@ -121,7 +131,9 @@ class FairQueue:
         self.charge_tenant(claim, claim.prompt_tokens, now, turns=1)
         self._forget_idle()
 
-    def charge_tenant(self, claim: QueueEntry, tokens: float, now: float, *, turns: int = 0) -> None:
+    def charge_tenant(
+        self, claim: QueueEntry, tokens: float, now: float, *, turns: int = 0
+    ) -> None:
         """`tokens` more of cost for this tenant, for so many requests that begin."""
         flow = self._flow(claim)
         flow.start_tag += tokens / claim.weight
@@ -134,7 +146,11 @@ class FairQueue:
 
     def headroom_share(self, request: RequestId, most: float, now: float) -> float:
         """See `TenantShares`. 0 for one that is placed again."""
-        return self._shares.headroom_share(self._places[request][0].tenant, most, now) if request in self._places else 0.0
+        return (
+            self._shares.headroom_share(self._places[request][0].tenant, most, now)
+            if request in self._places
+            else 0.0
+        )
 
     def __iter__(self) -> Iterator[RequestId]:
         """In the order in which they would be taken."""
@@ -163,15 +179,19 @@ class FairQueue:
         return again + sum(flow.backlog_tokens for flow in self._flows.values()), len(self)
 
     def backlog_ahead(self, claim: QueueEntry) -> tuple[float, float]:
-        """Prompt tokens, and requests, that go before one that came now, at the most: its own tenant's line, and of
-        every other as much as its weight gives it meanwhile. Those that come later are not counted."""
+        """Prompt tokens, and requests, that go before one that came now, at the most: its own
+        tenant's line, and of every other as much as its weight gives it meanwhile. Those that come
+        later are not counted."""
         mine = self._flows.get(claim.tenant)
         own = mine.backlog_tokens if mine else 0
         tokens = float(own + sum(again.prompt_tokens for again in self._requeued.values()))
         requests = float((len(mine.entries) if mine else 0) + len(self._requeued))
         for flow in self._flows.values():
             if flow is not mine and flow.backlog_tokens:
-                part = min(1.0, (own + claim.prompt_tokens) * flow.weight / claim.weight / flow.backlog_tokens)
+                part = min(
+                    1.0,
+                    (own + claim.prompt_tokens) * flow.weight / claim.weight / flow.backlog_tokens,
+                )
                 tokens += part * flow.backlog_tokens
                 requests += part * len(flow.entries)
         return tokens, requests
@@ -179,11 +199,17 @@ class FairQueue:
     def _flow(self, claim: QueueEntry) -> _TenantFlow:
         flow = self._flows.get(claim.tenant)
         if flow is None:
-            flow = self._flows[claim.tenant] = _TenantFlow(self._virtual_time - MAX_CREDIT, claim.weight)
+            flow = self._flows[claim.tenant] = _TenantFlow(
+                self._virtual_time - MAX_CREDIT, claim.weight
+            )
         flow.weight = claim.weight
         return flow
 
     def _forget_idle(self) -> None:
-        idle = [name for name, flow in self._flows.items() if not flow.entries and flow.start_tag <= self._virtual_time - MAX_CREDIT]
+        idle = [
+            name
+            for name, flow in self._flows.items()
+            if not flow.entries and flow.start_tag <= self._virtual_time - MAX_CREDIT
+        ]
         for name in idle:
             del self._flows[name]

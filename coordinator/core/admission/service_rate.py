@@ -1,7 +1,7 @@
 """How fast the queue drains, and how long a newcomer would wait in it.
 
-Measured while somebody waits, so that it is what the bottleneck lets through, whichever that is; in requests, and in
-prompt tokens. Older seconds count less: both figures are exponentially weighted.
+Measured while somebody waits, so that it is what the bottleneck lets through, whichever that is; in
+requests, and in prompt tokens. Older seconds count less: both figures are exponentially weighted.
 """
 
 import math
@@ -13,8 +13,8 @@ _MIN_PLACEMENTS = 4.0  # departures, by weight, that make a measurement
 
 @dataclass(frozen=True, slots=True)
 class BacklogAhead:
-    """What would be served before a newcomer. `is_decode_full`: no decode node has a free place, so that whoever is placed
-    waits for somebody else's end."""
+    """What would be served before a newcomer. `is_decode_full`: no decode node has a free place, so
+    that whoever is placed waits for somebody else's end."""
 
     prompt_tokens: float
     requests: float
@@ -39,8 +39,8 @@ class ServiceRate:
         self._backlog_since = None
 
     def record_placement(self, tokens: int, now: float) -> None:
-        """A request of so many prompt tokens was placed. What is placed at the very moment at which the line forms
-        filled room that was there, which is no rate."""
+        """A request of so many prompt tokens was placed. What is placed at the very moment at which
+        the line forms filled room that was there, which is no rate."""
         if self._backlog_since is None or now <= self._backlog_since:
             return
         passed = now - self._last_placement_at
@@ -60,7 +60,9 @@ class ServiceRate:
         if not self._is_known:
             return 0.0
         by_tokens = ahead.prompt_tokens * self._seconds / max(self._tokens, 1.0)
-        by_requests = ahead.requests * self._seconds / self._requests if ahead.is_decode_full else 0.0
+        by_requests = (
+            ahead.requests * self._seconds / self._requests if ahead.is_decode_full else 0.0
+        )
         return max(by_tokens, by_requests)
 
     @property

@@ -1,7 +1,7 @@
 """Who the clients are: a tenant for each key, its class, its share and its limits.
 
-Keys are random and long, so one SHA-256 of a key is as good as a slow hash, and costs a request nothing. The table is
-immutable; a reload puts another in its place.
+Keys are random and long, so one SHA-256 of a key is as good as a slow hash, and costs a request
+nothing. The table is immutable; a reload puts another in its place.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ DEFAULT_CLASS = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`weight` is its share beside other tenants of its class. Rates are per second, None is no limit; token rates
-    count prompt and output. `cache_salt` keeps its cached blocks apart from everybody else's."""
+    """`weight` is its share beside other tenants of its class. Rates are per second, None is no
+    limit; token rates count prompt and output. `cache_salt` keeps its cached blocks apart from
+    everybody else's."""
 
     name: str = "default"
     tenant_class: str = DEFAULT_CLASS
@@ -35,7 +36,8 @@ DEFAULT_TENANT = Tenant()  # every client of a cluster without a file of tenants
 
 
 def derive_cache_salt(name: str) -> bytes:
-    """Of a tenant's cache: it follows from the name behind the key, so that no request can ask for another's."""
+    """Of a tenant's cache: it follows from the name behind the key, so that no request can ask for
+    another's."""
     return hashlib.sha256(b"baton tenant cache\0" + name.encode()).digest()
 
 
@@ -45,12 +47,15 @@ def hash_key(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TenantTable:
-    """`classes` in strict order, the first is served first. `reserved_share` is the share of a node's blocks that only the
-    first of several may take; `max_wait_seconds` the seconds that a request of a class may be predicted to wait; `headroom_share` the
-    most of a node that a tenant that asks for more than its share leaves to others of its class."""
+    """`classes` in strict order, the first is served first. `reserved_share` is the share of a
+    node's blocks that only the first of several may take; `max_wait_seconds` the seconds that a
+    request of a class may be predicted to wait; `headroom_share` the most of a node that a tenant
+    that asks for more than its share leaves to others of its class."""
 
     classes: tuple[str, ...] = (DEFAULT_CLASS,)
-    by_name: Mapping[str, Tenant] = field(default_factory=lambda: {DEFAULT_TENANT.name: DEFAULT_TENANT})
+    by_name: Mapping[str, Tenant] = field(
+        default_factory=lambda: {DEFAULT_TENANT.name: DEFAULT_TENANT}
+    )
     key_digests: tuple[tuple[bytes, str], ...] = ()  # digest, tenant
     reserved_share: float = 0.0
     max_wait_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -65,9 +70,13 @@ class TenantTable:
         return self.by_name.get(found)
 
     def make_principal(self, tenant: Tenant, priority: int = 0) -> Principal:
-        """`priority` asks for a place in the order of classes, 0 is first: a tenant gets its own class's, or a later
-        one that it asks for."""
-        own = self.classes.index(tenant.tenant_class) if tenant.tenant_class in self.classes else len(self.classes) - 1
+        """`priority` asks for a place in the order of classes, 0 is first: a tenant gets its own
+        class's, or a later one that it asks for."""
+        own = (
+            self.classes.index(tenant.tenant_class)
+            if tenant.tenant_class in self.classes
+            else len(self.classes) - 1
+        )
         level = min(max(own, priority), len(self.classes) - 1)
         return Principal(tenant.name, self.classes[level], level)
 

@@ -1,6 +1,7 @@
-"""A rate with an allowance for bursts: the token bucket (Turner, "New Directions in Communications", 1986), paid
-afterwards. What is asked for is let in while there is at least one in the bucket, and may leave it in debt. So a
-request larger than the burst is served, and its tenant waits the longer for the next one."""
+"""A rate with an allowance for bursts: the token bucket (Turner, "New Directions in
+Communications", 1986), paid afterwards. What is asked for is let in while there is at least one in
+the bucket, and may leave it in debt. So a request larger than the burst is served, and its tenant
+waits the longer for the next one."""
 
 from dataclasses import dataclass
 

@@ -1,18 +1,20 @@
-"""Requests that wait to be placed: strict order between classes, `FairQueue` within one, and bounded bypass.
+"""Requests that wait to be placed: strict order between classes, `FairQueue` within one, and
+bounded bypass.
 
-A request too big for the room there is now must not block small ones behind it, and must not be starved by them. So
-placement may look past it, at most `SCAN_DEPTH` places deep; each request placed over its head is counted, and after
-`MAX_BYPASS` of them nobody behind it is offered until it is placed. A request that is placed again is the first of its
-class. One that is held keeps its place in line, is not offered, and nobody waits for it. One that is set aside is in no
-sum over the line either, until it is brought back to its old place.
+A request too big for the room there is now must not block small ones behind it, and must not be
+starved by them. So placement may look past it, at most `SCAN_DEPTH` places deep; each request
+placed over its head is counted, and after `MAX_BYPASS` of them nobody behind it is offered until it
+is placed. A request that is placed again is the first of its class. One that is held keeps its
+place in line, is not offered, and nobody waits for it. One that is set aside is in no sum over the
+line either, until it is brought back to its old place.
 """
 
 from collections.abc import Collection, Iterator
 
 from baton.types import RequestId
-from coordinator.core.common.counters import INTERNAL_CLASS
+from coordinator.core.admission.fair_queue import OUTPUT_TOKEN_COST, FairQueue, QueueEntry
 from coordinator.core.admission.service_rate import BacklogAhead, ServiceRate
-from coordinator.core.admission.fair_queue import OUTPUT_TOKEN_COST, QueueEntry, FairQueue
+from coordinator.core.common.counters import INTERNAL_CLASS
 
 SCAN_DEPTH = 16
 MAX_BYPASS = 64
@@ -25,10 +27,14 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.service_rate = ServiceRate()
         self._classes: dict[int, FairQueue] = {}
-        self._entries: dict[RequestId, QueueEntry] = {}  # also of those that were taken, until `forget`
+        self._entries: dict[
+            RequestId, QueueEntry
+        ] = {}  # also of those that were taken, until `forget`
         self._bypassed: dict[RequestId, int] = {}  # of those that wait
         self._held: set[RequestId] = set()
-        self._parked: dict[RequestId, int] = {}  # those that are set aside, and how often they were bypassed
+        self._parked: dict[
+            RequestId, int
+        ] = {}  # those that are set aside, and how often they were bypassed
 
     def __len__(self) -> int:
         return len(self._bypassed)
@@ -95,7 +101,8 @@ class WaitingQueue:
         return (request for request in self._bypassed if request not in self._held)
 
     def take_request(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
-        """`request`, one of the candidates, is placed; these tenants of its class left room to it."""
+        """`request`, one of the candidates, is placed; these tenants of its class left room to
+        it."""
         for ahead in self._in_order():
             if ahead == request:
                 break
@@ -119,22 +126,24 @@ class WaitingQueue:
         self._class(level).record_rejection(tenant, count, now)
 
     def headroom_share(self, request: RequestId, most: float, now: float) -> float:
-        """What part of a node a waiting request is to leave to other tenants of its class; see `TenantShares`. None if it is
-        placed again, or may not be passed any more."""
+        """What part of a node a waiting request is to leave to other tenants of its class; see
+        `TenantShares`. None if it is placed again, or may not be passed any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
         return self._class(self._entries[request].priority_level).headroom_share(request, most, now)
 
     def count_waiting(self, level: int, tenant: str | None = None) -> int:
-        """Requests that wait and that a class of this level has to wait for: its own and those above it; or those of
-        one tenant in the class."""
+        """Requests that wait and that a class of this level has to wait for: its own and those
+        above it; or those of one tenant in the class."""
         if tenant is not None:
             return self._class(level).count_waiting(tenant)
         return sum(len(order) for each, order in self._classes.items() if each <= level)
 
     def count_waiting_tokens(self, level: int) -> int:
         """Prompt tokens of the requests that a class of this level has to wait for."""
-        return sum(order.total_backlog()[0] for each, order in self._classes.items() if each <= level)
+        return sum(
+            order.total_backlog()[0] for each, order in self._classes.items() if each <= level
+        )
 
     @property
     def total_prompt_tokens(self) -> int:
@@ -150,7 +159,8 @@ class WaitingQueue:
         return BacklogAhead(tokens, requests, decode_full)
 
     def retry_after_seconds(self, level: int = 0) -> float:
-        """Seconds until what a class of this level waits for will have drained at the measured rate, 1 to 60."""
+        """Seconds until what a class of this level waits for will have drained at the measured
+        rate, 1 to 60."""
         rate = self.service_rate.requests_per_second
         seconds = self.count_waiting(level) / rate if rate else _MIN_RETRY_SECONDS
         return clamp_retry_after(seconds)
@@ -167,8 +177,8 @@ class WaitingQueue:
 
 
 def compute_due_time(computing: float, arrived: float, deadline: float) -> float:
-    """When a prompt that takes `computing` seconds by itself is due: the later, the longer it is, so that short ones
-    pass it, but never later than its client's deadline."""
+    """When a prompt that takes `computing` seconds by itself is due: the later, the longer it is,
+    so that short ones pass it, but never later than its client's deadline."""
     return min(deadline, arrived + MAX_STRETCH * computing)
 
 

@@ -1,5 +1,6 @@
-"""What the coordinator counts, cumulative since its start. Metrics and Status read it; only the brain and its two front
-doors write it. Tuple keys are label values in the order of the metric's labels."""
+"""What the coordinator counts, cumulative since its start. Metrics and Status read it; only the
+brain and its two front doors write it. Tuple keys are label values in the order of the metric's
+labels."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,11 @@ class Counters:
     placements: Counter[tuple[str, str]] = field(default_factory=Counter)  # way, why
     replaced_attempts: Counter[str] = field(default_factory=Counter)  # reason
     recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
-    dropped_messages: Counter[str] = field(default_factory=Counter)  # reason: stale, unexpected, duplicate
-    joins: Counter[str] = field(default_factory=Counter)  # outcome: joined, refused, unauthenticated
+    dropped_messages: Counter[str] = field(
+        default_factory=Counter
+    )  # reason: stale, unexpected, duplicate
+    joins: Counter[str] = field(
+        default_factory=Counter
+    )  # outcome: joined, refused, unauthenticated
     breaker_changes: Counter[str] = field(default_factory=Counter)  # state that one came into
     lost_nodes: Counter[str] = field(default_factory=Counter)  # reason

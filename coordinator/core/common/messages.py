@@ -1,4 +1,5 @@
-"""What nodes tell the brain, what it tells them, and what it asks its shell to do: plain data, no wire format.
+"""What nodes tell the brain, what it tells them, and what it asks its shell to do: plain data, no
+wire format.
 
 `coordinator/node_links/message_codec.py` turns these into protobuf and back.
 """
@@ -6,12 +7,13 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from baton.kv.pool_types import RemotePrefix
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.kv.pool_types import RemotePrefix
 from baton.role_split import RoleSplit
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
@@ -21,7 +23,6 @@ from baton.types import (
     Ticket,
     TokenEvent,
     TokenLogprobs,
-    AttemptSpec,
 )
 from coordinator.core.placement.breakers import BreakerState
 
@@ -30,7 +31,8 @@ from coordinator.core.placement.breakers import BreakerState
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """Decode has set blocks aside. Without a ticket it needs no writer and computes the last token itself."""
+    """Decode has set blocks aside. Without a ticket it needs no writer and computes the last token
+    itself."""
 
     key: AttemptKey
     ticket: Ticket | None
@@ -55,7 +57,8 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsReport:
-    """Of the prompt's tokens `first_index` .. `first + len(scores)`, from the node that computes the prompt, in order."""
+    """Of the prompt's tokens `first_index` .. `first + len(scores)`, from the node that computes
+    the prompt, in order."""
 
     key: AttemptKey
     first_index: int
@@ -73,9 +76,10 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
-    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pool_tokens`, and `remote_pool_tokens` of
-    these it has fetched from another host's pool for this attempt."""
+    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens,
+    and in seconds of its steps: the prompt's share of them. Of `cached_tokens` the shared pool had
+    `pool_tokens`, and `remote_pool_tokens` of these it has fetched from another host's pool for
+    this attempt."""
 
     key: AttemptKey
     computed_tokens: int
@@ -95,7 +99,8 @@ class HandoffCompleted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStarted:
-    """The attempt runs on decode; where its context came from there, in tokens; seconds as in PrefillEnded."""
+    """The attempt runs on decode; where its context came from there, in tokens; seconds as in
+    PrefillEnded."""
 
     key: AttemptKey
     computed_tokens: int
@@ -153,9 +158,10 @@ NodeReport = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeOrder:
-    """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
-    of running sequences longer by `prefill_step_share` of it; 0: there is no such bound. `remote_prefix`: another host's pool
-    that has more of the context than there is on the node's."""
+    """Without a writer the node computes the prompt itself. From now on prompts that are computed
+    there may make a step of running sequences longer by `prefill_step_share` of it; 0: there is no
+    such bound. `remote_prefix`: another host's pool that has more of the context than there is on
+    the node's."""
 
     work: AttemptSpec
     kv_writer: PeerAddress | None
@@ -200,7 +206,15 @@ class SetRoleOrder:
     role: Role
 
 
-NodeOrder = DecodeOrder | PrefillOrder | TicketOrder | CancelOrder | PeerLostNotice | CacheSnapshotRequest | SetRoleOrder
+NodeOrder = (
+    DecodeOrder
+    | PrefillOrder
+    | TicketOrder
+    | CancelOrder
+    | PeerLostNotice
+    | CacheSnapshotRequest
+    | SetRoleOrder
+)
 
 # what the shell is to do, in this order
 
@@ -237,7 +251,8 @@ class EmitPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FinishedResult:
-    """The good end. `cached_tokens`: prompt tokens that the first placement did not have to compute."""
+    """The good end. `cached_tokens`: prompt tokens that the first placement did not have to
+    compute."""
 
     reason: FinishReason
     cached_tokens: int
@@ -245,8 +260,9 @@ class FinishedResult:
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """The one terminal event. `output_tokens` is the number of tokens the client was sent; `ttft_seconds` is None without any;
-    `is_internal` marks a request that no client made; `tenant_class` labels it."""
+    """The one terminal event. `output_tokens` is the number of tokens the client was sent;
+    `ttft_seconds` is None without any; `is_internal` marks a request that no client made;
+    `tenant_class` labels it."""
 
     request_id: RequestId
     result: FinishedResult | BatonError
@@ -259,7 +275,8 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReplaced:
-    """An attempt is given up and its request will be placed again: for the log, nothing is to be done."""
+    """An attempt is given up and its request will be placed again: for the log, nothing is to be
+    done."""
 
     key: AttemptKey
     reason: str
@@ -267,7 +284,8 @@ class AttemptReplaced:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """The incarnation is a member no more: its stream is to end. `is_expected`: it was told to join anew."""
+    """The incarnation is a member no more: its stream is to end. `is_expected`: it was told to join
+    anew."""
 
     incarnation: Incarnation
     name: NodeName
@@ -286,9 +304,9 @@ class BreakerChanged:
 
 @dataclass(frozen=True, slots=True)
 class RoleSwitchReport:
-    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
-    (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
-    that were not reached."""
+    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while
+    draining), superseded (before it counted), or lost (the node came back as what it was, or not at
+    all). Seconds of each phase; 0 of those that were not reached."""
 
     node: NodeName
     source_role: Role
@@ -318,4 +336,16 @@ class DegradationChanged:
     pressure: float
 
 
-Effect = DegradationChanged | SendOrder | AdmitRequest | EmitPromptLogprobs | EmitTokens | EndRequest | AttemptReplaced | MemberLost | BreakerChanged | RoleSwitchReport | RatioChanged
+Effect = (
+    DegradationChanged
+    | SendOrder
+    | AdmitRequest
+    | EmitPromptLogprobs
+    | EmitTokens
+    | EndRequest
+    | AttemptReplaced
+    | MemberLost
+    | BreakerChanged
+    | RoleSwitchReport
+    | RatioChanged
+)

@@ -1,4 +1,5 @@
-"""A prompt's blocks as the prefix directory names them, hashed as far as anybody asks and never twice."""
+"""A prompt's blocks as the prefix directory names them, hashed as far as anybody asks and never
+twice."""
 
 from collections.abc import Iterator
 

@@ -8,7 +8,8 @@ _MAX_STALE_ENTRIES = 1024  # stale entries that are not worth a sweep
 
 
 class RequestTimers:
-    """Setting an alarm again replaces it. Stale heap entries are dropped when they surface, or when they are many."""
+    """Setting an alarm again replaces it. Stale heap entries are dropped when they surface, or when
+    they are many."""
 
     def __init__(self) -> None:
         self._deadlines: dict[RequestId, float] = {}

@@ -4,9 +4,9 @@
     step      seconds = a + b sequences + c resident            sequences in the batch, tokens in their caches
     link      seconds = a + b bytes                             of a hand-off: what no computing hides, for each pair
 
-A node or pair that has not reported yet is taken for the average of its kind (*fleet*), which learns from everybody.
-What is known is kept by name while a node restarts. Who was slow and has not been asked for long is tried again: see
-`KeyedFits`.
+A node or pair that has not reported yet is taken for the average of its kind (*fleet*), which
+learns from everybody. What is known is kept by name while a node restarts. Who was slow and has not
+been asked for long is tried again: see `KeyedFits`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ STEP_PRIOR = (0.005, 0.0002, 0.00002)  # as such, per sequence, per 1024 tokens
 LINK_PRIOR = (0.001, 0.0005)  # as such, per MiB
 MAX_NODES, MAX_PAIRS = 1024, 16384  # remembered, the last used first
 ERROR_MARGIN_RANGE = 0.02, 0.1  # shares of a prediction
-TRIAL_SPACING = 16  # requests for each member of a kind between two of its trials: all trials are at most 1 in so many
+# requests for each member of a kind between two of its trials: all trials are at most 1 in so many
+TRIAL_SPACING = 16
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
 
 
@@ -34,7 +35,8 @@ def step_features(sequences: float, resident: float) -> tuple[float, float, floa
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepStats:
-    """Decode steps of one node between two of its reports: their mean duration, batch, and tokens in its caches."""
+    """Decode steps of one node between two of its reports: their mean duration, batch, and tokens
+    in its caches."""
 
     step_seconds: float
     batch_size: float
@@ -42,8 +44,8 @@ class DecodeStepStats:
 
 
 class NodeCosts:
-    """One node's, or the fleet's. Coefficients are unpacked here, since these two functions are the inner loop of
-    placement."""
+    """One node's, or the fleet's. Coefficients are unpacked here, since these two functions are the
+    inner loop of placement."""
 
     def __init__(self, prefill: OnlineLinearFit, step: OnlineLinearFit) -> None:
         self.prefill_fit = prefill
@@ -91,7 +93,9 @@ class CostModel:
     def fastest_prefill_seconds(self, new: int, cached: int) -> float:
         """On the fastest of the nodes that have reported; 0 before the first one has."""
         features = prefill_features(new, cached)
-        return min((fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0)
+        return min(
+            (fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0
+        )
 
     def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
         """Whether the least is below: most often the first node that is asked says so."""
@@ -108,13 +112,21 @@ class CostModel:
     @property
     def relative_errors(self) -> dict[str, float]:
         """Mean relative error of the fleet's own predictions, by what was predicted."""
-        fits = {"prefill": self._prefill.fleet_fit, "step": self._step.fleet_fit, "transfer": self._links.fleet_fit}
+        fits = {
+            "prefill": self._prefill.fleet_fit,
+            "step": self._step.fleet_fit,
+            "transfer": self._links.fleet_fit,
+        }
         return {name: fit.mean_error.value for name, fit in fits.items() if fit.mean_error.count}
 
     @property
     def error_margin(self) -> float:
-        """Predictions that differ by a smaller share than this say nothing: as far as they are off, within reason."""
-        return min(max(ERROR_MARGIN_RANGE[0], self._prefill.fleet_fit.mean_error.value), ERROR_MARGIN_RANGE[1])
+        """Predictions that differ by a smaller share than this say nothing: as far as they are off,
+        within reason."""
+        return min(
+            max(ERROR_MARGIN_RANGE[0], self._prefill.fleet_fit.mean_error.value),
+            ERROR_MARGIN_RANGE[1],
+        )
 
     # what is asked of whom
 
@@ -130,19 +142,31 @@ class CostModel:
 
     # what things took
 
-    def record_prefill(self, name: NodeName, new: int, cached: int, seconds: float, now: float = 0.0) -> None:
+    def record_prefill(
+        self, name: NodeName, new: int, cached: int, seconds: float, now: float = 0.0
+    ) -> None:
         if new > 0:
             self._request_count += 1
             moment = self._trial_clock(self.node_count, now)
-            self._refresh_node_costs(self._prefill.record_report(name, prefill_features(new, cached), seconds, moment))
+            self._refresh_node_costs(
+                self._prefill.record_report(name, prefill_features(new, cached), seconds, moment)
+            )
 
     def record_decode_steps(self, name: NodeName, seen: DecodeStepStats, now: float = 0.0) -> None:
         features = step_features(seen.batch_size, seen.resident_tokens)
-        self._refresh_node_costs(self._step.record_report(name, features, seen.step_seconds, self._trial_clock(self.node_count, now)))
+        self._refresh_node_costs(
+            self._step.record_report(
+                name, features, seen.step_seconds, self._trial_clock(self.node_count, now)
+            )
+        )
 
-    def record_transfer(self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0) -> None:
+    def record_transfer(
+        self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0
+    ) -> None:
         most_pairs = max(1, self.node_count**2 // 4)
-        self._links.record_report((writer, decode), (1.0, size * _MEBI), seconds, self._trial_clock(most_pairs, now))
+        self._links.record_report(
+            (writer, decode), (1.0, size * _MEBI), seconds, self._trial_clock(most_pairs, now)
+        )
 
     def _trial_clock(self, members: int, now: float) -> TrialClock:
         return TrialClock(now, self._request_count, TRIAL_SPACING * members)
@@ -151,7 +175,10 @@ class CostModel:
         """These nodes have another fit, or none any more."""
         for name in changed:
             found = NodeCosts(self._prefill.get_fit(name), self._step.get_fit(name))
-            if found.prefill_fit is self.fleet_costs.prefill_fit and found.step_fit is self.fleet_costs.step_fit:
+            if (
+                found.prefill_fit is self.fleet_costs.prefill_fit
+                and found.step_fit is self.fleet_costs.step_fit
+            ):
                 self._costs_by_node.pop(name, None)
             else:
                 self._costs_by_node[name] = found

@@ -1,6 +1,7 @@
-"""What a placed request takes beside computing its prompt, by what requests lately took: the delay before the first
-token (waiting on the node, the hand-off), and after it as many tokens as are expected, each as long as a token has
-taken from the first to the last of an answer, preemptions and crowded steps included."""
+"""What a placed request takes beside computing its prompt, by what requests lately took: the delay
+before the first token (waiting on the node, the hand-off), and after it as many tokens as are
+expected, each as long as a token has taken from the first to the last of an answer, preemptions and
+crowded steps included."""
 
 from coordinator.core.estimates.output_length import OutputLengthPredictor
 

@@ -18,7 +18,8 @@ class LatencyWindow:
         self._ended.append((now, ttft, tpot))
 
     def compute_latency(self, now: float) -> Latency:
-        """Of the requests that ended in the last `WINDOW` seconds; percentiles are 0 without any."""
+        """Of the requests that ended in the last `WINDOW` seconds; percentiles are 0 without
+        any."""
         while self._ended and self._ended[0][0] <= now - WINDOW_SECONDS:
             self._ended.popleft()
         ttft = sorted(ttft for _, ttft, _ in self._ended)

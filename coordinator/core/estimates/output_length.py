@@ -1,7 +1,9 @@
-"""How long an answer will be, before it is: from `max_tokens`, and from the share of it that answers took before.
+"""How long an answer will be, before it is: from `max_tokens`, and from the share of it that
+answers took before.
 
-The share is kept for each tenant and each power of two of `max_tokens`, as an
-exponentially weighted mean, because those who ask for 16 tokens tend to take them all and those who allow 4,096 do not.
+The share is kept for each tenant and each power of two of `max_tokens`, as an exponentially
+weighted mean, because those who ask for 16 tokens tend to take them all and those who allow 4,096
+do not.
 """
 
 from collections import OrderedDict
@@ -20,7 +22,9 @@ class _OutputShare:
 
     def add_sample(self, share: float) -> None:
         self.sample_count += 1
-        self.mean += (share - self.mean) / min(self.sample_count + 1, DECAY_OBSERVATIONS)  # the prior is one of them
+        self.mean += (share - self.mean) / min(
+            self.sample_count + 1, DECAY_OBSERVATIONS
+        )  # the prior is one of them
 
 
 class OutputLengthPredictor:

@@ -1,9 +1,10 @@
-"""How much work each node, or tenant, was given lately: seconds, or tokens. What was given counts less by 1/e every
-`window` seconds.
+"""How much work each node, or tenant, was given lately: seconds, or tokens. What was given counts
+less by 1/e every `window` seconds.
 
-Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay model for streaming
-systems", 2009): instead of shrinking what was added before, what is added now counts more. So sums of different nodes
-compare as they stand, and nothing has to be touched as time passes.
+Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay
+model for streaming systems", 2009): instead of shrinking what was added before, what is added now
+counts more. So sums of different nodes compare as they stand, and nothing has to be touched as time
+passes.
 """
 
 import math
@@ -24,7 +25,8 @@ class RecentWork:
         return self._total
 
     def rescale(self, now: float) -> bool:
-        """To be called before anything else at a moment. True if every sum has changed: the scale is another one."""
+        """To be called before anything else at a moment. True if every sum has changed: the scale
+        is another one."""
         windows = (now - self._landmark) / self._window
         if windows <= _MAX_WINDOWS:
             return False

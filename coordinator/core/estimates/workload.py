@@ -1,7 +1,8 @@
 """What clients ask of the cluster, and how well they were served: measured, over a window of time.
 
-Demand is taken from what arrives and never from how busy a device is: a device that decodes is always busy. So it does
-not change when a node changes its role, and whoever steers by it does not chase its own moves.
+Demand is taken from what arrives and never from how busy a device is: a device that decodes is
+always busy. So it does not change when a node changes its role, and whoever steers by it does not
+chase its own moves.
 """
 
 import math
@@ -30,9 +31,9 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSummary:
-    """`requests_per_second` in requests a second over `window_seconds`; `requests` are those that were let in. `burstiness`: the variance of
-    the number of arrivals over its mean, 1 for a Poisson process. `computed_share`: the share of prompt tokens that no cache
-    had."""
+    """`requests_per_second` in requests a second over `window_seconds`; `requests` are those that
+    were let in. `burstiness`: the variance of the number of arrivals over its mean, 1 for a Poisson
+    process. `computed_share`: the share of prompt tokens that no cache had."""
 
     window_seconds: float
     requests_per_second: float
@@ -72,8 +73,8 @@ class SampleMoments:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Means of a window in seconds. `queue` in the coordinator; `prefill` and `transfer` as far as the first token
-    waited for them."""
+    """Means of a window in seconds. `queue` in the coordinator; `prefill` and `transfer` as far as
+    the first token waited for them."""
 
     queue: float = 0.0
     reserve: float = 0.0
@@ -83,7 +84,8 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class SloResults:
-    """How those were served that ended in a window: `good_requests` of `ended_requests` within the objective."""
+    """How those were served that ended in a window: `good_requests` of `ended_requests` within the
+    objective."""
 
     ended_requests: int
     good_requests: int
@@ -104,7 +106,9 @@ class _EndedRequest:
 class WorkloadMeter:
     def __init__(self) -> None:
         self._arrivals: deque[tuple[float, RequestShape]] = deque(maxlen=MAX_EVENTS)
-        self._refused: deque[tuple[int, int]] = deque(maxlen=int(HISTORY_SECONDS))  # second, how many
+        self._refused: deque[tuple[int, int]] = deque(
+            maxlen=int(HISTORY_SECONDS)
+        )  # second, how many
         self._ends: deque[_EndedRequest] = deque(maxlen=MAX_EVENTS)
         self._started_at: float | None = None
         self._computed_share = 1.0
@@ -118,8 +122,8 @@ class WorkloadMeter:
             self._arrivals.popleft()
 
     def record_rejection(self, now: float) -> None:
-        """One that there was no room for. It is taken to be like the others; only their number is kept, because there
-        may be very many."""
+        """One that there was no room for. It is taken to be like the others; only their number is
+        kept, because there may be very many."""
         second, count = int(now), 0
         if self._refused and self._refused[-1][0] == second:
             _, count = self._refused.pop()
@@ -128,9 +132,13 @@ class WorkloadMeter:
     def record_prefill(self, computed: int, cached: int) -> None:
         """In tokens."""
         if computed + cached > 0:
-            self._computed_share += (computed / (computed + cached) - self._computed_share) / _COMPUTED_SHARE_MEMORY
+            self._computed_share += (
+                computed / (computed + cached) - self._computed_share
+            ) / _COMPUTED_SHARE_MEMORY
 
-    def record_end(self, ttft: float | None, tpot: float | None, stages: StageSeconds, now: float) -> None:
+    def record_end(
+        self, ttft: float | None, tpot: float | None, stages: StageSeconds, now: float
+    ) -> None:
         """In seconds; `ttft` None for a request that failed."""
         self._ends.append(_EndedRequest(now, math.inf if ttft is None else ttft, tpot, stages))
         while self._ends[0].ended_at <= now - HISTORY_SECONDS:
@@ -138,19 +146,26 @@ class WorkloadMeter:
 
     # what it comes to
 
-    def summarize_workload(self, seconds: float, now: float, waiting: Sequence[tuple[float, RequestShape]] = ()) -> WorkloadSummary | None:
-        """Of the last `seconds`, or of as many as there are; None if nobody came. Those of `waiting`, with the moments
-        when they came, that have waited for longer are counted as asked now: they are still to be served."""
+    def summarize_workload(
+        self, seconds: float, now: float, waiting: Sequence[tuple[float, RequestShape]] = ()
+    ) -> WorkloadSummary | None:
+        """Of the last `seconds`, or of as many as there are; None if nobody came. Those of
+        `waiting`, with the moments when they came, that have waited for longer are counted as asked
+        now: they are still to be served."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
         left = [one for at, one in waiting if at <= now - seconds]
         if not recent or self._started_at is None:
             return None
-        since = self._arrivals[0][0] if len(self._arrivals) == MAX_EVENTS else self._started_at  # nobody before that is known
+        since = (
+            self._arrivals[0][0] if len(self._arrivals) == MAX_EVENTS else self._started_at
+        )  # nobody before that is known
         begin = max(since, now - seconds)
         span = max(now - begin, 1e-3)
         rate = (len(recent) + len(left) + self._count_rejected_since(now - seconds)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
-        return WorkloadSummary(span, rate, bursts, [one for _, one in recent] + left, self._computed_share)
+        return WorkloadSummary(
+            span, rate, bursts, [one for _, one in recent] + left, self._computed_share
+        )
 
     @property
     def computed_share(self) -> float:
@@ -158,7 +173,8 @@ class WorkloadMeter:
         return self._computed_share
 
     def list_arrivals_since(self, moment: float) -> list[tuple[float, RequestShape]]:
-        """Those that came later than that, and when, with others like them in place of those who were refused."""
+        """Those that came later than that, and when, with others like them in place of those who
+        were refused."""
         arrived: list[tuple[float, RequestShape]] = []
         for at, one in reversed(self._arrivals):
             if at <= moment:
@@ -166,7 +182,9 @@ class WorkloadMeter:
             arrived.append((at, one))
         arrived.reverse()
         refused = self._count_rejected_since(moment + 1.0) if arrived else 0
-        copies = (arrived[number % len(arrived)] for number in range(min(refused, MAX_REJECTED_COPIES)))
+        copies = (
+            arrived[number % len(arrived)] for number in range(min(refused, MAX_REJECTED_COPIES))
+        )
         return sorted([*arrived, *copies], key=lambda pair: pair[0]) if refused else arrived
 
     def compute_slo_results(self, slo: Slo, seconds: float, now: float) -> SloResults:
@@ -178,8 +196,15 @@ class WorkloadMeter:
 
     def compute_mean_stages(self, seconds: float, now: float) -> StageSeconds:
         """Of those that were served."""
-        served = [end.stages for end in self._recent_ends(seconds, now) if end.ttft < math.inf] or [StageSeconds()]
-        return StageSeconds(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in StageSeconds.__slots__))
+        served = [end.stages for end in self._recent_ends(seconds, now) if end.ttft < math.inf] or [
+            StageSeconds()
+        ]
+        return StageSeconds(
+            *(
+                math.fsum(getattr(one, name) for one in served) / len(served)
+                for name in StageSeconds.__slots__
+            )
+        )
 
     def _recent_ends(self, seconds: float, now: float) -> Iterator[_EndedRequest]:
         """The last one first."""
@@ -193,7 +218,9 @@ def compute_moments(values: Sequence[float]) -> SampleMoments:
     if not values:
         return SampleMoments(0.0, 0.0)
     mean = math.fsum(values) / len(values)
-    return SampleMoments(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
+    return SampleMoments(
+        mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    )
 
 
 def _burstiness(arrivals: Sequence[float], span: float) -> float:

@@ -1,5 +1,5 @@
-"""Nodes taken out of service, by name, so that one that restarts stays out until somebody puts it back. Nobody else
-keeps it: a coordinator that restarts has forgotten it."""
+"""Nodes taken out of service, by name, so that one that restarts stays out until somebody puts it
+back. Nobody else keeps it: a coordinator that restarts has forgotten it."""
 
 from enum import Enum
 
@@ -8,7 +8,8 @@ from baton.pb.cluster_pb2 import NodeStats
 from baton.types import NodeName
 
 MAX_DRAINED_NODES = 1024
-MIN_QUIET_REPORTS = 2  # heartbeats since the last work ended there: the second was sent after every order had arrived
+# heartbeats since the last work ended there: the second was sent after every order had arrived
+MIN_QUIET_REPORTS = 2
 
 
 class NodeServiceState(Enum):
@@ -29,9 +30,13 @@ class DrainSet:
         return name in self._deadlines
 
     def start_drain(self, name: NodeName, until: float | None) -> None:
-        """Give it no new work; what it holds at `until` is to be placed again (None: never). Again: a new `until`."""
+        """Give it no new work; what it holds at `until` is to be placed again (None: never). Again:
+        a new `until`."""
         if name not in self._deadlines and len(self._deadlines) >= MAX_DRAINED_NODES:
-            raise InvalidRequest(f"{MAX_NAMES} names are drained, which is the most: undrain some", param="node")
+            raise InvalidRequest(
+                f"{MAX_DRAINED_NODES} names are drained, which is the most: undrain some",
+                param="node",
+            )
         self._deadlines[name] = until
 
     def end_drain(self, name: NodeName) -> bool:
@@ -48,15 +53,23 @@ class DrainSet:
 
     def pop_due(self, now: float) -> list[NodeName]:
         """Those whose patience is over; each is told once."""
-        found = [name for name, until in self._deadlines.items() if until is not None and until <= now]
+        found = [
+            name for name, until in self._deadlines.items() if until is not None and until <= now
+        ]
         for name in found:
             self._deadlines[name] = None
         return found
 
 
 def is_node_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) -> bool:
-    """Nothing is placed on the node by the coordinator's books, and by the node's own word it holds nothing."""
+    """Nothing is placed on the node by the coordinator's books, and by the node's own word it holds
+    nothing."""
     if attempts or quiet_reports < MIN_QUIET_REPORTS or stats is None:
         return False
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_in_use + stats.blocks_quarantined
+    held = (
+        stats.blocks_reserved
+        + stats.blocks_writing
+        + stats.blocks_in_use
+        + stats.blocks_quarantined
+    )
     return not (held or stats.waiting or stats.running)

@@ -3,18 +3,19 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
 from baton.models.model_identity import UNQUANTIZED, ModelIdentity
 from baton.types import NodeName, Role
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class JoinInfo:
-    """One node's announcement. `num_blocks` in KV blocks, `max_model_len` in tokens, `model_digest` in hex. `process`
-    is random and the process's own: a rejoin has the same one, another process of the same name has not."""
+    """One node's announcement. `num_blocks` in KV blocks, `max_model_len` in tokens, `model_digest`
+    in hex. `process` is random and the process's own: a rejoin has the same one, another process of
+    the same name has not."""
 
     protocol_version: int
     name: NodeName
@@ -58,8 +59,8 @@ class JoinInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the coordinator knows of the model that it is to serve, "" for what it does not know: such facts are not
-    compared."""
+    """What the coordinator knows of the model that it is to serve, "" for what it does not know:
+    such facts are not compared."""
 
     engine: str = ""
     files: ModelFileDigests = UNKNOWN_DIGESTS
@@ -69,32 +70,44 @@ _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len"
 _POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 MAX_NAME_LENGTH = 128
 _MIN_RETRY_AFTER = 0.1  # seconds
-_BOUND_MODEL_RETRY_AFTER = 1.0  # seconds between a node's attempts to join while requests of another model live
+_BOUND_MODEL_RETRY_AFTER = (
+    1.0  # seconds between a node's attempts to join while requests of another model live
+)
 _HEX = frozenset("0123456789abcdef")
 _SAME_SETTINGS_REMEDY = "start every node of a cluster with the same version, model and settings"
-_SAME_MODEL_REMEDY = "start the coordinator and its nodes with the same --model, --engine and --load-format"
+_SAME_MODEL_REMEDY = (
+    "start the coordinator and its nodes with the same --model, --engine and --load-format"
+)
 
 
 def require_valid_join(info: JoinInfo) -> None:
     """Raises ConfigError for another protocol version, a bad name, no process or a size below 1."""
     if info.protocol_version != PROTOCOL_VERSION:
-        raise _mismatch(info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}")
+        raise _mismatch(
+            info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}"
+        )
     if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
-        raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+        raise ConfigError(
+            f"node name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+        )
     require_process_nonce(info)
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
-        raise ConfigError(f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex")
+        raise ConfigError(
+            f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex"
+        )
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
     sizes |= {f"layout.{name}": getattr(info.layout, name) for name in _POSITIVE_OF_LAYOUT}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"node {info.name!r} has {name} {size}: it must be at least 1", param=name)
+            raise ConfigError(
+                f"node {info.name!r} has {name} {size}: it must be at least 1", param=name
+            )
 
 
 def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -> None:
-    """Raises ConfigError naming the first field that differs from the cluster's identity, both values and what to do.
-    `bound_requests`: so many were placed on nodes of that identity and nobody else is a member. They end, so the error
-    has a `retry_after` then."""
+    """Raises ConfigError naming the first field that differs from the cluster's identity, both
+    values and what to do. `bound_requests`: so many were placed on nodes of that identity and
+    nobody else is a member. They end, so the error has a `retry_after` then."""
     theirs = cluster.named_fields()
     for name, mine in info.model.named_fields().items():
         if mine == theirs[name]:
@@ -110,8 +123,8 @@ def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests
 
 
 def require_served_model(info: JoinInfo, served: ServedModel) -> None:
-    """Raises ConfigError unless the node's model is the one that the coordinator encodes prompts for and serves under
-    its name. What either side does not know is not compared."""
+    """Raises ConfigError unless the node's model is the one that the coordinator encodes prompts
+    for and serves under its name. What either side does not know is not compared."""
     files = info.files
     compared = (
         ("engine", info.engine, served.engine),
@@ -121,7 +134,9 @@ def require_served_model(info: JoinInfo, served: ServedModel) -> None:
     )
     for name, mine, ours in compared:
         if mine and ours and mine != ours:
-            raise _mismatch(info, name, mine, f"the coordinator's --model has {ours!r}", _SAME_MODEL_REMEDY)
+            raise _mismatch(
+                info, name, mine, f"the coordinator's --model has {ours!r}", _SAME_MODEL_REMEDY
+            )
 
 
 class MemberIdentity(Protocol):
@@ -138,16 +153,18 @@ class MemberIdentity(Protocol):
 
 
 def require_process_nonce(info: MemberIdentity) -> None:
-    """Raises ConfigError for a Join without `process`: any two of those would take each other's name."""
+    """Raises ConfigError for a Join without `process`: any two of those would take each other's
+    name."""
     if not info.process:
         raise ConfigError(
-            f"{info.name!r} has process '': it must be a random value of the process's own", param="process"
+            f"{info.name!r} has process '': it must be a random value of the process's own",
+            param="process",
         )
 
 
 def require_free_name(info: MemberIdentity, held_by: MemberIdentity, free_in: float) -> None:
-    """Raises ConfigError unless the member `held_by` is an earlier stream of the same process. `free_in`: seconds until
-    that member counts as silent if nothing more is heard of it."""
+    """Raises ConfigError unless the member `held_by` is an earlier stream of the same process.
+    `free_in`: seconds until that member counts as silent if nothing more is heard of it."""
     if info.process != held_by.process:
         raise ConfigError(
             f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is"
@@ -158,7 +175,12 @@ def require_free_name(info: MemberIdentity, held_by: MemberIdentity, free_in: fl
 
 
 def _mismatch(
-    info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME_SETTINGS_REMEDY, retry_after: float | None = None
+    info: JoinInfo,
+    field: str,
+    mine: object,
+    theirs: str,
+    remedy: str = _SAME_SETTINGS_REMEDY,
+    retry_after: float | None = None,
 ) -> ConfigError:
     message = f"node {info.name!r} has {field} {mine!r}, {theirs}: {remedy}"
     return ConfigError(message, param=field, retry_after=retry_after)

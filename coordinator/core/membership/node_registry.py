@@ -1,7 +1,8 @@
 """The nodes that have joined: who they are, when they were last heard, what they last reported.
 
-The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node is a member or a
-request that was placed on one lives. A name belongs to one process as long as that is heard.
+The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node
+is a member or a request that was placed on one lives. A name belongs to one process as long as that
+is heard.
 """
 
 import math
@@ -15,12 +16,12 @@ from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.drains import DrainSet
 from coordinator.core.membership.join_checks import (
-    ServedModel,
     JoinInfo,
+    ServedModel,
     require_cluster_model,
     require_free_name,
-    require_valid_join,
     require_served_model,
+    require_valid_join,
 )
 
 
@@ -53,14 +54,17 @@ class NodeRegistry:
         self.switching_drains = DrainSet()  # on their way to another role: nobody else's business
         self.silence_seconds = silence
         self._stall_seconds = stall
-        self.model_identity: ModelIdentity | None = None  # the cluster's; None before the first join
+        self.model_identity: ModelIdentity | None = (
+            None  # the cluster's; None before the first join
+        )
         self.model_digest = b""  # what requests are bound to
         self._served_model = served or ServedModel()
         self._earliest_silence = math.inf  # nobody counts as silent before
 
     def check_join(self, info: JoinInfo, now: float, bound_requests: int = 0) -> NodeMember | None:
-        """May this node join, while so many requests bind the cluster to its model? Returns the incarnation of the
-        same process that it would replace. Raises ConfigError; one with `retry_after` may be cured by waiting."""
+        """May this node join, while so many requests bind the cluster to its model? Returns the
+        incarnation of the same process that it would replace. Raises ConfigError; one with
+        `retry_after` may be cured by waiting."""
         require_valid_join(info)
         require_served_model(info, self._served_model)
         others = any(node.info.name != info.name for node in self.nodes.values())
@@ -68,14 +72,18 @@ class NodeRegistry:
             require_cluster_model(info, self.model_identity, 0 if others else bound_requests)
         holder = self.by_name(info.name)
         if holder is not None:
-            require_free_name(info, holder.info, free_in=holder.heard_at + self.silence_seconds - now)
+            require_free_name(
+                info, holder.info, free_in=holder.heard_at + self.silence_seconds - now
+            )
         return holder
 
     def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
         """Checked before, and what it replaces removed."""
         self.model_identity = info.model
         self.model_digest = self.model_identity.digest()
-        node = NodeMember(info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest)
+        node = NodeMember(
+            info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest
+        )
         self.nodes[incarnation] = node
         self._earliest_silence = min(self._earliest_silence, now + self.silence_seconds)
         return node
@@ -93,12 +101,13 @@ class NodeRegistry:
         return next(self.nodes_in_service(role), None) is not None
 
     def can_fit_context(self, role: Role, tokens: int) -> bool:
-        """Is there a node of the role that may be given new work and has room for so many tokens of one request?"""
+        """Is there a node of the role that may be given new work and has room for so many tokens of
+        one request?"""
         return any(node.info.max_context_tokens >= tokens for node in self.nodes_in_service(role))
 
     def nodes_in_service(self, role: Role | None = None) -> Iterator[NodeMember]:
-        """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not changing role, not
-        seen to stand still."""
+        """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not
+        changing role, not seen to stand still."""
         for node in self.nodes.values():
             if (role is None or node.info.role is role) and self._may_serve(node):
                 yield node
@@ -116,26 +125,46 @@ class NodeRegistry:
             return ""
         of_role = (node for node in self.nodes.values() if node.info.role is role)
         drained = sorted(node.info.name for node in of_role if self._is_drained(node))
-        return f"there is no {role.value} node" + (f" but drained ones ({', '.join(drained)})" if drained else "")
+        return f"there is no {role.value} node" + (
+            f" but drained ones ({', '.join(drained)})" if drained else ""
+        )
 
-    def find_expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[NodeMember, NodeFailed]]:
+    def find_expired(
+        self, now: float, busy: Collection[Incarnation]
+    ) -> list[tuple[NodeMember, NodeFailed]]:
         """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
         found: list[tuple[NodeMember, NodeFailed]] = []
         self._earliest_silence = math.inf
         for node in self.nodes.values():
             name, quiet = node.info.name, now - node.heard_at
             if quiet >= self.silence_seconds:
-                found.append((node, NodeLost(f"node {name} was silent for {quiet:.1f} s (--silence {self.silence:g})")))
+                found.append(
+                    (
+                        node,
+                        NodeLost(
+                            f"node {name} was silent for {quiet:.1f} s (--silence {self.silence_seconds:g})"
+                        ),
+                    )
+                )
                 continue
-            self._earliest_silence = min(self._earliest_silence, node.heard_at + self.silence_seconds)
+            self._earliest_silence = min(
+                self._earliest_silence, node.heard_at + self.silence_seconds
+            )
             if node.incarnation in busy and node.is_stalled:
                 age = node.stats.progress_age_seconds if node.stats else 0.0
-                found.append((node, NodeStalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
+                found.append(
+                    (
+                        node,
+                        NodeStalled(
+                            f"node {name} made no progress for {age:.1f} s (--stall {self._stall_seconds:g})"
+                        ),
+                    )
+                )
         return found
 
     def next_silence_at(self) -> float | None:
-        """When to look for silent nodes again: no later than the first may be one. It is asked after every message, so
-        what is heard meanwhile is taken into account at the next look."""
+        """When to look for silent nodes again: no later than the first may be one. It is asked
+        after every message, so what is heard meanwhile is taken into account at the next look."""
         return self._earliest_silence if self._earliest_silence < math.inf else None
 
     def _is_drained(self, node: NodeMember) -> bool:
@@ -146,7 +175,8 @@ class NodeRegistry:
         if name in self.drains.names or name in self.switching_drains.names:
             return False
         if node.stats is None:
-            # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.
+            # A fresh process is idle. One that rejoins may have been given up because it stands
+            # still: it must speak.
             return not node.is_leaving and not node.info.rejoining
         return not node.is_leaving and not node.is_stalled
 

@@ -3,8 +3,8 @@
 from baton.errors import BatonError, NodeLost
 from baton.types import Incarnation
 from coordinator.core.common import messages as m
-from coordinator.core.membership.pool_registry import PoolJoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.pool_registry import PoolJoinInfo
 from coordinator.core.requests.table import RequestTable
 
 
@@ -57,7 +57,9 @@ class PoolMembership:
         pool = self._pool_registry.members.pop(incarnation, None)
         if pool is not None:
             self._placement_state.remove_node(incarnation)
-            self._table.effects.append(m.MemberLost(incarnation, pool.info.name, error, is_expected=False))
+            self._table.effects.append(
+                m.MemberLost(incarnation, pool.info.name, error, is_expected=False)
+            )
 
     def remove_silent_pools(self, now: float) -> None:
         for pool, error in self._pool_registry.find_expired(now):

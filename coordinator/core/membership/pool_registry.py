@@ -1,15 +1,19 @@
-"""The hosts' pools as members: heard, counted and asked as nodes are, but nothing is placed on them. What a pool has
-counts for every node of its host."""
+"""The hosts' pools as members: heard, counted and asked as nodes are, but nothing is placed on
+them. What a pool has counts for every node of its host."""
 
 from dataclasses import dataclass
 
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import ConfigError, NodeLost
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
-from coordinator.core.membership.join_checks import MAX_NAME_LENGTH, require_free_name, require_process_nonce
+from coordinator.core.membership.join_checks import (
+    MAX_NAME_LENGTH,
+    require_free_name,
+    require_process_nonce,
+)
 
 POOL_ROLE = "pool"
 
@@ -51,16 +55,23 @@ class PoolRegistry:
         self.members: dict[Incarnation, PoolMember] = {}
         self._silence = silence
 
-    def check_join(self, info: PoolJoinInfo, model: ModelIdentity | None, now: float) -> PoolMember | None:
-        """May it join, if nodes are here that serve `model`? Returns the member of the same process that it would
-        replace. Raises ConfigError naming the first field that differs; one with `retry_after` may be cured by waiting.
+    def check_join(
+        self, info: PoolJoinInfo, model: ModelIdentity | None, now: float
+    ) -> PoolMember | None:
+        """May it join, if nodes are here that serve `model`? Returns the member of the same process
+        that it would replace. Raises ConfigError naming the first field that differs; one with
+        `retry_after` may be cured by waiting.
         """
         _require_equal(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
         if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
-            raise ConfigError(f"pool name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+            raise ConfigError(
+                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+            )
         require_process_nonce(info)
         if info.num_blocks < 1:
-            raise ConfigError(f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1")
+            raise ConfigError(
+                f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1"
+            )
         if model is not None:
             _require_equal(info, "model_digest", info.model_digest, model.model_digest)
             _require_equal(info, "layout", info.layout, model.layout)
@@ -90,4 +101,6 @@ class PoolRegistry:
 
 def _require_equal(info: PoolJoinInfo, field: str, theirs: object, ours: object) -> None:
     if theirs != ours:
-        raise ConfigError(f"pool {info.name!r} has {field} {theirs!r}, the cluster has {ours!r}", param=field)
+        raise ConfigError(
+            f"pool {info.name!r} has {field} {theirs!r}, the cluster has {ours!r}", param=field
+        )

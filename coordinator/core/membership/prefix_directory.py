@@ -1,16 +1,20 @@
-"""Which node's cache has which block, as far as the nodes have told: a hint that may be stale and is never trusted.
+"""Which node's cache has which block, as far as the nodes have told: a hint that may be stale and
+is never trusted.
 
-A node looks into its own index before it uses anything, so a block that is missing costs a computation and nothing
-else. Names are the first 8 bytes of BlockHashes, which name a whole prefix each. For every name there is one integer,
-a bit for each node that has it; so a prompt is looked up for all nodes at once, block by block, until the last of them
-has dropped out. An event costs O(1) a name, a look-up O(blocks found + nodes), whatever the size of the directory.
+A node looks into its own index before it uses anything, so a block that is missing costs a
+computation and nothing else. Names are the first 8 bytes of BlockHashes, which name a whole prefix
+each. For every name there is one integer, a bit for each node that has it; so a prompt is looked up
+for all nodes at once, block by block, until the last of them has dropped out. An event costs O(1) a
+name, a look-up O(blocks found + nodes), whatever the size of the directory.
 
-Events of a node are numbered. When one is missing, what is known of the node is kept (stale, as it may be), events are
-left aside, and the caller is told to ask for a snapshot; it is told again if none has come after `PATIENCE`.
+Events of a node are numbered. When one is missing, what is known of the node is kept (stale, as it
+may be), events are left aside, and the caller is told to ask for a snapshot; it is told again if
+none has come after `PATIENCE`.
 
-A node that leaves, or tells anew all that it has, gives up its bit at once. The entries with that bit mean nothing from
-then on, and are swept a slice at a time: a pool's million of them would hold the event loop for half a second. Tables
-are split into SHARDS by name, because a table that grows is copied, and copying a million entries takes long as well.
+A node that leaves, or tells anew all that it has, gives up its bit at once. The entries with that
+bit mean nothing from then on, and are swept a slice at a time: a pool's million of them would hold
+the event loop for half a second. Tables are split into SHARDS by name, because a table that grows
+is copied, and copying a million entries takes long as well.
 """
 
 from collections import deque
@@ -28,7 +32,8 @@ _RETIRED = Incarnation("")  # has a slot whose bit is still in entries
 
 @dataclass(slots=True)
 class _NodeCache:
-    """What one node has told. `last_sequence` is the number of its last event; `snapshot_asked_at`: a snapshot is being waited for."""
+    """What one node has told. `last_sequence` is the number of its last event; `snapshot_asked_at`:
+    a snapshot is being waited for."""
 
     slot: int
     max_blocks: int
@@ -42,11 +47,15 @@ class _NodeCache:
 class PrefixDirectory:
     def __init__(self) -> None:
         self.resync_count = 0  # snapshots that were asked for
-        self._node_bits: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]  # name -> a bit for each node, by slot
+        self._node_bits: list[dict[int, int]] = [
+            {} for _ in range(SHARD_COUNT)
+        ]  # name -> a bit for each node, by slot
         self._caches: dict[Incarnation, _NodeCache] = {}
         self._slots: list[Incarnation | None] = []
         self._live_bits = 0  # the bits of all nodes
-        self._retired: deque[tuple[int, Iterator[int]]] = deque()  # slots, and the names that still have their bits
+        self._retired: deque[tuple[int, Iterator[int]]] = (
+            deque()
+        )  # slots, and the names that still have their bits
 
     def __len__(self) -> int:
         """Different blocks, those that are to be swept included."""
@@ -65,7 +74,8 @@ class PrefixDirectory:
             self._retire_cache(cache)
 
     def sweep_slice(self) -> bool:
-        """Take up to SLICE entries of those who have left, or told anew, away. Whether there are more."""
+        """Take up to SLICE entries of those who have left, or told anew, away. Whether there are
+        more."""
         left = SWEEP_SLICE
         while self._retired and left:
             slot, names = self._retired[0]
@@ -83,9 +93,15 @@ class PrefixDirectory:
         return bool(self._retired)
 
     def apply_events(
-        self, node: Incarnation, sequence: int, inserted: Iterable[int], evicted: Iterable[int], now: float
+        self,
+        node: Incarnation,
+        sequence: int,
+        inserted: Iterable[int],
+        evicted: Iterable[int],
+        now: float,
     ) -> bool:
-        """Whether to ask the node for a snapshot. Of names that stand in both, the insertion counts."""
+        """Whether to ask the node for a snapshot. Of names that stand in both, the insertion
+        counts."""
         cache = self._caches[node]
         if sequence <= cache.last_sequence and cache.is_synced:  # again
             return False
@@ -105,13 +121,16 @@ class PrefixDirectory:
         cache.last_sequence, cache.is_synced, cache.snapshot_asked_at = sequence, True, None
         if cache.block_count:
             self._retire_cache(cache)
-            fresh = self._caches[node] = _NodeCache(self._assign_slot(node), cache.max_blocks, last_sequence=sequence, is_synced=True)
+            fresh = self._caches[node] = _NodeCache(
+                self._assign_slot(node), cache.max_blocks, last_sequence=sequence, is_synced=True
+            )
             cache = fresh
         self._insert(cache, names)
 
     def match_prefix(self, names: Iterable[int]) -> dict[Incarnation, int]:
-        """How many of `names`, the blocks of a prompt in order, each node has, from the first one on without a gap.
-        Nodes that lack the first are left out. `names` is read no further than somebody has it."""
+        """How many of `names`, the blocks of a prompt in order, each node has, from the first one
+        on without a gap. Nodes that lack the first are left out. `names` is read no further than
+        somebody has it."""
         found: dict[Incarnation, int] = {}
         depth, holders, have = 0, self._node_bits, self._live_bits
         for name in names:
@@ -179,7 +198,10 @@ class PrefixDirectory:
             self.sweep_slice()
 
     def _should_request_snapshot(self, cache: _NodeCache, now: float) -> bool:
-        if cache.snapshot_asked_at is not None and now - cache.snapshot_asked_at < SNAPSHOT_TIMEOUT_SECONDS:
+        if (
+            cache.snapshot_asked_at is not None
+            and now - cache.snapshot_asked_at < SNAPSHOT_TIMEOUT_SECONDS
+        ):
             return False
         cache.snapshot_asked_at = now
         self.resync_count += 1

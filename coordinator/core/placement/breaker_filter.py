@@ -6,17 +6,32 @@ from dataclasses import replace
 
 from baton.types import Role
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext, PlacementPolicy
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+    PlacementPolicy,
+)
 
 
 def choose_excluding_open_breakers(
-    placement: PlacementPolicy, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext, apart: AbstractSet[NodePair]
+    placement: PlacementPolicy,
+    demand: PlacementDemand,
+    nodes: Sequence[NodeView],
+    outlook: PlacementContext,
+    apart: AbstractSet[NodePair],
 ) -> NodeChoice | None:
-    """As the policy chooses among the decode nodes that some prefill node can write to; should it choose a pair that is
-    kept apart, then among the other prefill nodes for that decode node. Costs nothing while no pair is."""
+    """As the policy chooses among the decode nodes that some prefill node can write to; should it
+    choose a pair that is kept apart, then among the other prefill nodes for that decode node. Costs
+    nothing while no pair is."""
     if not apart or not (demand.needs_prefill and demand.needs_decode):
         return placement.choose_nodes(demand, nodes, outlook)
-    writers = [node.incarnation for node in nodes if node.role is Role.PREFILL and node.can_accept_prefill(demand)]
+    writers = [
+        node.incarnation
+        for node in nodes
+        if node.role is Role.PREFILL and node.can_accept_prefill(demand)
+    ]
     reached = [
         node
         for node in nodes
@@ -34,4 +49,8 @@ def choose_excluding_open_breakers(
         or (node.role is Role.PREFILL and (node.incarnation, first.decode) not in apart)
     ]
     second = placement.choose_nodes(demand, able, outlook)
-    return replace(second, predicted_seconds={**first.predicted_seconds, **second.predicted_seconds}) if second is not None else None
+    return (
+        replace(second, predicted_seconds={**first.predicted_seconds, **second.predicted_seconds})
+        if second is not None
+        else None
+    )

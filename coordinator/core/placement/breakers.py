@@ -5,9 +5,10 @@
        |                                                +------- the probe failed ---------+    |
        +-------------------------------- the probe was committed -------------------------------+
 
-While a pair is not CLOSED, placement keeps its two nodes apart; each goes on with others. HALF_OPEN lets one attempt
-through, the probe. An attempt that ends for any other reason (its client went away, decode had no room) says nothing
-about the pair: a probe that does so makes way for another. A node that joins anew comes with a clean record.
+While a pair is not CLOSED, placement keeps its two nodes apart; each goes on with others. HALF_OPEN
+lets one attempt through, the probe. An attempt that ends for any other reason (its client went
+away, decode had no room) says nothing about the pair: a probe that does so makes way for another. A
+node that joins anew comes with a clean record.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from enum import Enum
 from baton.types import AttemptKey, Incarnation
 
 FAILURES_TO_OPEN = 3  # failures in a row
-FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 1.0, 4.0  # seconds before a pair is tried again; doubled each time
+FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
+    1.0,
+    4.0,
+)  # seconds before a pair is tried again; doubled each time
 
 NodePair = tuple[Incarnation, Incarnation]  # prefill, decode
 
@@ -63,7 +67,11 @@ class CircuitBreakers:
     def try_start_probe(self, pair: NodePair, key: AttemptKey) -> bool:
         """A hand-off between them is to begin. Is it the probe?"""
         breaker = self._pairs.get(pair)
-        if breaker is None or breaker.state is not BreakerState.HALF_OPEN or breaker.probe is not None:
+        if (
+            breaker is None
+            or breaker.state is not BreakerState.HALF_OPEN
+            or breaker.probe is not None
+        ):
             return False
         breaker.probe = key
         self._update_blocked_pairs()
@@ -81,7 +89,8 @@ class CircuitBreakers:
         return True
 
     def record_commit(self, pair: NodePair, key: AttemptKey) -> bool:
-        """A hand-off went through. Has the breaker closed? What began before it opened does not decide."""
+        """A hand-off went through. Has the breaker closed? What began before it opened does not
+        decide."""
         breaker = self._pairs.get(pair)
         if breaker is None:
             return False
@@ -92,7 +101,8 @@ class CircuitBreakers:
         return closes
 
     def abandon_probe(self, pair: NodePair, key: AttemptKey) -> bool:
-        """The attempt is over, whatever came of it. Was it a probe without a verdict, so that another may try?"""
+        """The attempt is over, whatever came of it. Was it a probe without a verdict, so that
+        another may try?"""
         breaker = self._pairs.get(pair)
         if breaker is None or breaker.probe != key:
             return False
@@ -103,7 +113,9 @@ class CircuitBreakers:
     def half_open_due_pairs(self, now: float) -> list[NodePair]:
         """Those that have cooled down: one attempt each may be placed."""
         found = [
-            pair for pair, breaker in self._pairs.items() if breaker.state is BreakerState.OPEN and now >= breaker.open_until
+            pair
+            for pair, breaker in self._pairs.items()
+            if breaker.state is BreakerState.OPEN and now >= breaker.open_until
         ]
         for pair in found:
             self._pairs[pair].state = BreakerState.HALF_OPEN
@@ -112,7 +124,11 @@ class CircuitBreakers:
         return found
 
     def next_half_open_at(self) -> float | None:
-        opened = (breaker.open_until for breaker in self._pairs.values() if breaker.state is BreakerState.OPEN)
+        opened = (
+            breaker.open_until
+            for breaker in self._pairs.values()
+            if breaker.state is BreakerState.OPEN
+        )
         return min(opened, default=None)
 
     def forget_node(self, node: Incarnation) -> None:

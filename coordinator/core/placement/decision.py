@@ -1,15 +1,22 @@
-"""What placement expects of an attempt, whatever policy chose its nodes: kept until it is known how it went."""
+"""What placement expects of an attempt, whatever policy chose its nodes: kept until it is known how
+it went."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+)
 
 
 class PrefillSite(Enum):
-    """Who computes the prompt: a prefill node that hands it over (or answers alone), or the decode node itself."""
+    """Who computes the prompt: a prefill node that hands it over (or answers alone), or the decode
+    node itself."""
 
     HAND_OFF = "hand_off"
     LOCAL = "local"
@@ -18,17 +25,21 @@ class PrefillSite(Enum):
 class PlacementReason(Enum):
     MODE = "mode"  # leaves no choice
     NO_PREFILL_NODE = "no_prefill_node"  # serves, although the mode provides for hand-offs
-    PREFILL_TOO_SMALL = "prefill_too_small"  # prefill nodes serve, and none of them can hold the context
+    PREFILL_TOO_SMALL = (
+        "prefill_too_small"  # prefill nodes serve, and none of them can hold the context
+    )
     PREFIX_CACHED = "held"  # a decode node's cache has the context
     SOONER = "sooner"  # by prediction
-    FAILED_BEFORE = "failed"  # the other way would go through more of the nodes at which the last attempt failed
+    # the other way would go through more of the nodes at which the last attempt failed
+    FAILED_BEFORE = "failed"
     DEGRADED = "degraded"  # hand-offs are given up for the time being
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyPrediction:
-    """In seconds: `queue_seconds` before the prompt is begun, `prefill_seconds` to compute it, `transfer_seconds` of the hand-off that no
-    computing hides, `step_seconds` of decode. `resident_tokens`: tokens that it will have in a cache, on average."""
+    """In seconds: `queue_seconds` before the prompt is begun, `prefill_seconds` to compute it,
+    `transfer_seconds` of the hand-off that no computing hides, `step_seconds` of decode.
+    `resident_tokens`: tokens that it will have in a cache, on average."""
 
     queue_seconds: float
     prefill_seconds: float
@@ -45,8 +56,9 @@ class LatencyPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """One placement. `views` are the nodes as they were seen, `blocked_pairs` pairs of them that were not to be chosen; `rejected_prediction`
-    is what was predicted of the way that was not taken, if it was open."""
+    """One placement. `views` are the nodes as they were seen, `blocked_pairs` pairs of them that
+    were not to be chosen; `rejected_prediction` is what was predicted of the way that was not
+    taken, if it was open."""
 
     demand: PlacementDemand
     choice: NodeChoice
@@ -59,7 +71,12 @@ class PlacementDecision:
     rejected_prediction: LatencyPrediction | None = None
 
 
-def predict_latency(demand: PlacementDemand, choice: NodeChoice, nodes: Sequence[NodeView], outlook: PlacementContext) -> LatencyPrediction:
+def predict_latency(
+    demand: PlacementDemand,
+    choice: NodeChoice,
+    nodes: Sequence[NodeView],
+    outlook: PlacementContext,
+) -> LatencyPrediction:
     prefill = decode = None
     for view in nodes:
         if view.incarnation == choice.prefill:
@@ -70,7 +87,11 @@ def predict_latency(demand: PlacementDemand, choice: NodeChoice, nodes: Sequence
     queue = compute = transfer = step = 0.0
     computes = prefill or decode
     if computes is not None:
-        held = demand.cached_tokens_on(computes.incarnation) if computes.incarnation != demand.prefix_holder else tokens - 1
+        held = (
+            demand.cached_tokens_on(computes.incarnation)
+            if computes.incarnation != demand.prefix_holder
+            else tokens - 1
+        )
         queue = computes.queue_wait_seconds(outlook.now)
         compute = costs.get_node_costs(computes.name).prefill_seconds(tokens - held, held)
         if prefill is None:
@@ -80,5 +101,7 @@ def predict_latency(demand: PlacementDemand, choice: NodeChoice, nodes: Sequence
         transfer = costs.transfer_seconds(prefill.name, decode.name, lacking * outlook.token_bytes)
     resident = tokens + output / 2
     if decode is not None:
-        step = costs.get_node_costs(decode.name).step_seconds(decode.attempts + 1, decode.resident_tokens + resident)
+        step = costs.get_node_costs(decode.name).step_seconds(
+            decode.attempts + 1, decode.resident_tokens + resident
+        )
     return LatencyPrediction(queue, compute, transfer, step, output, resident)

@@ -1,14 +1,16 @@
-"""Who computes a prompt: a prefill node that hands it over, or the decode node itself (*conditional disaggregation*).
+"""Who computes a prompt: a prefill node that hands it over, or the decode node itself (*conditional
+disaggregation*).
 
 In mode `auto` both are predicted for each attempt, and the one that ends sooner is taken:
 
     hand_off   wait + prefill(context - held, held) + link      + output x step
     local      wait + beside(prefill(context - held, held))     + output x step
 
-`beside` is what the decode node's residents cost the prompt: it may make their steps longer by `share` and no more, but
-for a burst (node_engine/core/scheduling/prefill_token_budget.py), so what the burst does not cover takes 1 + 1 / share times as long
-as alone. Prompts that are handed over disturb nobody, so equal predictions are decided for them. Where no prefill node
-has room at the moment, the hand-off is predicted for when one will, and the request waits if that is still sooner.
+`beside` is what the decode node's residents cost the prompt: it may make their steps longer by
+`share` and no more, but for a burst (node_engine/core/scheduling/prefill_token_budget.py), so what
+the burst does not cover takes 1 + 1 / share times as long as alone. Prompts that are handed over
+disturb nobody, so equal predictions are decided for them. Where no prefill node has room at the
+moment, the hand-off is predicted for when one will, and the request waits if that is still sooner.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,20 @@ from dataclasses import replace
 from baton.types import Role
 from coordinator.core.placement.breaker_filter import choose_excluding_open_breakers
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext, PlacementPolicy
-from coordinator.core.placement.decision import PlacementDecision, LatencyPrediction, PrefillSite, PlacementReason, predict_latency
+from coordinator.core.placement.decision import (
+    LatencyPrediction,
+    PlacementDecision,
+    PlacementReason,
+    PrefillSite,
+    predict_latency,
+)
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+    PlacementPolicy,
+)
 
 TIE_SECONDS = 0.0005  # seconds: predictions so close are equal
 
@@ -37,26 +51,41 @@ class DisaggregationPolicy:
         either: bool,
         apart: frozenset[NodePair] = frozenset(),
     ) -> PlacementDecision | None:
-        """With `either`, prefill and decode nodes may compute the prompt; else as the demand says, because of `why`.
-        Pairs in `apart` do not hand over. None: wait."""
+        """With `either`, prefill and decode nodes may compute the prompt; else as the demand says,
+        because of `why`. Pairs in `apart` do not hand over. None: wait."""
         first = self._decide_with_demand(demand, views, outlook, apart)
         if first is not None and first.choice.prefill is None and demand.needs_prefill:
-            return replace(first, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.PREFIX_CACHED)
+            return replace(
+                first, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.PREFIX_CACHED
+            )
         if not either:
             way = PrefillSite.HAND_OFF if demand.needs_prefill else PrefillSite.LOCAL
             return replace(first, prefill_site=way, reason=why) if first else None
-        local = self._decide_with_demand(replace(demand, needs_prefill=False, needs_decode=True), views, outlook, apart)
+        local = self._decide_with_demand(
+            replace(demand, needs_prefill=False, needs_decode=True), views, outlook, apart
+        )
         if first is None or local is None:
             return self._decide_with_one_site(demand, first, local, views, outlook)
         return _choose_sooner(demand, first, local, outlook.cost_model.error_margin)
 
     def _decide_with_demand(
-        self, demand: PlacementDemand, views: Sequence[NodeView], outlook: PlacementContext, apart: frozenset[NodePair]
+        self,
+        demand: PlacementDemand,
+        views: Sequence[NodeView],
+        outlook: PlacementContext,
+        apart: frozenset[NodePair],
     ) -> PlacementDecision | None:
         choice = choose_excluding_open_breakers(self._placement, demand, views, outlook, apart)
         if choice is None:
             return None
-        return PlacementDecision(demand, choice, predict_latency(demand, choice, views, outlook), views, outlook.now, apart)
+        return PlacementDecision(
+            demand,
+            choice,
+            predict_latency(demand, choice, views, outlook),
+            views,
+            outlook.now,
+            apart,
+        )
 
     def _decide_with_one_site(
         self,
@@ -66,14 +95,25 @@ class DisaggregationPolicy:
         views: Sequence[NodeView],
         outlook: PlacementContext,
     ) -> PlacementDecision | None:
-        """One of them has no room now. A prefill node gets room when it has computed what it holds; when a decode node
-        does, nobody knows."""
+        """One of them has no room now. A prefill node gets room when it has computed what it holds;
+        when a decode node does, nobody knows."""
         if hand_off is not None or local is None:
-            return replace(hand_off, prefill_site=PrefillSite.HAND_OFF, reason=PlacementReason.SOONER) if hand_off else None
+            return (
+                replace(hand_off, prefill_site=PrefillSite.HAND_OFF, reason=PlacementReason.SOONER)
+                if hand_off
+                else None
+            )
         later = _predict_later_handoff(demand, local, views, outlook)
-        if later is not None and not _is_sooner(local.prediction, later, outlook.cost_model.error_margin):
+        if later is not None and not _is_sooner(
+            local.prediction, later, outlook.cost_model.error_margin
+        ):
             return None
-        return replace(local, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.SOONER, rejected_prediction=later)
+        return replace(
+            local,
+            prefill_site=PrefillSite.LOCAL,
+            reason=PlacementReason.SOONER,
+            rejected_prediction=later,
+        )
 
 
 def completion_seconds(one: LatencyPrediction) -> float:
@@ -81,37 +121,79 @@ def completion_seconds(one: LatencyPrediction) -> float:
     return one.ttft_seconds + max(0.0, one.output_tokens - 1.0) * one.step_seconds
 
 
-def _choose_sooner(demand: PlacementDemand, hand_off: PlacementDecision, local: PlacementDecision, margin: float) -> PlacementDecision:
+def _choose_sooner(
+    demand: PlacementDemand, hand_off: PlacementDecision, local: PlacementDecision, margin: float
+) -> PlacementDecision:
     avoided = _count_avoided(demand, hand_off.choice) - _count_avoided(demand, local.choice)
     if avoided > 0:
-        return replace(local, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.FAILED_BEFORE, rejected_prediction=hand_off.prediction)
+        return replace(
+            local,
+            prefill_site=PrefillSite.LOCAL,
+            reason=PlacementReason.FAILED_BEFORE,
+            rejected_prediction=hand_off.prediction,
+        )
     if _is_sooner(local.prediction, hand_off.prediction, margin) and avoided == 0:
-        return replace(local, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.SOONER, rejected_prediction=hand_off.prediction)
+        return replace(
+            local,
+            prefill_site=PrefillSite.LOCAL,
+            reason=PlacementReason.SOONER,
+            rejected_prediction=hand_off.prediction,
+        )
     why = PlacementReason.FAILED_BEFORE if avoided < 0 else PlacementReason.SOONER
-    return replace(hand_off, prefill_site=PrefillSite.HAND_OFF, reason=why, rejected_prediction=local.prediction)
+    return replace(
+        hand_off,
+        prefill_site=PrefillSite.HAND_OFF,
+        reason=why,
+        rejected_prediction=local.prediction,
+    )
 
 
 def _is_sooner(local: LatencyPrediction, hand_off: LatencyPrediction, margin: float) -> bool:
     """By more than predictions are usually off. What both have in common is no part of that."""
-    return completion_seconds(local) + TIE_SECONDS + margin * local.ttft_seconds < completion_seconds(hand_off)
+    return completion_seconds(
+        local
+    ) + TIE_SECONDS + margin * local.ttft_seconds < completion_seconds(hand_off)
 
 
 def _count_avoided(demand: PlacementDemand, choice: NodeChoice) -> int:
     return sum(node in demand.avoided_nodes for node in (choice.prefill, choice.decode))
 
 
-def _predict_later_handoff(demand: PlacementDemand, local: PlacementDecision, views: Sequence[NodeView], outlook: PlacementContext) -> LatencyPrediction | None:
-    """Of a hand-off to the decode node of `local` from the prefill node that will first have computed what it holds,
-    and then this. None if each of them lacks something else than time."""
+def _predict_later_handoff(
+    demand: PlacementDemand,
+    local: PlacementDecision,
+    views: Sequence[NodeView],
+    outlook: PlacementContext,
+) -> LatencyPrediction | None:
+    """Of a hand-off to the decode node of `local` from the prefill node that will first have
+    computed what it holds, and then this. None if each of them lacks something else than time."""
     held_there = demand.cached_tokens_on(local.choice.decode) if local.choice.decode else 0
-    link = outlook.cost_model.fleet_transfer_seconds((demand.context_tokens - held_there) * outlook.token_bytes) if demand.needs_decode else 0.0
+    link = (
+        outlook.cost_model.fleet_transfer_seconds(
+            (demand.context_tokens - held_there) * outlook.token_bytes
+        )
+        if demand.needs_decode
+        else 0.0
+    )
     found: list[LatencyPrediction] = []
     for node in views:
         kept_apart = (node.incarnation, local.choice.decode) in local.blocked_pairs
         if node.role is Role.PREFILL and not (
-            node.is_closed_to(demand) or not node.can_hold_request(demand) or node.incarnation in demand.avoided_nodes or kept_apart
+            node.is_closed_to(demand)
+            or not node.can_hold_request(demand)
+            or node.incarnation in demand.avoided_nodes
+            or kept_apart
         ):
             held = demand.cached_tokens_on(node.incarnation)
-            compute = outlook.cost_model.get_node_costs(node.name).prefill_seconds(demand.context_tokens - held, held)
-            found.append(replace(local.prediction, queue_seconds=node.queue_wait_seconds(outlook.now), prefill_seconds=compute, transfer_seconds=link))
+            compute = outlook.cost_model.get_node_costs(node.name).prefill_seconds(
+                demand.context_tokens - held, held
+            )
+            found.append(
+                replace(
+                    local.prediction,
+                    queue_seconds=node.queue_wait_seconds(outlook.now),
+                    prefill_seconds=compute,
+                    transfer_seconds=link,
+                )
+            )
     return min(found, key=completion_seconds, default=None)

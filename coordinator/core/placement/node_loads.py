@@ -1,27 +1,29 @@
-"""What the coordinator has placed on each node and not seen end: its own books, between two reports of a node.
+"""What the coordinator has placed on each node and not seen end: its own books, between two reports
+of a node.
 
-A *leg* is one attempt's share of one node. Room on a node is what it last reported, less the legs which that report
-cannot have seen, plus the legs which it saw and which have ended since.
+A *leg* is one attempt's share of one node. Room on a node is what it last reported, less the legs
+which that report cannot have seen, plus the legs which it saw and which have ended since.
 
-A refusal closes the node to demands of that size until it reports enough room or a leg that was there before the
-refusal ends. Only such a leg can have freed anything: two requests that are refused in turn by two nodes would
-otherwise reopen them for one another for ever.
+A refusal closes the node to demands of that size until it reports enough room or a leg that was
+there before the refusal ends. Only such a leg can have freed anything: two requests that are
+refused in turn by two nodes would otherwise reopen them for one another for ever.
 """
 
 from dataclasses import dataclass, field
 
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.common.messages import ReservationRefused
-from coordinator.core.placement.interface import NodeView
 from coordinator.core.estimates.recent_work import RecentWork
 from coordinator.core.membership.node_registry import NodeMember
+from coordinator.core.placement.interface import NodeView
 
 
 @dataclass(slots=True)
 class Leg:
-    """`tokens_to_compute` to compute there, 0 if another node does; `blocks` it will take, `prefill_seconds` of computing by prediction,
-    `resident_tokens` tokens that it will have in a cache there, on average. `is_acknowledged`: the node has spoken of it. `is_reported`:
-    the node's last report includes it. `is_computed`: its prompt needs the node's arithmetic no more."""
+    """`tokens_to_compute` to compute there, 0 if another node does; `blocks` it will take,
+    `prefill_seconds` of computing by prediction, `resident_tokens` tokens that it will have in a
+    cache there, on average. `is_acknowledged`: the node has spoken of it. `is_reported`: the node's
+    last report includes it. `is_computed`: its prompt needs the node's arithmetic no more."""
 
     tokens_to_compute: int
     blocks: int
@@ -37,8 +39,8 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class _NodeClosure:
-    """Demands of `blocks` and more, by our estimate, are not placed until the node reports room for `needed_blocks`, by its
-    own, or a leg with a lower serial ends."""
+    """Demands of `blocks` and more, by our estimate, are not placed until the node reports room for
+    `needed_blocks`, by its own, or a leg with a lower serial ends."""
 
     blocks: int
     needed_blocks: int
@@ -58,7 +60,8 @@ class NodeLoad:
 
 
 class NodeLoads:
-    """Views are kept until something changes, because each placement looks at every node and changes two."""
+    """Views are kept until something changes, because each placement looks at every node and
+    changes two."""
 
     def __init__(self) -> None:
         self._nodes: dict[Incarnation, NodeLoad] = {}
@@ -96,7 +99,8 @@ class NodeLoads:
         load.quiet_reports = 0
 
     def remove_leg(self, node: Incarnation, key: AttemptKey) -> None:
-        """The leg is over: ended by the node, or cancelled (the cancel arrives before anything placed after it)."""
+        """The leg is over: ended by the node, or cancelled (the cancel arrives before anything
+        placed after it)."""
         load = self._nodes.get(node)
         leg = load.legs.pop(key, None) if load else None
         if load is None or leg is None:
@@ -108,7 +112,14 @@ class NodeLoads:
         if load.closure and leg.serial < load.closure.serial:
             load.closure = None
 
-    def acknowledge_leg(self, node: Incarnation, key: AttemptKey, *, computed: bool = False, now: float | None = None) -> None:
+    def acknowledge_leg(
+        self,
+        node: Incarnation,
+        key: AttemptKey,
+        *,
+        computed: bool = False,
+        now: float | None = None,
+    ) -> None:
         load = self._load_to_change(node)
         leg = load.legs.get(key)
         if leg:
@@ -125,7 +136,9 @@ class NodeLoads:
         if load.closure and room >= load.closure.needed_blocks:
             load.closure = None
 
-    def on_reservation_refused(self, node: Incarnation, message: ReservationRefused, blocks: int) -> None:
+    def on_reservation_refused(
+        self, node: Incarnation, message: ReservationRefused, blocks: int
+    ) -> None:
         """A demand of `blocks` was refused, and its leg has ended."""
         self._set_free_blocks(self._load_to_change(node), message.free_blocks)
         self.close_node(node, blocks, message.needed_blocks)
@@ -154,7 +167,8 @@ class NodeLoads:
         return {node for node, load in self._nodes.items() if load.legs}
 
     def get_view(self, node: NodeMember) -> NodeView:
-        """A snapshot for placement. Room before the first report: everything, since a joining node holds no work."""
+        """A snapshot for placement. Room before the first report: everything, since a joining node
+        holds no work."""
         load = self._nodes[node.incarnation]
         if load.view is None:
             load.view = self._build_view(node, load)
@@ -179,7 +193,9 @@ class NodeLoads:
         info = node.info
         room = info.num_blocks if load.reported_free_blocks is None else load.reported_free_blocks
         unseen = sum(leg.blocks for leg in load.legs.values() if not leg.is_reported)
-        waiting = [leg for leg in load.legs.values() if leg.tokens_to_compute and not leg.is_computed]
+        waiting = [
+            leg for leg in load.legs.values() if leg.tokens_to_compute and not leg.is_computed
+        ]
         head = next((leg for leg in waiting if leg.prefill_seconds), None)
         return NodeView(
             incarnation=node.incarnation,
@@ -188,11 +204,15 @@ class NodeLoads:
             max_batched_tokens=info.max_batched_tokens,
             attempts=len(load.legs),
             pending_prefills=len(waiting),
-            uncomputed_tokens=sum(leg.tokens_to_compute for leg in waiting) if info.role is Role.PREFILL else 0,
+            uncomputed_tokens=sum(leg.tokens_to_compute for leg in waiting)
+            if info.role is Role.PREFILL
+            else 0,
             free_blocks=min(info.num_blocks, room - unseen + load.freed_blocks),
             refused_from_blocks=load.closure.blocks if load.closure else None,
             last_placed_serial=load.last_serial,
-            window_tokens=sum(min(leg.tokens_to_compute, info.max_batched_tokens) for leg in waiting),
+            window_tokens=sum(
+                min(leg.tokens_to_compute, info.max_batched_tokens) for leg in waiting
+            ),
             total_blocks=info.num_blocks,
             first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.is_first_class),
             first_class_attempts=sum(leg.is_first_class for leg in load.legs.values()),

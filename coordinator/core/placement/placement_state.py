@@ -1,25 +1,26 @@
-"""What the coordinator has learned of its nodes and their work, and what follows from it for the next placement: one
-object, so that the request table and the reports that feed it need to know one."""
+"""What the coordinator has learned of its nodes and their work, and what follows from it for the
+next placement: one object, so that the request table and the reports that feed it need to know
+one."""
 
 from collections.abc import Iterable, Mapping
 
 from baton.kv.block_hash import root_hash
 from baton.kv.hash_chain import HashChain
-from baton.prediction_error import MeanRelativeError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
+from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
-from coordinator.core.estimates.decode_time import DecodeTimePredictor
-from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats
-from coordinator.core.placement.remote_prefix import best_remote_pool
-from coordinator.core.common.messages import DecodeStarted, CacheEvents, CacheSnapshot, PrefillEnded
+from coordinator.core.common.messages import CacheEvents, CacheSnapshot, DecodeStarted, PrefillEnded
 from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
+from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats
+from coordinator.core.estimates.decode_time import DecodeTimePredictor
 from coordinator.core.estimates.output_length import OutputLengthPredictor
-from coordinator.core.membership.pool_registry import PoolMember, PoolRegistry
-from coordinator.core.placement.decision import LatencyPrediction
-from coordinator.core.membership.prefix_directory import PrefixDirectory
-from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.estimates.workload import WorkloadMeter
+from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
+from coordinator.core.membership.pool_registry import PoolMember, PoolRegistry
+from coordinator.core.membership.prefix_directory import PrefixDirectory
+from coordinator.core.placement.decision import LatencyPrediction
+from coordinator.core.placement.remote_prefix import best_remote_pool
 
 
 class PlacementState:
@@ -36,8 +37,13 @@ class PlacementState:
     @property
     def prediction_errors(self) -> dict[str, float]:
         """Mean relative errors of predictions, by what was predicted."""
-        others = {"first_token": self._first_token_error, "output_tokens": self.output_lengths.relative_error}
-        return self.cost_model.relative_errors | {name: error.value for name, error in others.items() if error.count}
+        others = {
+            "first_token": self._first_token_error,
+            "output_tokens": self.output_lengths.relative_error,
+        }
+        return self.cost_model.relative_errors | {
+            name: error.value for name, error in others.items() if error.count
+        }
 
     def add_node(self, node: NodeMember) -> None:
         self.prefix_directory.add_node(node.incarnation, node.info.num_blocks)
@@ -61,9 +67,11 @@ class PlacementState:
         held = self._reachable_blocks(self.prefix_directory.match_prefix(names))
         return {node: blocks * names.block_size for node, blocks in held.items()}
 
-    def find_remote_prefixes(self, names: PromptBlockHashes, nodes: Iterable[Incarnation]) -> dict[Incarnation, tuple[PoolMember, int]]:
-        """For those of `nodes` that have a pool, and whose host has less of the prompt than another host's pool: that
-        pool, and how many tokens it seems to have."""
+    def find_remote_prefixes(
+        self, names: PromptBlockHashes, nodes: Iterable[Incarnation]
+    ) -> dict[Incarnation, tuple[PoolMember, int]]:
+        """For those of `nodes` that have a pool, and whose host has less of the prompt than another
+        host's pool: that pool, and how many tokens it seems to have."""
         pools, hosts = self.pools.members.values(), self.pools.list_hosts
         if len(hosts) < 2:
             return {}
@@ -71,7 +79,9 @@ class PlacementState:
         held, richer = self._reachable_blocks(found), {}
         for node in nodes:
             host = self._registry.nodes[node].info.host_id
-            there = best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            there = (
+                best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            )
             if there is not None:
                 richer[node] = (there[0], there[1] * names.block_size)
         return richer
@@ -91,14 +101,18 @@ class PlacementState:
 
     def expected_output_tokens(self, request: Request) -> float:
         """Tokens that its answer is expected to have."""
-        return self.output_lengths.predict_tokens(request.principal.tenant, request.sampling.max_tokens)
+        return self.output_lengths.predict_tokens(
+            request.principal.tenant, request.sampling.max_tokens
+        )
 
     # what came of it
 
     def record_answer(self, request: Request, tokens: int, seconds: float) -> None:
         """It ended well, `seconds` after its first token."""
         self.decode_times.record_answer(tokens, seconds)
-        self.output_lengths.record_output(request.principal.tenant, request.sampling.max_tokens, tokens)
+        self.output_lengths.record_output(
+            request.principal.tenant, request.sampling.max_tokens, tokens
+        )
 
     def record_first_token(self, prediction: LatencyPrediction, seconds: float) -> None:
         """`seconds` after it was placed."""
@@ -109,12 +123,16 @@ class PlacementState:
 
     def apply_cache_events(self, node: Incarnation, message: CacheEvents, now: float) -> bool:
         """Whether the node is to be asked for a snapshot."""
-        return self.prefix_directory.apply_events(node, message.sequence, message.inserted, message.evicted, now)
+        return self.prefix_directory.apply_events(
+            node, message.sequence, message.inserted, message.evicted, now
+        )
 
     def apply_cache_snapshot(self, node: Incarnation, message: CacheSnapshot) -> None:
         self.prefix_directory.apply_snapshot(node, message.sequence, message.block_hashes)
 
-    def record_decode_steps(self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float) -> None:
+    def record_decode_steps(
+        self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float
+    ) -> None:
         """Between two heartbeats, or from the node's start to the first."""
         before = before or NodeStats()
         count = after.decode_steps - before.decode_steps
@@ -128,17 +146,25 @@ class PlacementState:
         if seen.batch_size > 0 and seen.resident_tokens >= 0:
             self.cost_model.record_decode_steps(node.info.name, seen, now)
 
-    def record_prefill(self, node: Incarnation | None, report: PrefillEnded | DecodeStarted, now: float) -> None:
+    def record_prefill(
+        self, node: Incarnation | None, report: PrefillEnded | DecodeStarted, now: float
+    ) -> None:
         """A prompt, or the part of one that was not cached."""
         new, cached = report.computed_tokens, report.cached_tokens
         found = self._registry.nodes.get(node) if node else None
         if new:  # else another node has computed it, and says so
             self.workload_meter.record_prefill(new, cached)
         if found is not None:
-            self.cost_model.record_prefill(found.info.name, new, cached, report.compute_seconds, now)
+            self.cost_model.record_prefill(
+                found.info.name, new, cached, report.compute_seconds, now
+            )
 
     def record_handoff(
-        self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport, now: float
+        self,
+        writer: Incarnation | None,
+        decode: Incarnation | None,
+        report: HandoffReport,
+        now: float,
     ) -> None:
         nodes = self._registry.nodes
         if writer in nodes and decode in nodes and report.bytes:

@@ -1,17 +1,20 @@
-"""Placement by predicted completion: what is cached where, what is queued where, and how fast each node is.
+"""Placement by predicted completion: what is cached where, what is queued where, and how fast each
+node is.
 
 First the decode node, then the prefill node that serves it soonest:
 
     decode    output x step(batch + 1, resident + context)  + transfer of what it lacks  + risk
     prefill   wait + prefill(context - cached, cached)      + transfer over the link to that decode node
 
-`risk` is what recomputing the context would cost, times the share of the expected growth that finds no free block. A
-decode node that computes the prompt itself has wait and prefill instead of the transfer. Each pass is linear in nodes.
+`risk` is what recomputing the context would cost, times the share of the expected growth that finds
+no free block. A decode node that computes the prompt itself has wait and prefill instead of the
+transfer. Each pass is linear in nodes.
 
-Affinity is bounded, as in Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads" (2018): a node that
-carries more than `LOAD_BOUND` times the mean stands behind all that do not, whatever it holds; its prefixes then come to be
-cached elsewhere too, and their load is spread. A node that has just joined is given more and more over `RAMP_UP_SECONDS` seconds.
-Predictions that differ by less than they err do not decide: then the load does.
+Affinity is bounded, as in Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads"
+(2018): a node that carries more than `LOAD_BOUND` times the mean stands behind all that do not,
+whatever it holds; its prefixes then come to be cached elsewhere too, and their load is spread. A
+node that has just joined is given more and more over `RAMP_UP_SECONDS` seconds. Predictions that
+differ by less than they err do not decide: then the load does.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +22,19 @@ from operator import itemgetter
 from typing import Any
 
 from baton.types import Role
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext, choose_prefix_holder
 from coordinator.core.estimates.recent_work import WINDOW_SECONDS
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+    choose_prefix_holder,
+)
 
 LOAD_BOUND = 1.25  # of the mean load, from where affinity counts no more
-IDLE_UTILIZATION = 0.05  # a prefill node that computes less of its time than this is never too loaded
+IDLE_UTILIZATION = (
+    0.05  # a prefill node that computes less of its time than this is never too loaded
+)
 RAMP_UP_SECONDS = 10.0  # seconds until a node that has joined is given as much as others
 TIE_SECONDS = 0.0005  # seconds: predictions so close are equal
 _OVERLOADED_TIER, _AVOIDED_TIER = 1, 2
@@ -34,7 +45,9 @@ _RankedNode = tuple[int, float, NodeView]  # tier, seconds, node
 
 
 class PrefixAwarePolicy:
-    def choose_nodes(self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext) -> NodeChoice | None:
+    def choose_nodes(
+        self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+    ) -> NodeChoice | None:
         alone = choose_prefix_holder(demand, nodes)
         if alone is not None:
             return alone
@@ -51,7 +64,9 @@ class PrefixAwarePolicy:
             found = _prefill_candidates(demand, nodes, decode, outlook)
             if not found:
                 return None
-            prefill = _choose_best(found, margin, lambda node: (node.recent_work, node.last_placed_serial))
+            prefill = _choose_best(
+                found, margin, lambda node: (node.recent_work, node.last_placed_serial)
+            )
             scores += found
         return NodeChoice(
             prefill.incarnation if prefill else None,
@@ -60,10 +75,17 @@ class PrefixAwarePolicy:
         )
 
 
-def _decode_candidates(demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext) -> list[_RankedNode]:
+def _decode_candidates(
+    demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+) -> list[_RankedNode]:
     of_role = [node for node in nodes if node.role is Role.DECODE]
     crowded = LOAD_BOUND * sum([node.attempts for node in of_role]) / max(1, len(of_role)) + 1
-    costs, now, tokens, output = outlook.cost_model, outlook.now, demand.context_tokens, demand.expected_output_tokens
+    costs, now, tokens, output = (
+        outlook.cost_model,
+        outlook.now,
+        demand.context_tokens,
+        demand.expected_output_tokens,
+    )
     growth = max(1.0, output / outlook.block_size)
     unheld = costs.fleet_transfer_seconds(tokens * outlook.token_bytes)
     found: list[_RankedNode] = []
@@ -73,9 +95,15 @@ def _decode_candidates(demand: PlacementDemand, nodes: Sequence[NodeView], outlo
         cost, held = costs.get_node_costs(node.name), demand.cached_tokens_on(node.incarnation)
         seconds = output * cost.step_seconds(node.attempts + 1, node.resident_tokens + tokens)
         if not demand.needs_prefill:
-            seconds += node.queue_wait_seconds(now) + outlook.interleaved_prefill_seconds(node, cost.prefill_seconds(tokens - held, held))
+            seconds += node.queue_wait_seconds(now) + outlook.interleaved_prefill_seconds(
+                node, cost.prefill_seconds(tokens - held, held)
+            )
         else:
-            seconds += costs.fleet_transfer_seconds((tokens - held) * outlook.token_bytes) if held else unheld
+            seconds += (
+                costs.fleet_transfer_seconds((tokens - held) * outlook.token_bytes)
+                if held
+                else unheld
+            )
         spare = node.free_blocks - demand.blocks
         if spare < growth:
             seconds += (1.0 - spare / growth) * cost.prefill_seconds(tokens, 0)
@@ -84,13 +112,20 @@ def _decode_candidates(demand: PlacementDemand, nodes: Sequence[NodeView], outlo
 
 
 def _prefill_candidates(
-    demand: PlacementDemand, nodes: Sequence[NodeView], decode: NodeView | None, outlook: PlacementContext
+    demand: PlacementDemand,
+    nodes: Sequence[NodeView],
+    decode: NodeView | None,
+    outlook: PlacementContext,
 ) -> list[_RankedNode]:
     of_role = [node for node in nodes if node.role is Role.PREFILL]
     mean = sum([node.recent_work for node in of_role]) / max(1, len(of_role))
     loaded = max(LOAD_BOUND * mean, IDLE_UTILIZATION * WINDOW_SECONDS * outlook.work_unit)
     costs, now, tokens = outlook.cost_model, outlook.now, demand.context_tokens
-    lacking = (tokens - demand.cached_tokens_on(decode.incarnation)) * outlook.token_bytes if decode is not None else 0
+    lacking = (
+        (tokens - demand.cached_tokens_on(decode.incarnation)) * outlook.token_bytes
+        if decode is not None
+        else 0
+    )
     found: list[_RankedNode] = []
     for node in of_role:
         if not node.can_accept_prefill(demand):
@@ -114,7 +149,9 @@ def _rank_tier(demand: PlacementDemand, node: NodeView, loaded: bool, now: float
 def is_ramping_up(node: NodeView, now: float) -> bool:
     """It has joined a moment ago, and been given its share of that moment."""
     age = now - node.joined_at
-    return age < RAMP_UP_SECONDS and node.attempts >= max(1.0, node.max_num_seqs * age / RAMP_UP_SECONDS)
+    return age < RAMP_UP_SECONDS and node.attempts >= max(
+        1.0, node.max_num_seqs * age / RAMP_UP_SECONDS
+    )
 
 
 def _decode_tie_break(demand: PlacementDemand, node: NodeView) -> tuple[Any, ...]:
@@ -123,7 +160,9 @@ def _decode_tie_break(demand: PlacementDemand, node: NodeView) -> tuple[Any, ...
     return -quarters, node.attempts / node.max_num_seqs, -node.free_blocks, node.last_placed_serial
 
 
-def _choose_best(found: Sequence[_RankedNode], margin: float, tie: Callable[[NodeView], tuple[Any, ...]]) -> NodeView:
+def _choose_best(
+    found: Sequence[_RankedNode], margin: float, tie: Callable[[NodeView], tuple[Any, ...]]
+) -> NodeView:
     best, fastest, _ = min(found, key=_by_tier_and_time)
     near = fastest * (1.0 + margin) + TIE_SECONDS
     return min([node for tier, seconds, node in found if tier == best and seconds <= near], key=tie)

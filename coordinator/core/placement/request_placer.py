@@ -1,4 +1,5 @@
-"""One placement: what an attempt needs, what is known of the nodes, what the policy chose and what it expects."""
+"""One placement: what an attempt needs, what is known of the nodes, what the policy chose and what
+it expects."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -7,16 +8,22 @@ from baton.errors import DeadlineExceeded
 from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, Incarnation, NodeName, Role
 from coordinator.core.admission.admission_controller import AdmissionController
-from coordinator.core.placement.breakers import CircuitBreakers
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
-from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext, PlacementPolicy
-from coordinator.core.placement.decision import PlacementDecision, PlacementReason
-from coordinator.core.placement.latency_estimator import LatencyEstimator
-from coordinator.core.requests.record import RequestRecord
 from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.breakers import CircuitBreakers
+from coordinator.core.placement.decision import PlacementDecision, PlacementReason
 from coordinator.core.placement.disaggregation import DisaggregationPolicy
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+    PlacementPolicy,
+)
+from coordinator.core.placement.latency_estimator import LatencyEstimator
+from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.placement_state import PlacementState
+from coordinator.core.requests.record import RequestRecord
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 
@@ -35,8 +42,8 @@ class RequestPlacer:
         mode: ServingMode,
         prefill_share: float = 0.0,
     ) -> None:
-        """`get_local_prefill_share`: what prompts may add to the steps of the decode node that computes them, unless the mode is
-        colocated."""
+        """`get_local_prefill_share`: what prompts may add to the steps of the decode node that
+        computes them, unless the mode is colocated."""
         self._registry = registry
         self._loads = loads
         self._policy = DisaggregationPolicy(placement)
@@ -49,20 +56,22 @@ class RequestPlacer:
         self._degradation = degradation
 
     def get_local_prefill_share(self, demand: PlacementDemand) -> float:
-        """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
+        """What prompts that a decode node computes may add to its steps, as a share of these; 0:
+        there is no bound."""
         bounded = self._mode == "auto" or (self._mode != "colocated" and not demand.needs_prefill)
         return self._local_prefill_share if bounded else 0.0
 
     @property
     def is_local_prefill_only(self) -> bool:
         """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
-        return (self._mode != "colocated" and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation) or bool(
-            self.why_no_prefill()
-        )
+        return (
+            self._mode != "colocated" and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation
+        ) or bool(self.why_no_prefill())
 
     def why_no_prefill(self) -> str:
-        """Why no prefill node can be given work, so that decode nodes compute the prompts themselves. Empty if one can,
-        if the mode has no hand-offs, or if no decode node serves either."""
+        """Why no prefill node can be given work, so that decode nodes compute the prompts
+        themselves. Empty if one can, if the mode has no hand-offs, or if no decode node serves
+        either."""
         if self._mode == "colocated" or not self._registry.has_serving_node(Role.DECODE):
             return ""
         return self._registry.why_unavailable(Role.PREFILL)
@@ -72,7 +81,9 @@ class RequestPlacer:
         self._loads.rescale_recent_work(now)
         return [self._loads.get_view(node) for node in self._registry.nodes_in_service()]
 
-    def decide_placement(self, record: RequestRecord, views: Sequence[NodeView], now: float, headroom: float = 0.0) -> PlacementDecision | None:
+    def decide_placement(
+        self, record: RequestRecord, views: Sequence[NodeView], now: float, headroom: float = 0.0
+    ) -> PlacementDecision | None:
         """None: wait."""
         views = self._candidate_views(record, views)
         if not views:
@@ -83,27 +94,44 @@ class RequestPlacer:
         costs, share = self._placement_state.cost_model, self.get_local_prefill_share(demand)
         outlook = PlacementContext(now, costs, unit, layout.token_bytes, layout.block_size, share)
         either = self._mode == "auto" and demand.needs_prefill and record.probe_node is None
-        return self._policy.decide_placement(demand, views, outlook, self._fixed_reason(demand), either=either, apart=self._breakers.blocked_pairs)
+        return self._policy.decide_placement(
+            demand,
+            views,
+            outlook,
+            self._fixed_reason(demand),
+            either=either,
+            apart=self._breakers.blocked_pairs,
+        )
 
-    def find_deadline_error(self, record: RequestRecord, now: float, *, wanted: bool) -> DeadlineExceeded | None:
-        """Why the request cannot be served any more, if so. `wanted`: others wait for its place, and unless its client
-        has a part of the answer already, it is not to be had for one that would be cut off. Caches are looked at only
-        when the deadline is near."""
+    def find_deadline_error(
+        self, record: RequestRecord, now: float, *, wanted: bool
+    ) -> DeadlineExceeded | None:
+        """Why the request cannot be served any more, if so. `wanted`: others wait for its place,
+        and unless its client has a part of the answer already, it is not to be had for one that
+        would be cut off. Caches are looked at only when the deadline is near."""
         tokens, left, request = record.context_tokens, record.deadline - now, record.request
         if wanted and not record.emitted_token_ids:
-            left -= self._placement_state.decode_times.predict_seconds(request.principal.tenant, request.sampling.max_tokens)
+            left -= self._placement_state.decode_times.predict_seconds(
+                request.principal.tenant, request.sampling.max_tokens
+            )
         if self._latency_estimator.find_deadline_error(tokens, 0, left) is None:
             return None
         held = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
-        return self._latency_estimator.find_deadline_error(tokens, tokens - 1 if record.prefix_holder else held, left)
+        return self._latency_estimator.find_deadline_error(
+            tokens, tokens - 1 if record.prefix_holder else held, left
+        )
 
-    def make_demand(self, record: RequestRecord, *, look_up: bool = False, headroom: float = 0.0) -> PlacementDemand:
-        """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
-        needs no decode node where there is prefill. Without a prefill node that can hold the context the decode node
-        computes it."""
+    def make_demand(
+        self, record: RequestRecord, *, look_up: bool = False, headroom: float = 0.0
+    ) -> PlacementDemand:
+        """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last
+        token of an output needs no decode node where there is prefill. Without a prefill node that
+        can hold the context the decode node computes it."""
         prefill = self._mode != "colocated" and self._can_prefill(record)
         if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation and record.probe_node is None:
-            prefill &= record.remaining_tokens <= 1 and not self._registry.can_fit_context(Role.DECODE, record.max_total_tokens)
+            prefill &= record.remaining_tokens <= 1 and not self._registry.can_fit_context(
+                Role.DECODE, record.max_total_tokens
+            )
         block_size = self._registry.get_layout().block_size
         tokens = record.context_tokens + min(record.remaining_tokens, block_size)
         return PlacementDemand(
@@ -116,11 +144,17 @@ class RequestPlacer:
             cached_by_node=self._cached_by_node(record) if look_up else {},
             reserved_share=self._admission.reserved_share(record.request.principal),
             headroom_share=headroom,
-            expected_output_tokens=max(1.0, self._placement_state.expected_output_tokens(record.request) - len(record.emitted_token_ids)),
+            expected_output_tokens=max(
+                1.0,
+                self._placement_state.expected_output_tokens(record.request)
+                - len(record.emitted_token_ids),
+            ),
             max_total_tokens=record.max_total_tokens,
         )
 
-    def book_legs(self, record: RequestRecord, key: AttemptKey, decision: PlacementDecision, now: float) -> None:
+    def book_legs(
+        self, record: RequestRecord, key: AttemptKey, decision: PlacementDecision, now: float
+    ) -> None:
         """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
         if key.attempt_number == 1:
@@ -137,35 +171,51 @@ class RequestPlacer:
                 resident=prediction.resident_tokens,
                 now=now,
             )
-        self._placement_state.cost_model.on_work_placed(self._node_name(choice.prefill), self._node_name(choice.decode))
+        self._placement_state.cost_model.on_work_placed(
+            self._node_name(choice.prefill), self._node_name(choice.decode)
+        )
 
-    def find_remote_prefixes(self, record: RequestRecord, decision: PlacementDecision) -> dict[Incarnation, RemotePrefix]:
+    def find_remote_prefixes(
+        self, record: RequestRecord, decision: PlacementDecision
+    ) -> dict[Incarnation, RemotePrefix]:
         """What the chosen nodes' pools may fetch from another host's."""
         choice, demand = decision.choice, decision.demand
         computes = choice.prefill or choice.decode
         if record.awaits_prompt_logprobs or record.prompt_block_hashes is None or computes is None:
             return {}
-        cost = self._placement_state.cost_model.get_node_costs(self._registry.nodes[computes].info.name)
+        cost = self._placement_state.cost_model.get_node_costs(
+            self._registry.nodes[computes].info.name
+        )
         told = {}
-        for node, (pool, tokens) in self._placement_state.find_remote_prefixes(record.prompt_block_hashes, _chosen_nodes(choice)).items():
+        for node, (pool, tokens) in self._placement_state.find_remote_prefixes(
+            record.prompt_block_hashes, _chosen_nodes(choice)
+        ).items():
             here = demand.cached_tokens_on(node)
-            told[node] = RemotePrefix(pool.address, tokens, cost.prefill_seconds(tokens - here, here) / (tokens - here))
+            told[node] = RemotePrefix(
+                pool.address, tokens, cost.prefill_seconds(tokens - here, here) / (tokens - here)
+            )
         return told
 
-    def _candidate_views(self, record: RequestRecord, in_service: Sequence[NodeView]) -> Sequence[NodeView]:
+    def _candidate_views(
+        self, record: RequestRecord, in_service: Sequence[NodeView]
+    ) -> Sequence[NodeView]:
         """Nodes in service; for a probe its own node as the only one of its role."""
         if record.probe_node is None:
             return in_service
         node = self._registry.nodes.get(record.probe_node)
         if node is None:
             return []
-        return [*(view for view in in_service if view.role is not node.info.role), self._loads.get_view(node)]
+        return [
+            *(view for view in in_service if view.role is not node.info.role),
+            self._loads.get_view(node),
+        ]
 
     def _node_name(self, node: Incarnation | None) -> NodeName | None:
         return self._registry.nodes[node].info.name if node is not None else None
 
     def _can_prefill(self, record: RequestRecord) -> bool:
-        """Is there a prefill node in service, or the one that is to be probed, that can hold the context?"""
+        """Is there a prefill node in service, or the one that is to be probed, that can hold the
+        context?"""
         tokens = record.context_tokens + 1
         pinned = self._registry.nodes.get(record.probe_node) if record.probe_node else None
         if pinned is not None and pinned.info.role is Role.PREFILL:
@@ -178,10 +228,15 @@ class RequestPlacer:
             return PlacementReason.MODE
         if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation:
             return PlacementReason.DEGRADED
-        return PlacementReason.PREFILL_TOO_SMALL if self._registry.has_serving_node(Role.PREFILL) else PlacementReason.NO_PREFILL_NODE
+        return (
+            PlacementReason.PREFILL_TOO_SMALL
+            if self._registry.has_serving_node(Role.PREFILL)
+            else PlacementReason.NO_PREFILL_NODE
+        )
 
     def _cached_by_node(self, record: RequestRecord) -> dict[Incarnation, int]:
-        """By the directory. A prompt that is to be scored is computed without a look at any cache."""
+        """By the directory. A prompt that is to be scored is computed without a look at any
+        cache."""
         if record.awaits_prompt_logprobs:
             return {}
         if record.prompt_block_hashes is None:

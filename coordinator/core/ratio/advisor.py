@@ -8,12 +8,15 @@ from baton.slo import Slo
 from coordinator.core.ratio.split_forecast import SplitForecast, SplitForecaster
 
 EQUAL_ATTAINMENT = 0.01  # of all requests: forecasts so close are equal
-_LOAD_TOLERANCE = 0.1  # of a node's work: so much less load is no reason to leave a split that serves as well
+_LOAD_TOLERANCE = (
+    0.1  # of a node's work: so much less load is no reason to leave a split that serves as well
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RatioAdvice:
-    """`forecasts`: of the best split, its neighbours and the present one, in the order of their prefill nodes."""
+    """`forecasts`: of the best split, its neighbours and the present one, in the order of their
+    prefill nodes."""
 
     slo: Slo
     current_split: RoleSplit
@@ -25,22 +28,40 @@ class RatioAdvice:
         return next(one for one in self.forecasts if one.split == split)
 
 
-def compute_advice(forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit, slo: Slo) -> RatioAdvice:
-    """`candidates` are all splits that may be; each has a node of both roles, and there is one at least."""
+def compute_advice(
+    forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit, slo: Slo
+) -> RatioAdvice:
+    """`candidates` are all splits that may be; each has a node of both roles, and there is one at
+    least."""
     best, _ = choose_split(forecaster, candidates, present)
-    told = {best, present} | {split for split in candidates if abs(split.prefill_nodes - best.prefill_nodes) == 1}
-    forecasts = [forecaster.forecast_split(split) for split in sorted(told, key=lambda split: split.prefill_nodes) if _has_both_roles(split)]
+    told = {best, present} | {
+        split for split in candidates if abs(split.prefill_nodes - best.prefill_nodes) == 1
+    }
+    forecasts = [
+        forecaster.forecast_split(split)
+        for split in sorted(told, key=lambda split: split.prefill_nodes)
+        if _has_both_roles(split)
+    ]
     advice = RatioAdvice(slo, present, best, tuple(forecasts), "")
     return RatioAdvice(slo, present, best, advice.forecasts, _explain_advice(advice))
 
 
-def choose_split(forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit) -> tuple[RoleSplit, float]:
-    """The split with the most requests within the objective, and their share. Of equals it is the one whose bottleneck
-    is loaded least, and the present one if that is hardly more."""
+def choose_split(
+    forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit
+) -> tuple[RoleSplit, float]:
+    """The split with the most requests within the objective, and their share. Of equals it is the
+    one whose bottleneck is loaded least, and the present one if that is hardly more."""
     looked_at = {*forecaster.list_least_loaded(candidates), *({present} & set(candidates))}
-    shares = {split: forecaster.compute_attainment(split) for split in sorted(looked_at, key=lambda split: split.prefill_nodes)}
+    shares = {
+        split: forecaster.compute_attainment(split)
+        for split in sorted(looked_at, key=lambda split: split.prefill_nodes)
+    }
     most = max(shares.values())
-    loads = {split: forecaster.compute_bottleneck_load(split) for split, share in shares.items() if share >= most - EQUAL_ATTAINMENT}
+    loads = {
+        split: forecaster.compute_bottleneck_load(split)
+        for split, share in shares.items()
+        if share >= most - EQUAL_ATTAINMENT
+    }
     best = min(loads, key=lambda split: loads[split])
     if loads.get(present, 2.0) <= min(loads[best] + _LOAD_TOLERANCE, 1.0):
         best = present
@@ -54,12 +75,12 @@ def _has_both_roles(split: RoleSplit) -> bool:
 def _explain_advice(advice: RatioAdvice) -> str:
     best = advice.get_forecast(advice.best_split)
     if advice.best_split == advice.current_split:
-        return f"{advice.present} is predicted to serve {best.share:.0%} within {advice.slo}, and no split more"
+        return f"{advice.current_split} is predicted to serve {best.slo_attainment:.0%} within {advice.slo}, and no split more"
     if not _has_both_roles(advice.current_split):
-        return f"{best.share:.0%} are predicted to be served within {advice.slo}"
+        return f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}"
     present = advice.get_forecast(advice.current_split)
     role = "prefill" if present.prefill_load > present.decode_load else "decode"
     return (
-        f"{best.share:.0%} are predicted to be served within {advice.slo}, {present.share:.0%} with {advice.present}, "
-        f"where {role} has {present.load:.0%} of the work that it can do"
+        f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}, {present.slo_attainment:.0%} with {advice.current_split}, "
+        f"where {role} has {present.bottleneck_load:.0%} of the work that it can do"
     )

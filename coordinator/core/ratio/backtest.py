@@ -1,8 +1,9 @@
 """Which split would have missed how many of the requests that came lately.
 
-Every split is played through (`replay`) from where the cluster was when it was begun. One that has missed most of what
-came in the last `RESTART_SECONDS` seconds is begun anew from where the present one is, as if it were chosen now: else the line
-that it had by then would tell against it long after the load has turned.
+Every split is played through (`replay`) from where the cluster was when it was begun. One that has
+missed most of what came in the last `RESTART_SECONDS` seconds is begun anew from where the present
+one is, as if it were chosen now: else the line that it had by then would tell against it long after
+the load has turned.
 """
 
 from collections import deque
@@ -11,15 +12,16 @@ from dataclasses import dataclass
 
 from baton.role_split import RoleSplit
 from baton.slo import Slo
+from coordinator.core.estimates.workload import RequestShape
 from coordinator.core.ratio.split_forecast import NodeProfile
 from coordinator.core.ratio.split_replay import SplitReplay
-from coordinator.core.estimates.workload import RequestShape
 
 HISTORY_SECONDS = 480.0  # seconds that are remembered
 RESTART_SECONDS, RESTART_MISS_SHARE = 10.0, 0.6
 MAX_SPLITS = 16  # splits around the present one that are played through, the present one among them
 MAX_REQUESTS = 512  # requests between two looks: of more, so many are taken
-MAX_REPLAYED = 1024  # requests times splits: with many requests fewer splits are played through, so that a look is short
+# requests times splits: with many requests fewer splits are played through, so that a look is short
+MAX_REPLAYED = 1024
 _MIN_SPLITS = 3  # the present split and one on each side
 
 
@@ -47,7 +49,8 @@ class SplitBacktest:
         present: RoleSplit,
         now: float,
     ) -> None:
-        """All that came since the last time. `splits` are those that may be, the present one among them."""
+        """All that came since the last time. `splits` are those that may be, the present one among
+        them."""
         near = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
         near = near[: max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(asked))))]
         self._select_splits(near, present, machine)
@@ -57,7 +60,9 @@ class SplitBacktest:
             for at, one in asked[-MAX_REQUESTS:]:
                 replay.add_request(at, one, computed)
             replay.advance_to(now)
-        missed = {split: replay.missed_count - before[split] for split, replay in self._replays.items()}
+        missed = {
+            split: replay.missed_count - before[split] for split, replay in self._replays.items()
+        }
         self._intervals.append(_BacktestInterval(now, len(asked[-MAX_REQUESTS:]), missed))
         self.replayed_until = now
         while self._intervals[0].ended_at <= now - HISTORY_SECONDS:
@@ -65,7 +70,11 @@ class SplitBacktest:
         self._restart_overloaded(present, now)
 
     def count_requests(self, seconds: float) -> int:
-        return sum(row.request_count for row in self._intervals if row.ended_at > self.replayed_until - seconds)
+        return sum(
+            row.request_count
+            for row in self._intervals
+            if row.ended_at > self.replayed_until - seconds
+        )
 
     def count_missed(self, split: RoleSplit, seconds: float = HISTORY_SECONDS) -> int:
         """In the last `seconds`; of one that was not played through, as many as came."""
@@ -73,7 +82,8 @@ class SplitBacktest:
         return sum(row.missed_by_split.get(split, row.request_count) for row in rows)
 
     def count_saved(self, present: RoleSplit, other: RoleSplit) -> int:
-        """Requests that `other` would have missed since the last time, and the present split would not."""
+        """Requests that `other` would have missed since the last time, and the present split would
+        not."""
         missed = self._intervals[-1].missed_by_split
         return missed.get(other, missed[present]) - missed[present]
 
@@ -81,18 +91,31 @@ class SplitBacktest:
         """The cluster is about to be split so: what waits now will be served by that split."""
         self._replays[to] = self._replays[present].with_split(to)
 
-    def _select_splits(self, splits: Sequence[RoleSplit], present: RoleSplit, machine: NodeProfile) -> None:
+    def _select_splits(
+        self, splits: Sequence[RoleSplit], present: RoleSplit, machine: NodeProfile
+    ) -> None:
         new = SplitReplay(present, machine, self._slo, self.replayed_until)
         origin = self._replays.get(present) or new
         self._replays = {
-            split: self._replays.get(split) or (new if split == present else origin.with_split(split)) for split in splits
+            split: self._replays.get(split)
+            or (new if split == present else origin.with_split(split))
+            for split in splits
         }
 
     def _restart_overloaded(self, present: RoleSplit, now: float) -> None:
-        asked, least = self.count_requests(RESTART_SECONDS), self.count_missed(present, RESTART_SECONDS)
+        asked, least = (
+            self.count_requests(RESTART_SECONDS),
+            self.count_missed(present, RESTART_SECONDS),
+        )
         for split in self._replays:
             missed = self.count_missed(split, RESTART_SECONDS)
             due = self._restarted_at.get(split, 0.0) + RESTART_SECONDS <= now
-            if due and split != present and asked and missed >= RESTART_MISS_SHARE * asked and missed > least:
+            if (
+                due
+                and split != present
+                and asked
+                and missed >= RESTART_MISS_SHARE * asked
+                and missed > least
+            ):
                 self._replays[split] = self._replays[present].with_split(split)
                 self._restarted_at[split] = now

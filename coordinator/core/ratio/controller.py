@@ -1,4 +1,5 @@
-"""Advice on the ratio, and its automatic change: what was measured and learned, brought before those who decide."""
+"""Advice on the ratio, and its automatic change: what was measured and learned, brought before
+those who decide."""
 
 from dataclasses import dataclass
 
@@ -6,14 +7,19 @@ from baton.errors import InvalidRequest, ServiceUnavailable
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import Role
-from coordinator.core.ratio.advisor import RatioAdvice, compute_advice
-from coordinator.core.ratio.split_forecast import SplitForecaster, NodeProfile
-from coordinator.core.requests.record import RequestState
+from coordinator.core.estimates.workload import (
+    RequestShape,
+    SloResults,
+    StageSeconds,
+    WorkloadSummary,
+)
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.requests.table import RequestTable
+from coordinator.core.ratio.advisor import RatioAdvice, compute_advice
 from coordinator.core.ratio.planner import MIN_REQUESTS, ClusterSnapshot, RatioPlanner
 from coordinator.core.ratio.role_switcher import RoleSwitcher
-from coordinator.core.estimates.workload import RequestShape, SloResults, StageSeconds, WorkloadSummary
+from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
+from coordinator.core.requests.record import RequestState
+from coordinator.core.requests.table import RequestTable
 
 MANUAL_REASON = "manual: it changes when an operator says so"
 ADVICE_WINDOW = 60.0  # seconds on which advice rests
@@ -21,7 +27,8 @@ ADVICE_WINDOW = 60.0  # seconds on which advice rests
 
 @dataclass(frozen=True, slots=True)
 class RatioReport:
-    """An advice with what it rests on. `waiting_by_role`: requests that nodes of a role have and have not begun."""
+    """An advice with what it rests on. `waiting_by_role`: requests that nodes of a role have and
+    have not begun."""
 
     advice: RatioAdvice
     workload: WorkloadSummary
@@ -31,7 +38,9 @@ class RatioReport:
 
 
 class RatioController:
-    def __init__(self, registry: NodeRegistry, table: RequestTable, switches: RoleSwitcher, slo: Slo) -> None:
+    def __init__(
+        self, registry: NodeRegistry, table: RequestTable, switches: RoleSwitcher, slo: Slo
+    ) -> None:
         """`target_slo` counts while nobody asks for another."""
         self.change_count = 0  # changes of the ratio so far
         self._registry = registry
@@ -45,25 +54,37 @@ class RatioController:
     # what operators ask
 
     def get_advice(self, slo: Slo | None, now: float) -> RatioReport:
-        """Raises Unavailable as long as there is nothing to go by, InvalidRequest where there is no choice."""
+        """Raises Unavailable as long as there is nothing to go by, InvalidRequest where there is no
+        choice."""
         objective = slo or self.target_slo
         candidates, machine = self._candidate_splits(now), self._node_profile()
         if not candidates or machine is None:
-            raise InvalidRequest("there is no choice: prefill and decode nodes are needed, one of each at least")
-        workload = self._placement_state.workload_meter.summarize_workload(ADVICE_WINDOW, now, self._queued_shapes())
+            raise InvalidRequest(
+                "there is no choice: prefill and decode nodes are needed, one of each at least"
+            )
+        workload = self._placement_state.workload_meter.summarize_workload(
+            ADVICE_WINDOW, now, self._queued_shapes()
+        )
         if workload is None or len(workload.requests) < MIN_REQUESTS:
             count = len(workload.requests) if workload else 0
             raise ServiceUnavailable(
-                f"{count} requests came in the last {WINDOW:g} s: advice needs {ENOUGH} at least", retry_after=ADVICE_WINDOW
+                f"{count} requests came in the last {ADVICE_WINDOW:g} s: advice needs {MIN_REQUESTS} at least",
+                retry_after=ADVICE_WINDOW,
             )
         forecaster = SplitForecaster(workload, machine, objective)
-        advice = compute_advice(forecaster, candidates, self._role_switcher.projected_split(now), objective)
+        advice = compute_advice(
+            forecaster, candidates, self._role_switcher.projected_split(now), objective
+        )
         meter = self._placement_state.workload_meter
-        service, stages = meter.compute_slo_results(objective, ADVICE_WINDOW, now), meter.compute_mean_stages(ADVICE_WINDOW, now)
+        service, stages = (
+            meter.compute_slo_results(objective, ADVICE_WINDOW, now),
+            meter.compute_mean_stages(ADVICE_WINDOW, now),
+        )
         return RatioReport(advice, workload, service, stages, self._waiting_by_role())
 
     def enable_auto(self, slo: Slo | None, patience: float, now: float) -> None:
-        """Keep the objective from now on; nodes that are to switch have `patience` seconds for what they do."""
+        """Keep the objective from now on; nodes that are to switch have `patience` seconds for what
+        they do."""
         self._planner = RatioPlanner(slo or self._default_slo, now)
         self._drain_timeout = patience
 
@@ -82,7 +103,9 @@ class RatioController:
             self._planner.skip_evaluation("no node is here", now)
             return None
         heading, moving = self._role_switcher.projected_split(now), len(self._role_switcher.pending)
-        sight = ClusterSnapshot(heading, moving, self._candidate_splits(now), machine, self._queued_shapes())
+        sight = ClusterSnapshot(
+            heading, moving, self._candidate_splits(now), machine, self._queued_shapes()
+        )
         wanted = self._planner.choose_split(sight, self._placement_state.workload_meter, now)
         if wanted is not None:
             self._role_switcher.set_target(wanted, self._drain_timeout, now)
@@ -109,12 +132,16 @@ class RatioController:
 
     def get_slo_results(self, now: float) -> SloResults:
         """Of the last minute."""
-        return self._placement_state.workload_meter.compute_slo_results(self.target_slo, ADVICE_WINDOW, now)
+        return self._placement_state.workload_meter.compute_slo_results(
+            self.target_slo, ADVICE_WINDOW, now
+        )
 
     # inside
 
     def _candidate_splits(self, now: float) -> list[RoleSplit]:
-        return [split for split in self._role_switcher.list_possible_splits(now) if split.prefill_nodes]
+        return [
+            split for split in self._role_switcher.list_possible_splits(now) if split.prefill_nodes
+        ]
 
     def _node_profile(self) -> NodeProfile | None:
         """The nodes as one kind, by what all of them have shown."""
@@ -131,9 +158,17 @@ class RatioController:
 
     def _queued_shapes(self) -> list[tuple[float, RequestShape]]:
         """Clients' requests that wait in the coordinator, and when they came."""
-        waiting = [record for record in self._table.records.values() if record.state is RequestState.QUEUED]
+        waiting = [
+            record for record in self._table.records.values() if record.state is RequestState.QUEUED
+        ]
         return [
-            (record.timestamps.arrival, RequestShape(len(record.request.prompt_token_ids), self._placement_state.expected_output_tokens(record.request)))
+            (
+                record.timestamps.arrival,
+                RequestShape(
+                    len(record.request.prompt_token_ids),
+                    self._placement_state.expected_output_tokens(record.request),
+                ),
+            )
             for record in waiting
             if not record.is_internal
         ]

@@ -1,8 +1,9 @@
 """Keeps an objective by changing the ratio, no more often than that pays.
 
-Every `EVALUATION_PERIOD` seconds it looks at what was asked in the last `DEMAND_WINDOW` seconds, with what still waits (`forecast`), and at
-what every split would have made of what came before (`hindsight`). It changes the ratio if the objective is missed,
-another split is predicted to keep it for `MIN_GAIN` more of the requests, and one of these holds:
+Every `EVALUATION_PERIOD` seconds it looks at what was asked in the last `DEMAND_WINDOW` seconds,
+with what still waits (`forecast`), and at what every split would have made of what came before
+(`hindsight`). It changes the ratio if the objective is missed, another split is predicted to keep
+it for `MIN_GAIN` more of the requests, and one of these holds:
 
     proved    in the last `LONG` seconds that split would have missed fewer requests than the present one, by the price
               of a change: it serves the whole better, whatever the load is just now
@@ -10,18 +11,21 @@ another split is predicted to keep it for `MIN_GAIN` more of the requests, and o
               nothing else is left, since hardly any request is predicted to be in time as it is. This bets that the
               load stays as it is now
 
-The *price* of a change is the requests that come in `PRICE[0]` seconds, and `PRICE[1]` more for all nodes that change
-their role. A bet that is taken back has paid if its split missed fewer requests than the one before would have
-meanwhile, by the price of both ways. If it has not, the load swings faster than it is worth following: no other bet is
-made for `TRIAL_PAUSE_SECONDS` seconds, twice as long each time that happens again, until one pays. So phases that last are followed,
-and a load that swings comes to be served by the split that serves the whole best.
+The *price* of a change is the requests that come in `PRICE[0]` seconds, and `PRICE[1]` more for all
+nodes that change their role. A bet that is taken back has paid if its split missed fewer requests
+than the one before would have meanwhile, by the price of both ways. If it has not, the load swings
+faster than it is worth following: no other bet is made for `TRIAL_PAUSE_SECONDS` seconds, twice as
+long each time that happens again, until one pays. So phases that last are followed, and a load that
+swings comes to be served by the split that serves the whole best.
 
-Following with a price is a metrical task system (Borodin, Linial, Saks: "An optimal on-line algorithm for metrical task
-system", J. ACM 1992): who moves once as much was lost as the move costs loses little against one who knows the future.
-The pauses are for loads that swing just as fast as makes such a follower lose most.
+Following with a price is a metrical task system (Borodin, Linial, Saks: "An optimal on-line
+algorithm for metrical task system", J. ACM 1992): who moves once as much was lost as the move costs
+loses little against one who knows the future. The pauses are for loads that swing just as fast as
+makes such a follower lose most.
 
-Demand is measured where requests arrive, so it does not depend on the split: a move does not move its own forecast.
-Nodes on their way to a role count as having it, and while there are any nothing is decided.
+Demand is measured where requests arrive, so it does not depend on the split: a move does not move
+its own forecast. Nodes on their way to a role count as having it, and while there are any nothing
+is decided.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +33,18 @@ from dataclasses import dataclass
 
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from coordinator.core.ratio.advisor import EQUAL_ATTAINMENT
-from coordinator.core.ratio.split_forecast import SplitForecaster, NodeProfile
-from coordinator.core.ratio.backtest import HISTORY_SECONDS, SplitBacktest
 from coordinator.core.estimates.workload import RequestShape, WorkloadMeter
+from coordinator.core.ratio.advisor import EQUAL_ATTAINMENT
+from coordinator.core.ratio.backtest import HISTORY_SECONDS, SplitBacktest
+from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
 
 EVALUATION_PERIOD = 2.5  # seconds
 DEMAND_WINDOW, EVIDENCE_WINDOW = 15.0, 30.0
 MIN_REQUESTS = 20  # requests in the fast window
-MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = 0.95, 0.8  # of the requests, measured and predicted within the objective: it is kept
+MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = (
+    0.95,
+    0.8,
+)  # of the requests, measured and predicted within the objective: it is kept
 MIN_GAIN = 0.05  # of the requests
 CONFIRMATIONS = 2  # that agree
 HOPELESS_ATTAINMENT, STRIKING_GAIN = 0.05, 0.5  # of the requests: predicted as it is, and gained
@@ -48,8 +55,9 @@ TRIAL_PAUSE_SECONDS, MAX_PAUSE_DOUBLINGS = 480.0, 3
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster at a look. `current_split`: nodes by the role that they have or are on their way to, which `switching_nodes` of them
-    are. `queued_requests`: requests that are not placed, and when they came."""
+    """The cluster at a look. `current_split`: nodes by the role that they have or are on their way
+    to, which `switching_nodes` of them are. `queued_requests`: requests that are not placed, and
+    when they came."""
 
     current_split: RoleSplit
     switching_nodes: int
@@ -60,7 +68,8 @@ class ClusterSnapshot:
 
 @dataclass(slots=True)
 class _TrialSplit:
-    """`requests_saved`: requests that the split before, `previous_split`, would have missed. `switching_cost`: of going there and back."""
+    """`requests_saved`: requests that the split before, `previous_split`, would have missed.
+    `switching_cost`: of going there and back."""
 
     previous_split: RoleSplit
     switching_cost: float = 0.0
@@ -84,7 +93,9 @@ class RatioPlanner:
         """There is nothing to look at."""
         self.reason, self.next_evaluation_at = reason, now + EVALUATION_PERIOD
 
-    def choose_split(self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float) -> RoleSplit | None:
+    def choose_split(
+        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+    ) -> RoleSplit | None:
         """The ratio to be set now, if any; `reason` tells why, or why not."""
         self.next_evaluation_at = now + EVALUATION_PERIOD
         present = sight.current_split
@@ -92,31 +103,50 @@ class RatioPlanner:
             self.reason = f"{present} has no node of one role"
             return None
         asked = meter.list_arrivals_since(self._backtest.replayed_until)
-        self._backtest.add_requests(asked, meter.computed_share, sight.node_profile, sight.candidate_splits, present, now)
+        self._backtest.add_requests(
+            asked, meter.computed_share, sight.node_profile, sight.candidate_splits, present, now
+        )
         if self._trial is not None:
-            self._trial.requests_saved += self._backtest.count_saved(present, self._trial.previous_split)
+            self._trial.requests_saved += self._backtest.count_saved(
+                present, self._trial.previous_split
+            )
         wanted, self.reason = self._evaluate(sight, meter, now)
         if wanted is not None:
-            self._cooldown_until, self._proven_streak, self._hopeless_streak = now + COOLDOWN_SECONDS, 0, 0
+            self._cooldown_until, self._proven_streak, self._hopeless_streak = (
+                now + COOLDOWN_SECONDS,
+                0,
+                0,
+            )
             self._backtest.on_split_changed(present, wanted)
         return wanted
 
-    def _evaluate(self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float) -> tuple[RoleSplit | None, str]:
+    def _evaluate(
+        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+    ) -> tuple[RoleSplit | None, str]:
         present = sight.current_split
         if sight.switching_nodes:
             self._cooldown_until = now + COOLDOWN_SECONDS
-            return None, f"{sight.moving} nodes are on their way to {present} and count as there"
+            return (
+                None,
+                f"{sight.switching_nodes} nodes are on their way to {present} and count as there",
+            )
         asked = meter.summarize_workload(DEMAND_WINDOW, now, sight.queued_requests)
         if asked is None or len(asked.requests) < MIN_REQUESTS:
             count = len(asked.requests) if asked else 0
-            return None, f"{count} requests in {FAST:g} s say too little"
-        forecaster, measured = SplitForecaster(asked, sight.node_profile, self.target_slo), self._measured_attainment(sight, meter, now)
+            return None, f"{count} requests in {DEMAND_WINDOW:g} s say too little"
+        forecaster, measured = (
+            SplitForecaster(asked, sight.node_profile, self.target_slo),
+            self._measured_attainment(sight, meter, now),
+        )
         expected = forecaster.compute_attainment(present)
-        told = f"{expected:.0%} are predicted within {self.slo}, {measured:.0%} were"
+        told = f"{expected:.0%} are predicted within {self.target_slo}, {measured:.0%} were"
         if measured >= MIN_MEASURED_ATTAINMENT and expected >= MIN_PREDICTED_ATTAINMENT:
             self._proven_streak = self._hopeless_streak = 0
             return None, f"kept: {told}"
-        shares = {split: forecaster.compute_attainment(split) for split in forecaster.list_least_loaded(sight.candidate_splits)}
+        shares = {
+            split: forecaster.compute_attainment(split)
+            for split in forecaster.list_least_loaded(sight.candidate_splits)
+        }
         better = {split: share for split, share in shares.items() if share >= expected + MIN_GAIN}
         if not better:
             return None, f"missed, and no split is predicted to do much better: {told}"
@@ -125,7 +155,12 @@ class RatioPlanner:
         return self._select_better(present, expected, better, told, now)
 
     def _select_better(
-        self, present: RoleSplit, expected: float, better: Mapping[RoleSplit, float], told: str, now: float
+        self,
+        present: RoleSplit,
+        expected: float,
+        better: Mapping[RoleSplit, float],
+        told: str,
+        now: float,
     ) -> tuple[RoleSplit | None, str]:
         proved = [split for split in better if self._pays_off(present, split, HISTORY_SECONDS)]
         self._proven_streak = self._proven_streak + 1 if proved else 0
@@ -135,20 +170,32 @@ class RatioPlanner:
             split
             for split, share in better.items()
             if self._pays_off(present, split, EVIDENCE_WINDOW)
-            or (self._hopeless_streak >= CONFIRMATIONS and share >= expected + STRIKING_GAIN and self._is_no_worse(present, split))
+            or (
+                self._hopeless_streak >= CONFIRMATIONS
+                and share >= expected + STRIKING_GAIN
+                and self._is_no_worse(present, split)
+            )
         ]
         if not able:
-            return None, f"missed, and what came in {EVIDENCE:g} s says no change would have paid yet: {told}"
+            return (
+                None,
+                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid yet: {told}",
+            )
         if not proved and now < self._trials_paused_until:
             left = self._trials_paused_until - now
             return None, f"missed: {told}: the load swings, and is not followed for {left:.0f} s"
         if now < self._cooldown_until:
-            return None, f"missed: {told}: {self._rested - now:.0f} s of rest are left after the last change"
+            return (
+                None,
+                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the last change",
+            )
         if not proved and self._hopeless_streak:
             best = _nearest_good_split(present, {split: better[split] for split in able})
         else:
             window = HISTORY_SECONDS if proved else EVIDENCE_WINDOW
-            best = min(able, key=lambda split: self._missed_with_switching_cost(present, split, window))
+            best = min(
+                able, key=lambda split: self._missed_with_switching_cost(present, split, window)
+            )
         self._settle_trial(present, best, now)
         if not proved:
             self._trial = self._trial or _TrialSplit(present)
@@ -158,7 +205,12 @@ class RatioPlanner:
     def _settle_trial(self, present: RoleSplit, to: RoleSplit, now: float) -> None:
         """A change towards where a bet came from ends it."""
         bet = self._trial
-        if bet is None or (bet.previous_split.prefill_nodes - present.prefill_nodes) * (to.prefill_nodes - present.prefill_nodes) <= 0:
+        if (
+            bet is None
+            or (bet.previous_split.prefill_nodes - present.prefill_nodes)
+            * (to.prefill_nodes - present.prefill_nodes)
+            <= 0
+        ):
             return
         if bet.requests_saved >= bet.switching_cost:
             self._failed_trials = 0
@@ -168,12 +220,18 @@ class RatioPlanner:
         self._trial = None
 
     def _pays_off(self, present: RoleSplit, other: RoleSplit, seconds: float) -> bool:
-        return self._missed_with_switching_cost(present, other, seconds) <= self._backtest.count_missed(present, seconds)
+        return self._missed_with_switching_cost(
+            present, other, seconds
+        ) <= self._backtest.count_missed(present, seconds)
 
     def _is_no_worse(self, present: RoleSplit, other: RoleSplit) -> bool:
-        return self._backtest.count_missed(other, EVIDENCE_WINDOW) <= self._backtest.count_missed(present, EVIDENCE_WINDOW)
+        return self._backtest.count_missed(other, EVIDENCE_WINDOW) <= self._backtest.count_missed(
+            present, EVIDENCE_WINDOW
+        )
 
-    def _missed_with_switching_cost(self, present: RoleSplit, other: RoleSplit, seconds: float) -> float:
+    def _missed_with_switching_cost(
+        self, present: RoleSplit, other: RoleSplit, seconds: float
+    ) -> float:
         """Requests that `other` would have missed, with the price of the change to it."""
         return self._backtest.count_missed(other, seconds) + self._switching_cost(present, other)
 
@@ -181,18 +239,33 @@ class RatioPlanner:
         """In requests."""
         fixed, all_nodes = SWITCHING_COST_SECONDS
         nodes = abs(other.prefill_nodes - present.prefill_nodes) / present.total_nodes
-        return self._backtest.count_requests(EVIDENCE_WINDOW) / EVIDENCE_WINDOW * (fixed + all_nodes * nodes)
+        return (
+            self._backtest.count_requests(EVIDENCE_WINDOW)
+            / EVIDENCE_WINDOW
+            * (fixed + all_nodes * nodes)
+        )
 
-    def _measured_attainment(self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float) -> float:
-        """The share within the objective of those who ended lately, and of those who have waited too long already."""
-        service, ttft = meter.compute_slo_results(self.target_slo, DEMAND_WINDOW, now), self.target_slo.ttft_seconds
+    def _measured_attainment(
+        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+    ) -> float:
+        """The share within the objective of those who ended lately, and of those who have waited
+        too long already."""
+        service, ttft = (
+            meter.compute_slo_results(self.target_slo, DEMAND_WINDOW, now),
+            self.target_slo.ttft_seconds,
+        )
         late = sum(ttft is not None and now - at > ttft for at, _ in sight.queued_requests)
-        return service.good_requests / (service.ended_requests + late) if service.ended_requests + late else 1.0
+        return (
+            service.good_requests / (service.ended_requests + late)
+            if service.ended_requests + late
+            else 1.0
+        )
 
 
 def _nearest_good_split(present: RoleSplit, shares: Mapping[RoleSplit, float]) -> RoleSplit:
     """Of those that are about as good as the best."""
     least = max(shares.values()) - EQUAL_ATTAINMENT
     return min(
-        (split for split in shares if shares[split] >= least), key=lambda split: abs(split.prefill_nodes - present.prefill_nodes)
+        (split for split in shares if shares[split] >= least),
+        key=lambda split: abs(split.prefill_nodes - present.prefill_nodes),
     )

@@ -1,4 +1,5 @@
-"""How long the next one waits for one of several equal places, also where work comes faster than it can be done.
+"""How long the next one waits for one of several equal places, also where work comes faster than it
+can be done.
 
 A wait longer than x, `seconds` after an empty start:
 
@@ -8,8 +9,9 @@ A wait longer than x, `seconds` after an empty start:
     backlog     a reflected Brownian motion with drift `load - 1` and variance `service (ca2 + cs2) / places` a second
                 (Harrison, "Brownian Motion and Stochastic Flow Systems", 1985): in closed form at any moment
 
-For a load below 1 and long after the start this is the formula of Allen and Cunneen for G/G/m queues (Bolch, Greiner,
-de Meer, Trivedi, "Queueing Networks and Markov Chains", 2006, 6.3.4). Above 1 it is the line that grows with time.
+For a load below 1 and long after the start this is the formula of Allen and Cunneen for G/G/m
+queues (Bolch, Greiner, de Meer, Trivedi, "Queueing Networks and Markov Chains", 2006, 6.3.4). Above
+1 it is the line that grows with time.
 """
 
 import math
@@ -20,17 +22,26 @@ _MAX_ERLANG_SERVERS = 4096  # places; with more the formula gives no other answe
 
 
 class MultiServerQueue:
-    """`load` is work that comes over what all places can do; `service` in seconds of one place; `arrivals` and
-    `services` are squared coefficients of variation (of arrivals: the variance of their number over its mean). Looked
-    at are those who come within `horizon` seconds of an empty start."""
+    """`load` is work that comes over what all places can do; `service` in seconds of one place;
+    `arrivals` and `services` are squared coefficients of variation (of arrivals: the variance of
+    their number over its mean). Looked at are those who come within `horizon` seconds of an empty
+    start."""
 
     def __init__(
-        self, places: int, load: float, service: float, arrivals: float, services: float, horizon: float
+        self,
+        places: int,
+        load: float,
+        service: float,
+        arrivals: float,
+        services: float,
+        horizon: float,
     ) -> None:
         self.load = load
         self._all_busy = erlang_c(places, load)
         self._drift, self._variance = load - 1.0, service * (arrivals + services) / places
-        self._time_points = [horizon * (place + 0.5) / _TIME_POINTS for place in range(_TIME_POINTS)]
+        self._time_points = [
+            horizon * (place + 0.5) / _TIME_POINTS for place in range(_TIME_POINTS)
+        ]
 
     def wait_tail(self, seconds: float) -> float:
         """Probability."""
@@ -38,7 +49,10 @@ class MultiServerQueue:
             return 1.0
         if self._all_busy < _NEGLIGIBLE:
             return 0.0
-        tails = (backlog_tail(seconds, moment, self._drift, self._variance) for moment in self._time_points)
+        tails = (
+            backlog_tail(seconds, moment, self._drift, self._variance)
+            for moment in self._time_points
+        )
         return self._all_busy * math.fsum(tails) / _TIME_POINTS
 
 
@@ -54,8 +68,8 @@ def erlang_c(places: int, load: float) -> float:
 
 
 def backlog_tail(x: float, seconds: float, drift: float, variance: float) -> float:
-    """The probability that a Brownian motion of that drift and variance, held at or above 0 and begun there, is above
-    `x` after so many seconds."""
+    """The probability that a Brownian motion of that drift and variance, held at or above 0 and
+    begun there, is above `x` after so many seconds."""
     spread = math.sqrt(variance * seconds)
     if spread == 0.0:
         return float(drift * seconds > x)

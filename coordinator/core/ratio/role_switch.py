@@ -14,7 +14,9 @@ from enum import Enum
 from baton.types import Incarnation, NodeName, RequestId, Role
 from coordinator.core.common.messages import RoleSwitchReport
 
-ORDER_TIMEOUT_SECONDS = 30.0  # seconds in which a node that has nothing placed on it must have joined in its new role
+ORDER_TIMEOUT_SECONDS = (
+    30.0  # seconds in which a node that has nothing placed on it must have joined in its new role
+)
 PROBE_TIMEOUT_SECONDS = 30.0
 PROBE_BACKOFF_SECONDS = 0.5  # seconds between a probe that failed and the next
 
@@ -28,8 +30,8 @@ class RoleSwitchPhase(Enum):
 
 @dataclass(slots=True)
 class PendingRoleSwitch:
-    """`incarnation` is the present one. `generation`: of the ratio for which it began. `due_at`: when time alone ends the
-    phase. Moments on the brain's clock; None has not come."""
+    """`incarnation` is the present one. `generation`: of the ratio for which it began. `due_at`:
+    when time alone ends the phase. Moments on the brain's clock; None has not come."""
 
     node: NodeName
     incarnation: Incarnation
@@ -46,7 +48,11 @@ class PendingRoleSwitch:
     detail: str = ""
 
     def mark_ordered(self, now: float) -> None:
-        self.phase, self.ordered_at, self.due_at = RoleSwitchPhase.ORDERED, now, now + ORDER_TIMEOUT_SECONDS
+        self.phase, self.ordered_at, self.due_at = (
+            RoleSwitchPhase.ORDERED,
+            now,
+            now + ORDER_TIMEOUT_SECONDS,
+        )
 
     def mark_joined(self, incarnation: Incarnation, now: float) -> None:
         self.incarnation, self.joined_at = incarnation, now
@@ -56,7 +62,12 @@ class PendingRoleSwitch:
         self.probe_count += 1
 
     def back_off(self, reason: str, now: float) -> None:
-        self.phase, self.probe_request, self.due_at, self.detail = RoleSwitchPhase.RESTING, None, now + PROBE_BACKOFF_SECONDS, reason
+        self.phase, self.probe_request, self.due_at, self.detail = (
+            RoleSwitchPhase.RESTING,
+            None,
+            now + PROBE_BACKOFF_SECONDS,
+            reason,
+        )
 
     def build_report(self, outcome: str, now: float, detail: str = "") -> RoleSwitchReport:
         """As it stands: `outcome` of one that is over, or its phase."""

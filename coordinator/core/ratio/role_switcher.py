@@ -1,26 +1,36 @@
 """Brings nodes to the roles that the ratio asks for: drain, order, probe, and into service.
 
-Soft state: a coordinator that restarts has no target, and takes each node for what its join says. A node that restarts
-in its first role while there is a target is switched again.
+Soft state: a coordinator that restarts has no target, and takes each node for what its join says. A
+node that restarts in its first role while there is a target is switched again.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
 
-from baton.errors import BatonError, Cancelled, NodeDrained, InvalidRequest, NodeStalled
-from baton.role_split import RoleSplit, list_possible_splits, format_splits
+from baton.errors import BatonError, Cancelled, InvalidRequest, NodeDrained, NodeStalled
+from baton.role_split import RoleSplit, format_splits, list_possible_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
-from coordinator.core.ratio.role_switch import ORDER_TIMEOUT_SECONDS, PROBE_TIMEOUT_SECONDS, PendingRoleSwitch, RoleSwitchPhase
-from coordinator.core.common.messages import SendOrder, SetRoleOrder, RoleSwitchReport
-from coordinator.core.ratio.role_moves import NodeRoleState, plan_role_moves, opposite_role
-from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
-from coordinator.core.requests.table import RequestTable
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
+from coordinator.core.common.messages import RoleSwitchReport, SendOrder, SetRoleOrder
+from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
+from coordinator.core.ratio.role_moves import NodeRoleState, opposite_role, plan_role_moves
+from coordinator.core.ratio.role_switch import (
+    ORDER_TIMEOUT_SECONDS,
+    PROBE_TIMEOUT_SECONDS,
+    PendingRoleSwitch,
+    RoleSwitchPhase,
+)
+from coordinator.core.requests.table import RequestTable
 
 MAX_FINISHED = 64  # reports of changes that are over
 MAX_CONCURRENT = 64  # nodes between two roles
-UNSTAFFED_SECONDS = 5.0  # seconds that a role may have nobody before a node of the other one takes it
-_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 30.0  # seconds after a change of a node that failed
+UNSTAFFED_SECONDS = (
+    5.0  # seconds that a role may have nobody before a node of the other one takes it
+)
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = (
+    1.0,
+    30.0,
+)  # seconds after a change of a node that failed
 _PROBE_OUTPUT_TOKENS = 2  # of a probe: one by prefill, one by decode
 _PROBE_BLOCKS = 2
 
@@ -28,9 +38,12 @@ DropNode = Callable[[NodeMember, BatonError, float], None]
 
 
 class RoleSwitcher:
-    """`drop` gives up a node. Inputs only note what has happened; `advance_switches`, after each of them, acts on it."""
+    """`drop` gives up a node. Inputs only note what has happened; `advance_switches`, after each of
+    them, acts on it."""
 
-    def __init__(self, registry: NodeRegistry, table: RequestTable, mode: str, drop: DropNode) -> None:
+    def __init__(
+        self, registry: NodeRegistry, table: RequestTable, mode: str, drop: DropNode
+    ) -> None:
         self.target_split: RoleSplit | None = None
         self.target_generation = 0  # counts the targets
         self.pending: dict[NodeName, PendingRoleSwitch] = {}
@@ -43,20 +56,22 @@ class RoleSwitcher:
         self._drain_timeout = 0.0
         self._failures: Counter[NodeName] = Counter()
         self._backoff_until: dict[NodeName, float] = {}
-        self._unstaffed_until: dict[Role, float | None] = {}  # roles that nobody has: how long that is borne, None: no longer
+        self._unstaffed_until: dict[
+            Role, float | None
+        ] = {}  # roles that nobody has: how long that is borne, None: no longer
         self._needs_reconcile = False
 
     # inputs
 
     def set_target(self, target: RoleSplit, patience: float, now: float) -> None:
-        """From now on, instead of any target before. What a node still does after `patience` seconds is placed again
-        elsewhere. Raises InvalidRequest."""
+        """From now on, instead of any target before. What a node still does after `patience`
+        seconds is placed again elsewhere. Raises InvalidRequest."""
         nodes = len(self._role_states(now))
         possible = list_possible_splits(nodes, self._mode)
         if target not in possible:
             raise InvalidRequest(
                 f"ratio {target} is not possible with {nodes} live nodes in mode {self._mode}: "
-                f"possible are {told(possible)}",
+                f"possible are {format_splits(possible)}",
                 param="ratio",
             )
         self.target_split, self._drain_timeout = target, patience
@@ -94,9 +109,11 @@ class RoleSwitcher:
     def run_due(self, now: float) -> None:
         for name in self._registry.switching_drains.pop_due(now):
             flip = self.pending[name]
-            error = NodeDrained(f"node {name} takes the role {flip.to.value}")
+            error = NodeDrained(f"node {name} takes the role {flip.target_role.value}")
             self._table.evacuate_node(flip.incarnation, error, now)
-        for flip in [flip for flip in self.pending.values() if flip.due_at is not None and flip.due_at <= now]:
+        for flip in [
+            flip for flip in self.pending.values() if flip.due_at is not None and flip.due_at <= now
+        ]:
             if flip.phase is RoleSwitchPhase.ORDERED:
                 self._give_up_node(flip, now)
             else:
@@ -104,13 +121,22 @@ class RoleSwitcher:
         for name in [name for name, until in self._backoff_until.items() if until <= now]:
             del self._backoff_until[name]
             self._needs_reconcile = True
-        for role in [role for role, until in self._unstaffed_until.items() if until is not None and until <= now]:
+        for role in [
+            role
+            for role, until in self._unstaffed_until.items()
+            if until is not None and until <= now
+        ]:
             self._unstaffed_until[role] = None
             self._needs_reconcile = True
 
     def next_due_at(self) -> float | None:
         dues = (flip.due_at for flip in self.pending.values())
-        times = (self._registry.switching_drains.next_deadline(), *dues, *self._backoff_until.values(), *self._unstaffed_until.values())
+        times = (
+            self._registry.switching_drains.next_deadline(),
+            *dues,
+            *self._backoff_until.values(),
+            *self._unstaffed_until.values(),
+        )
         return min((time for time in times if time is not None), default=None)
 
     def advance_switches(self, now: float) -> None:
@@ -121,10 +147,16 @@ class RoleSwitcher:
             return
         if self._needs_reconcile and self.target_split is not None:
             self._reconcile(self.target_split, now)
-        for flip in [flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.DRAINING]:
+        for flip in [
+            flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.DRAINING
+        ]:
             if not self._table.loads.count_attempts(flip.incarnation):
                 self._order_switch(flip, now)
-        for flip in [flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.PROBING and flip.probe_request is None]:
+        for flip in [
+            flip
+            for flip in self.pending.values()
+            if flip.phase is RoleSwitchPhase.PROBING and flip.probe_request is None
+        ]:
             self._send_probe(flip, now)
 
     # views
@@ -132,17 +164,24 @@ class RoleSwitcher:
     def expects_disconnect(self, node: NodeMember) -> bool:
         """The node was told to end its stream and join anew."""
         flip = self.pending.get(node.info.name)
-        return flip is not None and flip.phase is RoleSwitchPhase.ORDERED and flip.incarnation == node.incarnation
+        return (
+            flip is not None
+            and flip.phase is RoleSwitchPhase.ORDERED
+            and flip.incarnation == node.incarnation
+        )
 
     @property
     def is_settled(self) -> bool:
-        """The nodes have the roles that were asked for, and serve in them or are kept from it by others."""
+        """The nodes have the roles that were asked for, and serve in them or are kept from it by
+        others."""
         have = self.current_split()
         return self.target_split is None or (not self.pending and have == self.target_split)
 
     def current_split(self) -> RoleSplit:
         """Live nodes by the role that they have, but for those on their way to another."""
-        still = [node for node in self._registry.nodes.values() if node.info.name not in self.pending]
+        still = [
+            node for node in self._registry.nodes.values() if node.info.name not in self.pending
+        ]
         have = Counter(node.info.role for node in still if not node.is_leaving)
         return RoleSplit(have[Role.PREFILL], have[Role.DECODE])
 
@@ -163,7 +202,11 @@ class RoleSwitcher:
                 self._unstaffed_until.setdefault(role, now + UNSTAFFED_SECONDS)
             else:
                 self._unstaffed_until.pop(role, None)
-        wanted = plan_role_moves(target, standings, [role for role, until in self._unstaffed_until.items() if until is None])
+        wanted = plan_role_moves(
+            target,
+            standings,
+            [role for role, until in self._unstaffed_until.items() if until is None],
+        )
         self._needs_reconcile = bool(wanted)  # what follows from it is seen at the next input
         for move in wanted[: max(0, MAX_CONCURRENT - len(self.pending))]:
             flip = self.pending.get(move.name)
@@ -178,11 +221,19 @@ class RoleSwitcher:
 
     def _role_states(self, now: float) -> list[NodeRoleState]:
         serving = {node.incarnation for node in self._registry.nodes_in_service()}
-        found = [self._role_state(node, node.incarnation in serving) for node in self._registry.nodes.values()]
+        found = [
+            self._role_state(node, node.incarnation in serving)
+            for node in self._registry.nodes.values()
+        ]
         away = [flip for flip in self.pending.values() if self._registry.by_name(flip.node) is None]
         return [
             *(standing for standing in found if standing is not None),
-            *(NodeRoleState(flip.node, flip.target_role, is_serving=False, is_switching=True, is_locked=True) for flip in away),
+            *(
+                NodeRoleState(
+                    flip.node, flip.target_role, is_serving=False, is_switching=True, is_locked=True
+                )
+                for flip in away
+            ),
         ]
 
     def _role_state(self, node: NodeMember, serves: bool) -> NodeRoleState | None:
@@ -190,16 +241,31 @@ class RoleSwitcher:
         name, load = node.info.name, self._table.loads.count_attempts(node.incarnation)
         flip = self.pending.get(name)
         if flip is not None:
-            leaving, fixed = flip.phase is RoleSwitchPhase.DRAINING, flip.phase is RoleSwitchPhase.ORDERED
-            return NodeRoleState(name, flip.target_role, is_serving=False, is_switching=True, is_draining=leaving, is_locked=fixed, attempts=load)
+            leaving, fixed = (
+                flip.phase is RoleSwitchPhase.DRAINING,
+                flip.phase is RoleSwitchPhase.ORDERED,
+            )
+            return NodeRoleState(
+                name,
+                flip.target_role,
+                is_serving=False,
+                is_switching=True,
+                is_draining=leaving,
+                is_locked=fixed,
+                attempts=load,
+            )
         if node.is_leaving:
             return None
         fixed = name in self._backoff_until or not (serves or name in self._registry.drains)
-        return NodeRoleState(name, node.info.role, is_serving=serves, is_locked=fixed, attempts=load)
+        return NodeRoleState(
+            name, node.info.role, is_serving=serves, is_locked=fixed, attempts=load
+        )
 
     def _start_switch(self, node: NodeMember, to: Role, now: float) -> None:
         name = node.info.name
-        self.pending[name] = PendingRoleSwitch(name, node.incarnation, opposite_role(to), to, self.target_generation, now)
+        self.pending[name] = PendingRoleSwitch(
+            name, node.incarnation, opposite_role(to), to, self.target_generation, now
+        )
         self._registry.switching_drains.start_drain(name, now + self._drain_timeout)
         self._table.needs_placement = True
 
@@ -211,15 +277,19 @@ class RoleSwitcher:
     def _give_up_node(self, flip: PendingRoleSwitch, now: float) -> None:
         """It was told, and has not come back in time."""
         node = self._registry.by_name(flip.node)
-        why = f"node {flip.node} did not take the role {flip.to.value} within {ORDER_PATIENCE:g} s"
+        why = f"node {flip.node} did not take the role {flip.target_role.value} within {ORDER_TIMEOUT_SECONDS:g} s"
         self._finish_switch(flip, "lost", now, why)
         if node is not None:
             self._drop_node(node, NodeStalled(why), now)
 
-    def _finish_switch(self, flip: PendingRoleSwitch, outcome: str, now: float, detail: str = "") -> None:
+    def _finish_switch(
+        self, flip: PendingRoleSwitch, outcome: str, now: float, detail: str = ""
+    ) -> None:
         del self.pending[flip.node]
         self._registry.switching_drains.end_drain(flip.node)
-        probe = self._table.records.get(flip.probe_request) if flip.probe_request is not None else None
+        probe = (
+            self._table.records.get(flip.probe_request) if flip.probe_request is not None else None
+        )
         if probe is not None:
             self._table.end_request(probe, Cancelled("the node is not to be probed any more"), now)
         if outcome == "lost":
@@ -240,29 +310,42 @@ class RoleSwitcher:
         flip.phase, flip.probe_request, flip.due_at = RoleSwitchPhase.PROBING, None, None
 
     def _send_probe(self, flip: PendingRoleSwitch, now: float) -> None:
-        """A prompt of more than a block, salted so that no cache has it: it must be computed, and handed off if the
-        mode has hand-offs. A new prefill node answers alone where no decode node has room: it is needed all the same,
-        and there is nobody to hand off to."""
+        """A prompt of more than a block, salted so that no cache has it: it must be computed, and
+        handed off if the mode has hand-offs. A new prefill node answers alone where no decode node
+        has room: it is needed all the same, and there is nobody to hand off to."""
         model = self._registry.model_identity
         assert model is not None, "a node has joined"
         smallest = min(node.info.max_context_tokens for node in self._registry.nodes.values())
-        request = RequestId(f"probe-{flip.incarnation}-{flip.probes}")
+        request = RequestId(f"probe-{flip.incarnation}-{flip.probe_count}")
         length = max(1, min(model.layout.block_size + 1, smallest - _PROBE_OUTPUT_TOKENS))
         prompt = tuple(token % model.vocab_size for token in range(1, length + 1))
-        alone = flip.target_role is Role.PREFILL and self._table.latency_estimator.is_decode_full(blocks=_PROBE_BLOCKS)
-        sampling = SamplingParams(1 if alone else _PROBE_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        alone = flip.target_role is Role.PREFILL and self._table.latency_estimator.is_decode_full(
+            blocks=_PROBE_BLOCKS
+        )
+        sampling = SamplingParams(
+            1 if alone else _PROBE_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
+        )
         flip.start_probe(request)
-        probe = Request(request, prompt, sampling, PROBE_TIMEOUT_SECONDS, cache_salt=request.encode(), principal=INTERNAL_PRINCIPAL)
+        probe = Request(
+            request,
+            prompt,
+            sampling,
+            PROBE_TIMEOUT_SECONDS,
+            cache_salt=request.encode(),
+            principal=INTERNAL_PRINCIPAL,
+        )
         self._table.add_probe(probe, flip.incarnation, now)
 
     def _handle_probe_results(self, now: float) -> None:
         probed, self._table.ended_probes = self._table.ended_probes, []
         for request, result in probed:
-            flip = next((flip for flip in self.pending.values() if flip.probe_request == request), None)
+            flip = next(
+                (flip for flip in self.pending.values() if flip.probe_request == request), None
+            )
             if flip is None:
                 continue
             if isinstance(result, FinishReason):
                 self._failures.pop(flip.node, None)
                 self._finish_switch(flip, "done", now)
             else:
-                flip.back_off(f"probe {flip.probes} failed: {result.message}", now)
+                flip.back_off(f"probe {flip.probe_count} failed: {result.message}", now)

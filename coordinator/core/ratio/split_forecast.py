@@ -1,14 +1,16 @@
-"""What a split of the nodes would make of a workload: time to first token, time per output token, goodput.
+"""What a split of the nodes would make of a workload: time to first token, time per output token,
+goodput.
 
-Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model says. A decode node
-with a batch of n makes a step in `fixed + each n` seconds. By Little's law the batch is what comes while one is there:
+Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model
+says. A decode node with a batch of n makes a step in `fixed + each n` seconds. By Little's law the
+batch is what comes while one is there:
 
     n = rate / nodes  output (fixed + each (n + 1 / nodes))
 
-for placement keeps batches equal; in their places are also those whose prompts are being computed. The variance of the
-batch is that of a linear noise approximation around n (van Kampen, "Stochastic Processes in Physics and
-Chemistry", 1981, X), and what one answer sees of it is its average over the answer's time. Places on decode nodes are a
-second queue; who needs both waits for the scarcer.
+for placement keeps batches equal; in their places are also those whose prompts are being computed.
+The variance of the batch is that of a linear noise approximation around n (van Kampen, "Stochastic
+Processes in Physics and Chemistry", 1981, X), and what one answer sees of it is its average over
+the answer's time. Places on decode nodes are a second queue; who needs both waits for the scarcer.
 
 Nothing is said of the split where decode computes the prompts itself.
 """
@@ -20,21 +22,24 @@ from dataclasses import dataclass
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from coordinator.core.estimates.cost_model import NodeCosts
-from coordinator.core.ratio.queueing import MultiServerQueue, normal_tail
 from coordinator.core.estimates.workload import WorkloadSummary, compute_moments
+from coordinator.core.ratio.queueing import MultiServerQueue, normal_tail
 
 HORIZON_SECONDS = 60.0  # seconds for which the workload is taken to last: how long a line can grow
 _MAX_TTFT_POINTS = 32  # prompts that stand for all of them
 _BISECTIONS = 24
 _MAX_CANDIDATES = 16  # splits that are worth a closer look
 _MAX_SAMPLES = 1024  # requests
-_BATCH_IMBALANCE_VARIANCE = 0.25  # variance of batches that placement keeps as equal as whole sequences can be
+_BATCH_IMBALANCE_VARIANCE = (
+    0.25  # variance of batches that placement keeps as equal as whole sequences can be
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """One node as all of them are taken to be. `max_num_seqs`: sequences at once; `cache_tokens`: that its cache holds;
-    `transfer_costs`: seconds of a hand-off that no computing hides, as such and for each token."""
+    """One node as all of them are taken to be. `max_num_seqs`: sequences at once; `cache_tokens`:
+    that its cache holds; `transfer_costs`: seconds of a hand-off that no computing hides, as such
+    and for each token."""
 
     node_costs: NodeCosts
     max_num_seqs: int
@@ -44,8 +49,8 @@ class NodeProfile:
 
 @dataclass(frozen=True, slots=True)
 class SplitForecast:
-    """Seconds; `slo_attainment` of the requests within the objective, `goodput` of them a second. `prefill_load` and
-    `decode_load`: work that comes over what the nodes of the role can do."""
+    """Seconds; `slo_attainment` of the requests within the objective, `goodput` of them a second.
+    `prefill_load` and `decode_load`: work that comes over what the nodes of the role can do."""
 
     split: RoleSplit
     ttft_p50: float
@@ -74,26 +79,49 @@ class SplitForecaster:
         costs, share = machine.node_costs, workload.computed_share
         requests = workload.requests[:: len(workload.requests) // _MAX_SAMPLES + 1]
         services = sorted(
-            (costs.prefill_seconds(new := round(one.prompt_tokens * share), one.prompt_tokens - new), fixed + each_token * one.prompt_tokens)
+            (
+                costs.prefill_seconds(
+                    new := round(one.prompt_tokens * share), one.prompt_tokens - new
+                ),
+                fixed + each_token * one.prompt_tokens,
+            )
             for one in requests
         )
         self._prefill_moments = compute_moments([seconds for seconds, _ in services])
         self._unqueued_ttfts = list(_sample_evenly([sum(pair) for pair in services]))
         steps = [max(0.0, one.output_tokens - 1.0) for one in requests]
         self._decode_step_moments = compute_moments(steps)
-        tokens = math.fsum((one.prompt_tokens + one.output_tokens / 2) * one.output_tokens for one in requests)
-        self._mean_resident_tokens = tokens / max(1.0, math.fsum(one.output_tokens for one in requests))
-        self._fixed_step_seconds, self._step_seconds_per_sequence = costs.step_seconds(0.0, 0.0), costs.step_seconds(1.0, self._mean_resident_tokens) - costs.step_seconds(0.0, 0.0)
-        self._max_batch = max(1, min(machine.max_num_seqs, int(machine.cache_tokens / max(1.0, self._mean_resident_tokens))))
+        tokens = math.fsum(
+            (one.prompt_tokens + one.output_tokens / 2) * one.output_tokens for one in requests
+        )
+        self._mean_resident_tokens = tokens / max(
+            1.0, math.fsum(one.output_tokens for one in requests)
+        )
+        self._fixed_step_seconds, self._step_seconds_per_sequence = (
+            costs.step_seconds(0.0, 0.0),
+            costs.step_seconds(1.0, self._mean_resident_tokens) - costs.step_seconds(0.0, 0.0),
+        )
+        self._max_batch = max(
+            1,
+            min(
+                machine.max_num_seqs,
+                int(machine.cache_tokens / max(1.0, self._mean_resident_tokens)),
+            ),
+        )
 
     def busy_prefill_nodes(self) -> float:
         """That the prompts keep busy."""
         return self.workload.requests_per_second * self._prefill_moments.mean
 
     def busy_decode_nodes(self) -> float:
-        """That the answers keep busy, with as many at once as a node has places for and the objective allows."""
+        """That the answers keep busy, with as many at once as a node has places for and the
+        objective allows."""
         tpot = self._slo.tpot_seconds
-        most = math.inf if tpot is None or not self._step_seconds_per_sequence else max(1.0, (tpot - self._fixed_step_seconds) / self._step_seconds_per_sequence)
+        most = (
+            math.inf
+            if tpot is None or not self._step_seconds_per_sequence
+            else max(1.0, (tpot - self._fixed_step_seconds) / self._step_seconds_per_sequence)
+        )
         return self._busy_decode_nodes_at(min(self._max_batch, most))
 
     def _busy_decode_nodes_at(self, batch: float) -> float:
@@ -103,7 +131,9 @@ class SplitForecaster:
     def compute_attainment(self, split: RoleSplit) -> float:
         """Of the requests, that are served within the objective. Both roles need a node."""
         ttft = self._slo.ttft_seconds
-        return self._tpot_attainment(split) * (1.0 if ttft is None else self._ttft_distribution(split)(ttft))
+        return self._tpot_attainment(split) * (
+            1.0 if ttft is None else self._ttft_distribution(split)(ttft)
+        )
 
     def forecast_split(self, split: RoleSplit) -> SplitForecast:
         """All of it, which takes a hundred times as long."""
@@ -111,14 +141,29 @@ class SplitForecaster:
         p50, p90, p99 = (_invert_distribution(started, q) for q in (0.5, 0.9, 0.99))
         tpot, _ = self._tpot_mean_and_stddev(split)
         prefill, decode = self._prefill_queue(split).load, self._decode_queue(split).load
-        return SplitForecast(split, p50, p90, p99, tpot, share, share * self.workload.requests_per_second, prefill, decode)
+        return SplitForecast(
+            split,
+            p50,
+            p90,
+            p99,
+            tpot,
+            share,
+            share * self.workload.requests_per_second,
+            prefill,
+            decode,
+        )
 
     def compute_bottleneck_load(self, split: RoleSplit) -> float:
-        """Work that comes over what the role that is the bottleneck can do, tokens no slower than the objective."""
-        return max(self.busy_prefill_nodes() / split.prefill_nodes, self.busy_decode_nodes() / split.decode_nodes)
+        """Work that comes over what the role that is the bottleneck can do, tokens no slower than
+        the objective."""
+        return max(
+            self.busy_prefill_nodes() / split.prefill_nodes,
+            self.busy_decode_nodes() / split.decode_nodes,
+        )
 
     def list_least_loaded(self, splits: Iterable[RoleSplit]) -> list[RoleSplit]:
-        """The `_MAX_CANDIDATES` of them with the least load at their bottleneck: the others serve less."""
+        """The `_MAX_CANDIDATES` of them with the least load at their bottleneck: the others serve
+        less."""
         return sorted(splits, key=self.compute_bottleneck_load)[:_MAX_CANDIDATES]
 
     def _ttft_distribution(self, split: RoleSplit) -> Callable[[float], float]:
@@ -127,7 +172,9 @@ class SplitForecaster:
 
         def within(seconds: float) -> float:
             left = [seconds - alone for alone in self._unqueued_ttfts]
-            started = ((1.0 - prefill.wait_tail(one)) * (1.0 - decode.wait_tail(one)) for one in left)
+            started = (
+                (1.0 - prefill.wait_tail(one)) * (1.0 - decode.wait_tail(one)) for one in left
+            )
             return math.fsum(started) / len(left)
 
         return within
@@ -142,16 +189,35 @@ class SplitForecaster:
     def _prefill_queue(self, split: RoleSplit) -> MultiServerQueue:
         load = self.busy_prefill_nodes() / split.prefill_nodes
         service = self._prefill_moments
-        return MultiServerQueue(split.prefill_nodes, load, service.mean, self.workload.burstiness, service.squared_cv, HORIZON_SECONDS)
+        return MultiServerQueue(
+            split.prefill_nodes,
+            load,
+            service.mean,
+            self.workload.burstiness,
+            service.squared_cv,
+            HORIZON_SECONDS,
+        )
 
     def _decode_queue(self, split: RoleSplit) -> MultiServerQueue:
-        load, places = self._busy_decode_nodes_at(self._max_batch) / split.decode_nodes, split.decode_nodes * self._max_batch
+        load, places = (
+            self._busy_decode_nodes_at(self._max_batch) / split.decode_nodes,
+            split.decode_nodes * self._max_batch,
+        )
         service = self._slot_seconds(self._max_batch)
-        return MultiServerQueue(places, load, service, self.workload.burstiness, self._decode_step_moments.squared_cv, HORIZON_SECONDS)
+        return MultiServerQueue(
+            places,
+            load,
+            service,
+            self.workload.burstiness,
+            self._decode_step_moments.squared_cv,
+            HORIZON_SECONDS,
+        )
 
     def _slot_seconds(self, batch: float) -> float:
         """Seconds that a request has its place, in a batch of so many."""
-        return self._prefill_slot_seconds + self._decode_step_moments.mean * (self._fixed_step_seconds + self._step_seconds_per_sequence * batch)
+        return self._prefill_slot_seconds + self._decode_step_moments.mean * (
+            self._fixed_step_seconds + self._step_seconds_per_sequence * batch
+        )
 
     @property
     def _prefill_slot_seconds(self) -> float:
@@ -159,16 +225,25 @@ class SplitForecaster:
 
     def _tpot_mean_and_stddev(self, split: RoleSplit) -> tuple[float, float]:
         """Mean and standard deviation over answers."""
-        rate, steps, each = self.workload.requests_per_second / split.decode_nodes, self._decode_step_moments.mean, self._step_seconds_per_sequence
+        rate, steps, each = (
+            self.workload.requests_per_second / split.decode_nodes,
+            self._decode_step_moments.mean,
+            self._step_seconds_per_sequence,
+        )
         alone = self._fixed_step_seconds + each / split.decode_nodes
         left = 1.0 - rate * steps * each
         batch = rate * steps * alone / left if left > 0.0 else math.inf
         batch = min(batch, float(self._max_batch))
         step = min(alone + each * batch, self._fixed_step_seconds + each * self._max_batch)
-        spread = batch / split.decode_nodes * step / alone * (1.0 + self.workload.burstiness) / 2.0 + _BATCH_IMBALANCE_VARIANCE
+        spread = (
+            batch / split.decode_nodes * step / alone * (1.0 + self.workload.burstiness) / 2.0
+            + _BATCH_IMBALANCE_VARIANCE
+        )
         seen = alone / step  # an answer's time in units of that in which the batch forgets
         averaged = 2.0 * (seen - 1.0 + math.exp(-seen)) / seen**2
-        most = (self._max_batch - batch) ** 2 + _BATCH_IMBALANCE_VARIANCE  # no batch is larger than the places
+        most = (
+            self._max_batch - batch
+        ) ** 2 + _BATCH_IMBALANCE_VARIANCE  # no batch is larger than the places
         return step, each * math.sqrt(min(spread, most) * averaged)
 
 

@@ -1,10 +1,12 @@
-"""What a split of the nodes would have made of the requests that came: they are played through it once more.
+"""What a split of the nodes would have made of the requests that came: they are played through it
+once more.
 
-Prompts wait in one line, in the order in which the coordinator places them, for as many prefill nodes as there are.
-Answers share the decode nodes evenly: all get a token in the time of one step, so that an answer of n steps ends when n
-steps more have been made than at its begin (the virtual time of Demers, Keshav, Shenker: "Analysis and Simulation of a
-Fair Queueing Algorithm", SIGCOMM 1989). It is no forecast: lines that grow are carried over from one moment to the
-next, which a formula of queues in their steady state does not know.
+Prompts wait in one line, in the order in which the coordinator places them, for as many prefill
+nodes as there are. Answers share the decode nodes evenly: all get a token in the time of one step,
+so that an answer of n steps ends when n steps more have been made than at its begin (the virtual
+time of Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing Algorithm", SIGCOMM
+1989). It is no forecast: lines that grow are carried over from one moment to the next, which a
+formula of queues in their steady state does not know.
 """
 
 import heapq
@@ -16,14 +18,15 @@ from itertools import count
 
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from coordinator.core.ratio.split_forecast import NodeProfile
 from coordinator.core.admission.waiting_queue import MAX_STRETCH
 from coordinator.core.estimates.workload import RequestShape
+from coordinator.core.ratio.split_forecast import NodeProfile
 
 
 @dataclass(slots=True)
 class _ReplayedRequest:
-    """`prefill_seconds`: seconds until its first token once it is begun. `resident_tokens`: in the cache, on average."""
+    """`prefill_seconds`: seconds until its first token once it is begun. `resident_tokens`: in the
+    cache, on average."""
 
     arrival: float
     prefill_seconds: float
@@ -34,7 +37,8 @@ class _ReplayedRequest:
 
 
 class SplitReplay:
-    """Time goes forward. `missed_count`: requests that were not, or cannot be any more, within the objective."""
+    """Time goes forward. `missed_count`: requests that were not, or cannot be any more, within the
+    objective."""
 
     def __init__(self, split: RoleSplit, machine: NodeProfile, slo: Slo, now: float) -> None:
         self.missed_count = 0
@@ -45,11 +49,19 @@ class SplitReplay:
         self._now = now
         self._steps_done = 0.0  # steps, so far
         self._serial = count()
-        self._queue: list[tuple[float, int, _ReplayedRequest]] = []  # by the time at which it is due
-        self._prefilling: list[tuple[float, int, _ReplayedRequest]] = []  # that are computed, by their end
-        self._decoding: list[tuple[float, int, _ReplayedRequest]] = []  # by the steps made when they end
+        self._queue: list[
+            tuple[float, int, _ReplayedRequest]
+        ] = []  # by the time at which it is due
+        self._prefilling: list[
+            tuple[float, int, _ReplayedRequest]
+        ] = []  # that are computed, by their end
+        self._decoding: list[
+            tuple[float, int, _ReplayedRequest]
+        ] = []  # by the steps made when they end
         self._resident_tokens = 0.0  # in the caches of decode nodes
-        self._awaiting_first_token: deque[_ReplayedRequest] = deque()  # for their first token, as they came
+        self._awaiting_first_token: deque[_ReplayedRequest] = (
+            deque()
+        )  # for their first token, as they came
 
     def add_request(self, at: float, one: RequestShape, computed: float) -> None:
         """`computed`: the share of its prompt that no cache has."""
@@ -58,7 +70,10 @@ class SplitReplay:
         fixed, each_token = self.profile.transfer_costs
         service = self.profile.node_costs.prefill_seconds(new, one.prompt_tokens - new)
         request = _ReplayedRequest(
-            at, service + fixed + each_token * one.prompt_tokens, max(0.0, one.output_tokens - 1.0), one.prompt_tokens + one.output_tokens / 2
+            at,
+            service + fixed + each_token * one.prompt_tokens,
+            max(0.0, one.output_tokens - 1.0),
+            one.prompt_tokens + one.output_tokens / 2,
         )
         heapq.heappush(self._queue, (at + MAX_STRETCH * service, next(self._serial), request))
         self._awaiting_first_token.append(request)
@@ -67,7 +82,11 @@ class SplitReplay:
     def advance_to(self, until: float) -> None:
         while True:
             pace = self._step_seconds()
-            answer = self._now + max(0.0, self._decoding[0][0] - self._steps_done) * pace if self._decoding else math.inf
+            answer = (
+                self._now + max(0.0, self._decoding[0][0] - self._steps_done) * pace
+                if self._decoding
+                else math.inf
+            )
             prompt = self._prefilling[0][0] if self._prefilling else math.inf
             moment = min(answer, prompt)
             if moment > until:
@@ -81,15 +100,21 @@ class SplitReplay:
         self._advance_clock(until, pace)
 
     def with_split(self, split: RoleSplit) -> "SplitReplay":
-        """As if the nodes were split so from now on. Prompts whose node is gone are computed anew."""
+        """As if the nodes were split so from now on. Prompts whose node is gone are computed
+        anew."""
         made = copy(self)
         made._split, made._serial = split, count(next(self._serial))
         own = {id(request): copy(request) for request in self._awaiting_first_token}
         own |= {id(request): copy(request) for _, _, request in self._decoding}
         for name in ("_line", "_prompts", "_answers"):
-            entries = [(at, number, own.setdefault(id(one), copy(one))) for at, number, one in getattr(self, name)]
+            entries = [
+                (at, number, own.setdefault(id(one), copy(one)))
+                for at, number, one in getattr(self, name)
+            ]
             setattr(made, name, entries)
-        made._awaiting_first_token = deque(own[id(request)] for request in self._awaiting_first_token)
+        made._awaiting_first_token = deque(
+            own[id(request)] for request in self._awaiting_first_token
+        )
         made._prefilling.sort()
         while len(made._prefilling) > split.prefill_nodes:
             _, number, request = made._prefilling.pop()
@@ -99,7 +124,11 @@ class SplitReplay:
         return made
 
     def _start_prefills(self) -> None:
-        while self._queue and len(self._prefilling) < self._split.prefill_nodes and self._has_room(self._queue[0][2]):
+        while (
+            self._queue
+            and len(self._prefilling) < self._split.prefill_nodes
+            and self._has_room(self._queue[0][2])
+        ):
             _, number, request = heapq.heappop(self._queue)
             self._resident_tokens += request.resident_tokens
             heapq.heappush(self._prefilling, (self._now + request.prefill_seconds, number, request))
@@ -108,30 +137,41 @@ class SplitReplay:
         here = len(self._prefilling) + len(self._decoding)
         decode, machine = self._split.decode_nodes, self.profile
         return here < decode * machine.max_num_seqs and (
-            not here or self._resident_tokens + request.resident_tokens <= decode * machine.cache_tokens
+            not here
+            or self._resident_tokens + request.resident_tokens <= decode * machine.cache_tokens
         )
 
     def _finish_prefill(self, request: _ReplayedRequest) -> None:
         request.first_token_at = self._now
         if request.decode_steps:
-            heapq.heappush(self._decoding, (self._steps_done + request.decode_steps, next(self._serial), request))
+            heapq.heappush(
+                self._decoding,
+                (self._steps_done + request.decode_steps, next(self._serial), request),
+            )
         else:
             self._resident_tokens -= request.resident_tokens
 
     def _finish_decode(self, request: _ReplayedRequest) -> None:
         self._resident_tokens -= request.resident_tokens
         began = self._now if request.first_token_at is None else request.first_token_at
-        self.missed_count += not request.is_late and (self._now - began) / request.decode_steps > self._max_tpot
+        self.missed_count += (
+            not request.is_late and (self._now - began) / request.decode_steps > self._max_tpot
+        )
 
     def _step_seconds(self) -> float:
         """Seconds of a step, on nodes that all have as much."""
         nodes = max(1, min(len(self._decoding), self._split.decode_nodes))
-        return self.profile.node_costs.step_seconds(len(self._decoding) / nodes, self._resident_tokens / nodes)
+        return self.profile.node_costs.step_seconds(
+            len(self._decoding) / nodes, self._resident_tokens / nodes
+        )
 
     def _advance_clock(self, moment: float, pace: float) -> None:
         self._steps_done += (moment - self._now) / pace if self._decoding and pace > 0.0 else 0.0
         self._now = max(self._now, moment)
-        while self._awaiting_first_token and (self._awaiting_first_token[0].first_token_at is not None or self._awaiting_first_token[0].arrival + self._max_ttft < moment):
+        while self._awaiting_first_token and (
+            self._awaiting_first_token[0].first_token_at is not None
+            or self._awaiting_first_token[0].arrival + self._max_ttft < moment
+        ):
             request = self._awaiting_first_token.popleft()
             began = moment if request.first_token_at is None else request.first_token_at
             if began > request.arrival + self._max_ttft and not request.is_late:

@@ -1,4 +1,5 @@
-"""What is noted of each attempt while it runs, for whoever asks afterwards where a request's time went."""
+"""What is noted of each attempt while it runs, for whoever asks afterwards where a request's time
+went."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,8 +8,13 @@ from typing import NamedTuple
 
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
+from coordinator.core.placement.decision import (
+    LatencyPrediction,
+    PlacementDecision,
+    PlacementReason,
+    PrefillSite,
+)
 from coordinator.core.placement.interface import NodeView, required_roles
-from coordinator.core.placement.decision import PlacementDecision, LatencyPrediction, PrefillSite, PlacementReason
 from coordinator.core.placement.prefix_aware import is_ramping_up
 
 MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
@@ -17,9 +23,10 @@ FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR = "failed before", "newcomer", "kept apa
 
 
 class ConsideredNode(NamedTuple):
-    """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks, tokens of the
-    context that its cache seems to have; `predicted_seconds` that its policy predicted, None if it predicts nothing; `objection`:
-    what spoke against it, if something did: FAILED, NEWCOMER or APART."""
+    """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks,
+    tokens of the context that its cache seems to have; `predicted_seconds` that its policy
+    predicted, None if it predicts nothing; `objection`: what spoke against it, if something did:
+    FAILED, NEWCOMER or APART."""
 
     node: NodeName
     role: Role
@@ -35,9 +42,11 @@ class ConsideredNode(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Of one attempt. Moments on the brain's clock; None has not happened. `outcome` is "" while it runs, SERVED, REFUSED
-    or an error's code; `needed_blocks` and `free_blocks` are a refusal's, in blocks; `prefill_site`, `placement_reason` and `rejected_prediction`: see `PlacementDecision`.
-    `held_back_seconds`: seconds by the retry budget, before it; `is_breaker_probe`: of its two nodes' breaker."""
+    """Of one attempt. Moments on the brain's clock; None has not happened. `outcome` is "" while it
+    runs, SERVED, REFUSED or an error's code; `needed_blocks` and `free_blocks` are a refusal's, in
+    blocks; `prefill_site`, `placement_reason` and `rejected_prediction`: see `PlacementDecision`.
+    `held_back_seconds`: seconds by the retry budget, before it; `is_breaker_probe`: of its two
+    nodes' breaker."""
 
     prefill_node: NodeName
     decode_node: NodeName
@@ -62,9 +71,15 @@ class AttemptTrace:
     is_handoff_skipped: bool = False
 
     def mark_handoff_skipped(self) -> None:
-        """Decode turned out to hold the context: it computes the last token itself, and prefill has no part in it."""
+        """Decode turned out to hold the context: it computes the last token itself, and prefill has
+        no part in it."""
         self.is_handoff_skipped = True
-        self.prefill_site, self.placement_reason, self.rejected_prediction, self.prefill_ended = PrefillSite.LOCAL, PlacementReason.PREFIX_CACHED, None, None
+        self.prefill_site, self.placement_reason, self.rejected_prediction, self.prefill_ended = (
+            PrefillSite.LOCAL,
+            PlacementReason.PREFIX_CACHED,
+            None,
+            None,
+        )
 
     def mark_committed(self, now: float) -> None:
         if self.committed is None:
@@ -98,8 +113,8 @@ def start_trace(decision: PlacementDecision, name: NodeNameLookup, now: float) -
 
 
 def _rank_candidates(decision: PlacementDecision, role: Role) -> Iterator[ConsideredNode]:
-    """What was known of nodes that the demand could have gone to, when it was placed: the one chosen first, then those
-    that were predicted to be fastest."""
+    """What was known of nodes that the demand could have gone to, when it was placed: the one
+    chosen first, then those that were predicted to be fastest."""
     demand, scores = decision.demand, decision.choice.predicted_seconds
     chosen = {decision.choice.prefill, decision.choice.decode}
     ranked = [
@@ -131,4 +146,6 @@ def _objection_to(decision: PlacementDecision, view: NodeView) -> str:
         return BLOCKED_PAIR
     if mine in decision.demand.avoided_nodes:
         return FAILED_BEFORE
-    return RAMPING_UP if mine in choice.predicted_seconds and is_ramping_up(view, decision.now) else ""
+    return (
+        RAMPING_UP if mine in choice.predicted_seconds and is_ramping_up(view, decision.now) else ""
+    )

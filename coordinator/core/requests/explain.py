@@ -1,8 +1,9 @@
 """Where one request's time went, told once for good when it ends, or as far as it has come.
 
-What is told holds counts, moments, names of nodes and error messages, and never a word of prompt or answer. It is kept
-as bytes: a request that was served at once takes 0.5 KiB with one node of each role and 0.8 KiB with eight, so that
-4096 of them take 2 to 3.5 MB; the longest that can be is below 40 KiB, 9 of them the names of 255 other choices.
+What is told holds counts, moments, names of nodes and error messages, and never a word of prompt or
+answer. It is kept as bytes: a request that was served at once takes 0.5 KiB with one node of each
+role and 0.8 KiB with eight, so that 4096 of them take 2 to 3.5 MB; the longest that can be is below
+40 KiB, 9 of them the names of 255 other choices.
 """
 
 from collections import OrderedDict
@@ -14,8 +15,8 @@ from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, FinishReason, RequestId
-from coordinator.core.requests.attempt_trace import ConsideredNode
 from coordinator.core.placement.decision import LatencyPrediction
+from coordinator.core.requests.attempt_trace import ConsideredNode
 from coordinator.core.requests.record import Attempt, RequestRecord
 from coordinator.core.requests.token_sources import compute_token_sources
 
@@ -23,8 +24,11 @@ MAX_AGE_SECONDS = 3600.0  # seconds that an ended request is kept at most
 _MAX_REASON_CHARS = 500  # characters
 
 
-def build_explanation(record: RequestRecord, now: float, result: FinishReason | BatonError | None = None) -> ExplainResponse:
-    """`result` is how it ended, None while it runs. Of the others of its answer, only their names."""
+def build_explanation(
+    record: RequestRecord, now: float, result: FinishReason | BatonError | None = None
+) -> ExplainResponse:
+    """`result` is how it ended, None while it runs. Of the others of its answer, only their
+    names."""
     told = ExplainResponse(
         request_id=record.request.id,
         state=record.state.value,
@@ -32,15 +36,27 @@ def build_explanation(record: RequestRecord, now: float, result: FinishReason | 
         output_tokens=len(record.emitted_token_ids),
         max_tokens=record.request.sampling.max_tokens,
         timeline=record.timestamps.build_timeline(now, record.attempt_count),
-        decode=0.0 if record.timestamps.first_token is None else now - record.timestamps.first_token,
-        attempts=[_attempt_report(attempt, record.timestamps.arrival) for attempt in record.attempt_history],
+        decode=0.0
+        if record.timestamps.first_token is None
+        else now - record.timestamps.first_token,
+        attempts=[
+            _attempt_report(attempt, record.timestamps.arrival)
+            for attempt in record.attempt_history
+        ],
         attempts_left_out=record.attempt_count - len(record.attempt_history),
         warm_up=record.is_internal,
         others=[ExplainResponse(request_id=other) for other in record.sibling_requests],
     )
     if record.token_sources is not None:
         told.sources.CopyFrom(PromptSources(**record.token_sources._asdict()))
-        told.sources.received = next((a.decode_report.received_tokens for a in record.attempt_history if a.is_counted and a.decode_report), 0)
+        told.sources.received = next(
+            (
+                a.decode_report.received_tokens
+                for a in record.attempt_history
+                if a.is_counted and a.decode_report
+            ),
+            0,
+        )
     if isinstance(result, BatonError):
         told.error.CopyFrom(wire.error_to_pb(result))
     elif result is not None:
@@ -49,7 +65,10 @@ def build_explanation(record: RequestRecord, now: float, result: FinishReason | 
 
 
 def _attempt_report(attempt: Attempt, arrival: float) -> AttemptReport:
-    notes, sources = attempt.trace, compute_token_sources(attempt.prefill_report, attempt.decode_report)
+    notes, sources = (
+        attempt.trace,
+        compute_token_sources(attempt.prefill_report, attempt.decode_report),
+    )
     report = AttemptReport(
         number=attempt.key.attempt_number,
         prefill_node=notes.prefill_node,
@@ -71,7 +90,9 @@ def _attempt_report(attempt: Attempt, arrival: float) -> AttemptReport:
         predicted=_prediction_to_pb(notes.prediction),
         way=notes.prefill_site.value,
         why=notes.placement_reason.value,
-        other_way=_prediction_to_pb(notes.rejected_prediction) if notes.rejected_prediction else None,
+        other_way=_prediction_to_pb(notes.rejected_prediction)
+        if notes.rejected_prediction
+        else None,
         held_back=notes.held_back_seconds,
         probe=notes.is_breaker_probe,
     )
@@ -125,13 +146,21 @@ class ExplanationStore:
 
     def add_explanation(self, told: ExplainResponse, now: float) -> None:
         if self.max_kept:
-            self._kept[RequestId(told.request_id)] = _StoredExplanation(now, told.SerializeToString())
-        while self._kept and (len(self._kept) > self.max_kept or self._oldest_ended_at() <= now - MAX_AGE_SECONDS):
+            self._kept[RequestId(told.request_id)] = _StoredExplanation(
+                now, told.SerializeToString()
+            )
+        while self._kept and (
+            len(self._kept) > self.max_kept or self._oldest_ended_at() <= now - MAX_AGE_SECONDS
+        ):
             self._kept.popitem(last=False)
 
     def get(self, request: RequestId, now: float) -> ExplainResponse | None:
         kept = self._kept.get(request)
-        return ExplainResponse.FromString(kept.payload) if kept and kept.ended_at > now - MAX_AGE_SECONDS else None
+        return (
+            ExplainResponse.FromString(kept.payload)
+            if kept and kept.ended_at > now - MAX_AGE_SECONDS
+            else None
+        )
 
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> None:
         """A report that came after the end, of the attempt that served the request."""

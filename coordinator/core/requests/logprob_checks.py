@@ -1,8 +1,9 @@
-"""What a node must say of its tokens' probabilities when a request asks for them. Anything else is a doubt.
+"""What a node must say of its tokens' probabilities when a request asks for them. Anything else is
+a doubt.
 
-Prompt scores stay with their attempt until all of them are there, then with the request until its first token. So the
-coordinator holds at most one score for each prompt token of a request that was placed and has shown nothing, and a
-score holds at most `baton.limits.MAX_LOGPROBS` tokens.
+Prompt scores stay with their attempt until all of them are there, then with the request until its
+first token. So the coordinator holds at most one score for each prompt token of a request that was
+placed and has shown nothing, and a score holds at most `baton.limits.MAX_LOGPROBS` tokens.
 """
 
 from baton.errors import StaleMessage
@@ -20,13 +21,16 @@ def has_required_logprobs(score: TokenLogprobs | None, width: int) -> bool:
     return score is not None and len(score.top_logprobs) == width
 
 
-def collect_prompt_logprobs(record: RequestRecord, attempt: Attempt, message: PromptLogprobsReport, vocab_size: int) -> None:
-    """The next scores of a prompt that awaits some. Raises Stale unless they continue what has come exactly."""
+def collect_prompt_logprobs(
+    record: RequestRecord, attempt: Attempt, message: PromptLogprobsReport, vocab_size: int
+) -> None:
+    """The next scores of a prompt that awaits some. Raises Stale unless they continue what has come
+    exactly."""
     expected, last = len(attempt.prompt_logprobs) + 1, len(record.request.prompt_token_ids)
     end = message.first_index + len(message.logprobs)
     if message.first_index != expected or not expected < end <= last:
         raise StaleMessage(
-            f"prompt scores {message.first} to {end} have come, expected were some from {expected}, up to {last}"
+            f"prompt scores {message.first_index} to {end} have come, expected were some from {expected}, up to {last}"
         )
     names = required_top_logprobs(record.request.sampling.prompt_logprobs, vocab_size)
     if names is None or not all(has_required_logprobs(score, names) for score in message.logprobs):

@@ -1,5 +1,6 @@
-"""What each message of a node does to the requests. Messages of another attempt, or of a node that has no part in it
-any more, are dropped and counted: late, repeated and reordered ones change nothing."""
+"""What each message of a node does to the requests. Messages of another attempt, or of a node that
+has no part in it any more, are dropped and counted: late, repeated and reordered ones change
+nothing."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -9,11 +10,11 @@ from typing import Any
 from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, StaleMessage
 from baton.types import FinishReason, Incarnation, TokenEvent, TokenLogprobs
 from coordinator.core.common import messages as m
-from coordinator.core.requests.table import logprob_checks as scores
-from coordinator.core.requests.token_source_counts import count_token_sources
-from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.requests import logprob_checks as scores
+from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.table import RequestTable
+from coordinator.core.requests.token_source_counts import count_token_sources
 
 _key_of = attrgetter("key")
 
@@ -41,7 +42,9 @@ class NodeReportHandler:
         """`sender` is a member."""
         self._handlers[type(message)](sender, message, now)
 
-    def _on_blocks_reserved(self, sender: Incarnation, message: m.BlocksReserved, now: float) -> None:
+    def _on_blocks_reserved(
+        self, sender: Incarnation, message: m.BlocksReserved, now: float
+    ) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
@@ -55,24 +58,43 @@ class NodeReportHandler:
         if ticket is None:
             if attempt.prefill is not None and record.awaits_prompt_logprobs:
                 who = self._table.node_name(sender)
-                self._table.replace_attempt(record, StaleMessage(f"node {who} left no prompt to compute, whose scores are asked"), now)
+                self._table.replace_attempt(
+                    record,
+                    StaleMessage(f"node {who} left no prompt to compute, whose scores are asked"),
+                    now,
+                )
             elif attempt.prefill is not None:
                 attempt.trace.mark_handoff_skipped()
                 record.timestamps.mark_handoff_skipped()
-                self._table.close_leg(attempt, attempt.prefill, Cancelled("decode holds the prompt already"))
-        elif ticket.key != attempt.key or ticket.writer_incarnation != attempt.prefill or ticket.decode_peer.incarnation != sender:
-            self._table.replace_attempt(record, StaleMessage(f"ticket {ticket.id} is for another attempt or node"), now)
+                self._table.close_leg(
+                    attempt, attempt.prefill, Cancelled("decode holds the prompt already")
+                )
+        elif (
+            ticket.key != attempt.key
+            or ticket.writer_incarnation != attempt.prefill
+            or ticket.decode_peer.incarnation != sender
+        ):
+            self._table.replace_attempt(
+                record, StaleMessage(f"ticket {ticket.id} is for another attempt or node"), now
+            )
         else:
             self._table.send_ticket(attempt, m.TicketOrder(ticket))
 
-    def _on_reservation_refused(self, sender: Incarnation, message: m.ReservationRefused, now: float) -> None:
+    def _on_reservation_refused(
+        self, sender: Incarnation, message: m.ReservationRefused, now: float
+    ) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
         record, attempt = found
-        attempt.trace.needed_blocks, attempt.trace.free_blocks = message.needed_blocks, message.free_blocks
+        attempt.trace.needed_blocks, attempt.trace.free_blocks = (
+            message.needed_blocks,
+            message.free_blocks,
+        )
         self._table.close_leg(attempt, sender)
-        self._table.loads.on_reservation_refused(sender, message, self._table.placer.make_demand(record).blocks)
+        self._table.loads.on_reservation_refused(
+            sender, message, self._table.placer.make_demand(record).blocks
+        )
         self._table.replace_attempt(record, None, now)
 
     def _on_tokens(self, sender: Incarnation, message: m.StepTokens, now: float) -> None:
@@ -82,9 +104,15 @@ class NodeReportHandler:
                 self._accept_tokens(*found, sender, list(events), now)
 
     def _accept_tokens(
-        self, record: RequestRecord, attempt: Attempt, sender: Incarnation, events: Sequence[TokenEvent], now: float
+        self,
+        record: RequestRecord,
+        attempt: Attempt,
+        sender: Incarnation,
+        events: Sequence[TokenEvent],
+        now: float,
     ) -> None:
-        """Tokens of one sequence in one message. What does not continue the output exactly does not get out."""
+        """Tokens of one sequence in one message. What does not continue the output exactly does not
+        get out."""
         if record.awaits_prompt_logprobs:
             self._buffer_tokens(record, attempt, sender, events, now)
             return
@@ -96,14 +124,22 @@ class NodeReportHandler:
         for event in events:
             expected = len(record.emitted_token_ids) + len(fresh)
             if finish is not None or event.output_index != expected:
-                error = StaleMessage(f"node {self._table.name(sender)} sent token {event.index}, expected was {expected}")
+                error = StaleMessage(
+                    f"node {self._table.node_name(sender)} sent token {event.output_index}, expected was {expected}"
+                )
                 break
             if sender == attempt.prefill and event.finish_reason is None:
-                error = StaleMessage(f"prefill node {self._table.name(sender)} sent a token that ends nothing")
+                error = StaleMessage(
+                    f"prefill node {self._table.node_name(sender)} sent a token that ends nothing"
+                )
                 break
             if width is not None:
-                if event.logprobs is None or not scores.has_required_logprobs(event.logprobs, width):
-                    error = StaleMessage(f"node {self._table.name(sender)} sent token {event.index} without the score asked")
+                if event.logprobs is None or not scores.has_required_logprobs(
+                    event.logprobs, width
+                ):
+                    error = StaleMessage(
+                        f"node {self._table.node_name(sender)} sent token {event.output_index} without the score asked"
+                    )
                     break
                 fresh_scores.append(event.logprobs)
             fresh.append(event.token_id)
@@ -123,7 +159,9 @@ class NodeReportHandler:
         elif error is not None:
             self._table.replace_attempt(record, error, now)
 
-    def _on_prompt_logprobs(self, sender: Incarnation, message: m.PromptLogprobsReport, now: float) -> None:
+    def _on_prompt_logprobs(
+        self, sender: Incarnation, message: m.PromptLogprobsReport, now: float
+    ) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
@@ -140,16 +178,28 @@ class NodeReportHandler:
         self._table.last_progress_at = now
         if attempt.is_committed:
             self._table.on_committed(record, attempt)
-        if attempt.buffered_tokens and attempt.decode is not None and not record.awaits_prompt_logprobs:
+        if (
+            attempt.buffered_tokens
+            and attempt.decode is not None
+            and not record.awaits_prompt_logprobs
+        ):
             held, attempt.buffered_tokens = attempt.buffered_tokens, []
             self._accept_tokens(record, attempt, attempt.decode, held, now)
 
     def _buffer_tokens(
-        self, record: RequestRecord, attempt: Attempt, sender: Incarnation, events: Sequence[TokenEvent], now: float
+        self,
+        record: RequestRecord,
+        attempt: Attempt,
+        sender: Incarnation,
+        events: Sequence[TokenEvent],
+        now: float,
     ) -> None:
         """Tokens of decode, while the prompt's scores are still on their way from prefill."""
         attempt.buffered_tokens += events
-        if sender == attempt.computing_node or len(attempt.buffered_tokens) > record.remaining_tokens:
+        if (
+            sender == attempt.computing_node
+            or len(attempt.buffered_tokens) > record.remaining_tokens
+        ):
             self._table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
             return
         self._table.loads.acknowledge_leg(sender, attempt.key, computed=True, now=now)
@@ -159,7 +209,9 @@ class NodeReportHandler:
     def _missing_logprobs_error(self, record: RequestRecord, attempt: Attempt) -> StaleMessage:
         name = self._table.node_name(attempt.computing_node)
         come, all_of_them = len(attempt.prompt_logprobs), len(record.request.prompt_token_ids) - 1
-        return StaleMessage(f"node {name} has computed the prompt and sent {come} of its {all_of_them} scores")
+        return StaleMessage(
+            f"node {name} has computed the prompt and sent {come} of its {all_of_them} scores"
+        )
 
     def _on_attempt_failed(self, sender: Incarnation, message: m.AttemptFailed, now: float) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
@@ -176,17 +228,25 @@ class NodeReportHandler:
         record.prefill_charged_class = message.preempting_class
         error = message.error
         if isinstance(error, Cancelled):  # only clients cancel, and they tell us
-            error = NodeFailed(f"node {self._table.name(sender)} gave the request up: {error.message}")
+            error = NodeFailed(
+                f"node {self._table.node_name(sender)} gave the request up: {error.message}"
+            )
         self._table.replace_attempt(record, error, now)
 
     def _report_to_breaker(self, attempt: Attempt, error: HandoffFailed, now: float) -> None:
-        """Does it count against the two nodes? What is stale is of another life and says nothing about their link."""
+        """Does it count against the two nodes? What is stale is of another life and says nothing
+        about their link."""
         pair = attempt.node_pair
-        if pair is not None and not isinstance(error, StaleMessage) and self._table.breakers.record_failure(pair, attempt.key, now):
+        if (
+            pair is not None
+            and not isinstance(error, StaleMessage)
+            and self._table.breakers.record_failure(pair, attempt.key, now)
+        ):
             self._table.on_breaker_changed(pair)
 
     def _on_prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
-        """Counts while the attempt lasts: decode's word may be faster, and closes the writer's leg."""
+        """Counts while the attempt lasts: decode's word may be faster, and closes the writer's
+        leg."""
         found = self._table.find_attempt(message.key)
         if found is None or sender not in (found[1].prefill, found[1].decode):
             self._table.counters.dropped_messages["stale"] += 1
@@ -207,8 +267,11 @@ class NodeReportHandler:
         if record.awaits_prompt_logprobs:
             self._table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
 
-    def _on_handoff_completed(self, sender: Incarnation, message: m.HandoffCompleted, now: float) -> None:
-        """Counts whenever it comes: decode's word is often faster, and a short answer may be over by now."""
+    def _on_handoff_completed(
+        self, sender: Incarnation, message: m.HandoffCompleted, now: float
+    ) -> None:
+        """Counts whenever it comes: decode's word is often faster, and a short answer may be over
+        by now."""
         key, report, table = message.key, message.report, self._table
         found = table.find_attempt(key)
         if found is not None and found[1].prefill == sender:
@@ -223,12 +286,17 @@ class NodeReportHandler:
             if sender in attempt.legs:
                 table.close_leg(attempt, sender)
                 if record.awaits_prompt_logprobs:
-                    table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
+                    table.replace_attempt(
+                        record, self._missing_logprobs_error(record, attempt), now
+                    )
                 else:
                     table.on_committed(record, attempt)
             table.last_progress_at = now
         else:
-            news = key.request_id not in table.records and table.ended_requests.timelines.add_handoff_report(key, report)
+            news = (
+                key.request_id not in table.records
+                and table.ended_requests.timelines.add_handoff_report(key, report)
+            )
             if news:
                 table.ended_requests.explanations.add_handoff_report(key, report)
         if news:
@@ -260,7 +328,9 @@ class NodeReportHandler:
             self._table.last_progress_at = now
         self._table.placement_state.record_decode_steps(node, node.stats, message.stats, now)
         self._registry.record_heartbeat(node, message.stats)
-        self._table.loads.update_free_blocks(sender, message.stats.blocks_free + message.stats.blocks_cached)
+        self._table.loads.update_free_blocks(
+            sender, message.stats.blocks_free + message.stats.blocks_cached
+        )
         self._table.needs_placement = True
 
     def _on_cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:

@@ -1,11 +1,12 @@
-"""How hard pressed the cluster is, and which steps of degradation could help it. See `DegradationController`."""
+"""How hard pressed the cluster is, and which steps of degradation could help it. See
+`DegradationController`."""
 
 from collections import Counter
 from collections.abc import Mapping
 
-from coordinator.core.admission.degradation import HIGH_PRESSURE, PressureSample, DegradationStep
-from coordinator.core.requests.table import RequestTable
+from coordinator.core.admission.degradation import HIGH_PRESSURE, DegradationStep, PressureSample
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.requests.table import RequestTable
 
 FAILING_HANDOFF_SHARE = 0.2  # of the hand-offs that ended lately: then giving them up helps
 _HANDOFF_SAMPLE = 16  # hand-offs
@@ -15,7 +16,9 @@ class PressureMonitor:
     def __init__(self, table: RequestTable, settings: BrainSettings) -> None:
         self._table = table
         self._settings = settings
-        self._counted_handoffs: Counter[tuple[str, str]] = Counter()  # hand-offs ended, when they were last weighed
+        self._counted_handoffs: Counter[tuple[str, str]] = (
+            Counter()
+        )  # hand-offs ended, when they were last weighed
         self._is_handoff_failing = False
 
     def sample(self, now: float) -> PressureSample:
@@ -26,9 +29,9 @@ class PressureMonitor:
         return PressureSample(max(levels.values(), default=0.0), self._unhelpful_steps(levels))
 
     def _pressure_by_class(self, now: float) -> dict[int, float]:
-        """For each class by its place: the longest wait over what it may wait, of that of its tenants with requests
-        here who waits least. One that floods its own line is no reason to give anything up. Nor is who was placed
-        before, or waits for somebody else's prompt."""
+        """For each class by its place: the longest wait over what it may wait, of that of its
+        tenants with requests here who waits least. One that floods its own line is no reason to
+        give anything up. Nor is who was placed before, or waits for somebody else's prompt."""
         table, longest = self._table, dict[tuple[int, str], float]()
         limits = table.admission.tenants.max_wait_seconds
         offered = set(table.queue.list_eligible())
@@ -37,8 +40,12 @@ class PressureMonitor:
                 continue
             who, wait = record.request.principal, 0.0
             if request in offered and record.attempt_count == 0:
-                wait = (now - record.timestamps.arrival) / limits.get(who.tenant_class, self._settings.degrade_wait_seconds)
-            longest[who.priority_level, who.tenant] = max(wait, longest.get((who.priority_level, who.tenant), 0.0))
+                wait = (now - record.timestamps.arrival) / limits.get(
+                    who.tenant_class, self._settings.degrade_wait_seconds
+                )
+            longest[who.priority_level, who.tenant] = max(
+                wait, longest.get((who.priority_level, who.tenant), 0.0)
+            )
         levels: dict[int, float] = {}
         for (level, _), wait in longest.items():
             levels[level] = min(wait, levels.get(level, wait))
@@ -49,9 +56,14 @@ class PressureMonitor:
         lowest = len(self._table.admission.tenants.classes) - 1
         if not lowest:
             found[DegradationStep.SHED_LOWEST] = "there is one class"
-        elif not any(pressure >= HIGH_PRESSURE for level, pressure in levels.items() if level < lowest):
+        elif not any(
+            pressure >= HIGH_PRESSURE for level, pressure in levels.items() if level < lowest
+        ):
             found[DegradationStep.SHED_LOWEST] = "no other class waits too long"
-        if all(tenant.tokens_per_second is None for tenant in self._table.admission.tenants.by_name.values()):
+        if all(
+            tenant.tokens_per_second is None
+            for tenant in self._table.admission.tenants.by_name.values()
+        ):
             found[DegradationStep.SMALLER_TOKEN_BUDGET] = "no tenant has tokens_per_second"
         if not settings.degraded_max_tokens:
             found[DegradationStep.CAPPED_OUTPUT] = "--degraded-max-tokens is 0"
@@ -67,4 +79,7 @@ class PressureMonitor:
         total = sum(fresh.values())
         if total >= _HANDOFF_SAMPLE:
             failed = sum(count for (outcome, _), count in fresh.items() if outcome != "committed")
-            self._is_handoff_failing, self._counted_handoffs = failed >= FAILING_HANDOFF_SHARE * total, Counter(ended)
+            self._is_handoff_failing, self._counted_handoffs = (
+                failed >= FAILING_HANDOFF_SHARE * total,
+                Counter(ended),
+            )

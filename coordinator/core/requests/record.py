@@ -17,14 +17,22 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenLogprobs, AttemptSpec
-from coordinator.core.placement.breakers import NodePair
+from baton.types import (
+    AttemptKey,
+    AttemptSpec,
+    Incarnation,
+    Request,
+    RequestId,
+    TokenEvent,
+    TokenLogprobs,
+)
 from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
+from coordinator.core.placement.breakers import NodePair
 from coordinator.core.requests.attempt_trace import AttemptTrace
-from coordinator.core.requests.token_sources import TokenSources
 from coordinator.core.requests.timeline import Timestamps
+from coordinator.core.requests.token_sources import TokenSources
 
 MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the last
 
@@ -42,8 +50,12 @@ TERMINAL_STATES = frozenset({RequestState.FINISHED, RequestState.FAILED})
 
 _TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: frozenset({RequestState.PLACED, *TERMINAL_STATES}),
-    RequestState.PLACED: frozenset({RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}),
-    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}),
+    RequestState.PLACED: frozenset(
+        {RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}
+    ),
+    RequestState.RESERVED: frozenset(
+        {RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}
+    ),
     RequestState.STREAMING: frozenset({RequestState.QUEUED, *TERMINAL_STATES}),
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
@@ -52,8 +64,9 @@ _TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 @dataclass(slots=True)
 class Attempt:
-    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was given to.
-    `prompt_logprobs` are those that have come, `buffered_tokens` tokens of decode that wait for the rest of them."""
+    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was
+    given to. `prompt_logprobs` are those that have come, `buffered_tokens` tokens of decode that
+    wait for the rest of them."""
 
     key: AttemptKey
     prefill: Incarnation | None
@@ -73,7 +86,11 @@ class Attempt:
     @property
     def node_pair(self) -> NodePair | None:
         """Between whom a hand-off is, if it takes one."""
-        return (self.prefill, self.decode) if self.prefill is not None and self.decode is not None else None
+        return (
+            (self.prefill, self.decode)
+            if self.prefill is not None and self.decode is not None
+            else None
+        )
 
     @property
     def computing_node(self) -> Incarnation | None:
@@ -83,11 +100,14 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """`admit_deadline` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
+    """`admit_deadline` is set while nobody could serve the request: it is not accepted yet. Times
+    on the brain's clock.
 
-    `prefix_holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_logprobs` are
-    complete, or None if they are not or nobody asked. `sibling_requests` are those that came in with it, if it is the first of
-    them: further choices of one answer. `probe_node`: a node out of service that this request, a probe, is to go through."""
+    `prefix_holder` is a decode node whose cache has the prompt, because another request brought it
+    there. `prompt_logprobs` are complete, or None if they are not or nobody asked.
+    `sibling_requests` are those that came in with it, if it is the first of them: further choices
+    of one answer. `probe_node`: a node out of service that this request, a probe, is to go
+    through."""
 
     request: Request
     deadline: float
@@ -100,19 +120,29 @@ class RequestRecord:
     attempt_history: list[Attempt] = field(default_factory=list)
     failure_count: int = 0
     admit_deadline: float | None = None
-    retry_at: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
+    retry_at: float | None = (
+        None  # it rests, out of the queue, after attempts that failed one upon the other
+    )
     avoided_nodes: frozenset[Incarnation] = frozenset()
     sibling_requests: tuple[RequestId, ...] = ()
     prefix_holder: Incarnation | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     token_sources: TokenSources | None = None
     replace_reason: str = ""
-    prefill_charged_class: str = ""  # class that pays for computing the context again: who preempted the last attempt
+    prefill_charged_class: str = (
+        ""  # class that pays for computing the context again: who preempted the last attempt
+    )
     held_back_seconds: float = 0.0  # seconds, by the retry budget, since its last attempt
     probe_node: Incarnation | None = None
-    cached_at_first_placement: int = 0  # tokens of its prompt that some cache seemed to have when it was first placed
-    prompt_block_hashes: PromptBlockHashes | None = None  # of the prompt's blocks, once placement has been tried
-    identity_digest: bytes = b""  # digest of the identity that it was admitted under: nothing else may answer it
+    cached_at_first_placement: int = (
+        0  # tokens of its prompt that some cache seemed to have when it was first placed
+    )
+    prompt_block_hashes: PromptBlockHashes | None = (
+        None  # of the prompt's blocks, once placement has been tried
+    )
+    identity_digest: bytes = (
+        b""  # digest of the identity that it was admitted under: nothing else may answer it
+    )
 
     @property
     def tenant_class(self) -> str:
@@ -137,9 +167,12 @@ class RequestRecord:
         """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
         return self.request.sampling.prompt_logprobs is not None and self.prompt_logprobs is None
 
-    def nodes_to_avoid(self, attempt: Attempt, members: Container[Incarnation]) -> frozenset[Incarnation]:
-        """Whom the next attempt had better avoid: a node that is no more, else all that had a part in this one. Once
-        decode runs it, its writer has none any more, and what it computed is in its cache."""
+    def nodes_to_avoid(
+        self, attempt: Attempt, members: Container[Incarnation]
+    ) -> frozenset[Incarnation]:
+        """Whom the next attempt had better avoid: a node that is no more, else all that had a part
+        in this one. Once decode runs it, its writer has none any more, and what it computed is in
+        its cache."""
         writing = not attempt.is_committed or self.awaits_prompt_logprobs
         nodes = frozenset(filter(None, (attempt.prefill if writing else None, attempt.decode)))
         return frozenset(node for node in nodes if node not in members) or nodes
@@ -156,11 +189,19 @@ class RequestRecord:
         if sampling.prompt_logprobs is not None and not self.awaits_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(self.request, sampling=sampling, timeout_seconds=self.deadline - now)
-        return AttemptSpec(key, left, tuple(self.emitted_token_ids), self.prefill_charged_class, self.identity_digest)
+        return AttemptSpec(
+            key,
+            left,
+            tuple(self.emitted_token_ids),
+            self.prefill_charged_class,
+            self.identity_digest,
+        )
 
     def set_state(self, state: RequestState) -> None:
         if state not in _TRANSITIONS[self.state]:
-            raise AssertionError(f"request {self.request.id} cannot go from {self.state.value} to {state.value}")
+            raise AssertionError(
+                f"request {self.request.id} cannot go from {self.state.value} to {state.value}"
+            )
         self.state = state
 
     def next_timer_at(self) -> float:

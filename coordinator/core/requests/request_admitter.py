@@ -3,20 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.errors import ShuttingDown, InvalidRequest, TenantLimitExceeded, Overloaded, RequestRejected, ServiceUnavailable
+from baton.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestRejected,
+    ServiceUnavailable,
+    ShuttingDown,
+    TenantLimitExceeded,
+)
 from baton.limits import ModelBounds, check_context_length
-from baton.types import Request, RequestId, Principal
+from baton.types import Principal, Request, RequestId
 from coordinator.core.admission.admission_controller import AdmissionRequest
-from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.admission.degradation import DegradationStep
-from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
+from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """A request that comes in. `leader_id`: one of the same prompt, on whose decode node it needs no prefill; a request
-    that is not here, has another prompt or another salt is no reason to wait."""
+    """A request that comes in. `leader_id`: one of the same prompt, on whose decode node it needs
+    no prefill; a request that is not here, has another prompt or another salt is no reason to
+    wait."""
 
     request: Request
     leader_id: RequestId | None = None
@@ -30,35 +38,47 @@ class RequestAdmitter:
         self._table = table
         self._settings = settings
 
-    def admit_requests(self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool) -> None:
+    def admit_requests(
+        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool
+    ) -> None:
         """See `Brain.submit_all`."""
         first = arrivals[0].request
         try:
             self._check_room([arrival.request for arrival in arrivals], now)
             bounds = self.model_bounds()
             for request in (arrival.request for arrival in arrivals):
-                check_context_length(len(request.prompt_token_ids), request.sampling.max_tokens, bounds)
+                check_context_length(
+                    len(request.prompt_token_ids), request.sampling.max_tokens, bounds
+                )
         except RequestRejected as error:
-            self.count_rejection(error, INTERNAL_CLASS if internal else first.principal.tenant_class, now)
+            self.count_rejection(
+                error, INTERNAL_CLASS if internal else first.principal.tenant_class, now
+            )
             raise
         if not internal:
             arrivals = [self._cap_output(arrival) for arrival in arrivals]
-        records = [self._table.add_request(one.request, now, internal=internal, after=one.leader_id) for one in arrivals]
+        records = [
+            self._table.add_request(one.request, now, internal=internal, after=one.leader_id)
+            for one in arrivals
+        ]
         records[0].sibling_requests = tuple(record.request.id for record in records[1:])
 
     def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
-        """Whether it would be let in. Raises Draining, Overloaded or InvalidRequest; not counted."""
+        """Whether it would be let in. Raises Draining, Overloaded or InvalidRequest; not
+        counted."""
         if self.is_draining:
             raise ShuttingDown("the cluster is stopping and takes no new requests")
         limit = self._settings.max_queue
         if bid.request_count > limit:
             raise InvalidRequest(
-                f"{bid.count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
+                f"{bid.request_count} outputs are asked for at once, the limit is {limit} (--max-queue)",
+                param="n",
             )
         self._table.admission.check_admission(standing, bid, now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
-        """Count a request that is not let in. What there is no room for is asked for all the same."""
+        """Count a request that is not let in. What there is no room for is asked for all the
+        same."""
         self._table.counters.rejected[error.code, tenant_class] += 1
         no_room = isinstance(error, Overloaded) and not isinstance(error, TenantLimitExceeded)
         if no_room and tenant_class != INTERNAL_CLASS:
@@ -68,18 +88,27 @@ class RequestAdmitter:
         """Raises Unavailable before the first join."""
         bounds = self._table.context_capacity.get_model_bounds()
         if bounds is None:
-            raise ServiceUnavailable("no node has joined the cluster yet", retry_after=ADMIT_TIMEOUT_SECONDS)
+            raise ServiceUnavailable(
+                "no node has joined the cluster yet", retry_after=ADMIT_TIMEOUT_SECONDS
+            )
         return bounds
 
     def _check_room(self, requests: Sequence[Request], now: float) -> None:
         tokens = sum(len(request.prompt_token_ids) for request in requests)
         longest = max(request.sampling.max_tokens for request in requests)
-        self.check_admission(requests[0].principal, AdmissionRequest(len(requests), requests[0].timeout_seconds, tokens, longest), now)
+        self.check_admission(
+            requests[0].principal,
+            AdmissionRequest(len(requests), requests[0].timeout_seconds, tokens, longest),
+            now,
+        )
 
     def _cap_output(self, arrival: SubmittedRequest) -> SubmittedRequest:
         """As it is let in while outputs are capped."""
         most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
-        if DegradationStep.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
+        if (
+            DegradationStep.CAPPED_OUTPUT not in self._table.degradation
+            or sampling.max_tokens <= most
+        ):
             return arrival
         capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         return replace(arrival, request=replace(arrival.request, sampling=capped))

@@ -1,22 +1,27 @@
-"""Requests that are to be placed again and are not in line yet: they rest after failures that followed one upon the
-other, or are held back by the retry budget."""
+"""Requests that are to be placed again and are not in line yet: they rest after failures that
+followed one upon the other, or are held back by the retry budget."""
 
 from collections.abc import Mapping
 
 from baton.types import Incarnation, RequestId
 from coordinator.core.admission.waiting_queue import WaitingQueue
-from coordinator.core.requests.record import RequestRecord
-from coordinator.core.requests.retry_budget import RetryBudget
 from coordinator.core.common.settings import retry_backoff_seconds
 from coordinator.core.common.timers import RequestTimers
+from coordinator.core.requests.record import RequestRecord
+from coordinator.core.requests.retry_budget import RetryBudget
 
 
 class RetryScheduler:
-    """At most `most` are held back; those go on in the order in which they failed, as the budget allows. Methods say
-    whether somebody came into the queue."""
+    """At most `most` are held back; those go on in the order in which they failed, as the budget
+    allows. Methods say whether somebody came into the queue."""
 
     def __init__(
-        self, records: Mapping[RequestId, RequestRecord], queue: WaitingQueue, timers: RequestTimers, budget: RetryBudget, most: int
+        self,
+        records: Mapping[RequestId, RequestRecord],
+        queue: WaitingQueue,
+        timers: RequestTimers,
+        budget: RetryBudget,
+        most: int,
     ) -> None:
         self.budget = budget
         self.held_back_total = 0  # ever
@@ -38,7 +43,9 @@ class RetryScheduler:
         """Can one more that is not exempt be taken?"""
         return len(self._held_back_since) < self._max_held or self.budget.available_retries(now) > 0
 
-    def schedule_retry(self, record: RequestRecord, rest: float, now: float, *, exempt: bool) -> bool:
+    def schedule_retry(
+        self, record: RequestRecord, rest: float, now: float, *, exempt: bool
+    ) -> bool:
         """In `rest` seconds, or when the budget allows."""
         if exempt or self.budget.try_spend(now):
             return self._start_backoff(record, rest, now)
@@ -57,7 +64,14 @@ class RetryScheduler:
 
     def on_node_lost(self, node: Incarnation, now: float) -> bool:
         """What failed on a node that turns out to be dead is held back no more."""
-        return self._release_requests([request for request in self._held_back_since if node in self._records[request].avoided_nodes], now)
+        return self._release_requests(
+            [
+                request
+                for request in self._held_back_since
+                if node in self._records[request].avoided_nodes
+            ],
+            now,
+        )
 
     def on_backoff_elapsed(self, record: RequestRecord) -> bool:
         record.retry_at = None

@@ -1,8 +1,10 @@
-"""How many requests may be placed again after a failure: a share of those that come in, and a few in any case.
+"""How many requests may be placed again after a failure: a share of those that come in, and a few
+in any case.
 
-Retries amplify trouble: a cluster that fails every attempt would be given each request `--max-attempts` times. So they
-are held to a share of the offered load (Finagle's RetryBudget, and "Handling overload" in Beyer, Jones, Petoff, Murphy,
-"Site Reliability Engineering", 2016). The floor lets a request that is alone have all of its attempts.
+Retries amplify trouble: a cluster that fails every attempt would be given each request
+`--max-attempts` times. So they are held to a share of the offered load (Finagle's RetryBudget, and
+"Handling overload" in Beyer, Jones, Petoff, Murphy, "Site Reliability Engineering", 2016). The
+floor lets a request that is alone have all of its attempts.
 """
 
 from collections import deque
@@ -13,7 +15,8 @@ _BUCKET_SECONDS = 0.1  # seconds: requests that come within are counted as one e
 
 
 class RetryBudget:
-    """`retry_share` of the requests offered in the last `WINDOW` seconds may be retried in it, and at least `MIN_RETRIES`."""
+    """`retry_share` of the requests offered in the last `WINDOW` seconds may be retried in it, and
+    at least `MIN_RETRIES`."""
 
     def __init__(self, share: float) -> None:
         self.retry_share = share

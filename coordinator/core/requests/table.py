@@ -1,47 +1,65 @@
 """Every request that has not ended, and what can happen to it.
 
-Three rules hold whatever arrives: a request ends in `end` and nowhere else; what failed goes on in `replace` and
-nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
+Three rules hold whatever arrives: a request ends in `end` and nowhere else; what failed goes on in
+`replace` and nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or
+falls with its node in `lose_node`).
 """
 
-from baton.errors import BatonError, Cancelled, NodeDrained, NodeLost, Preempted, NodeStalled, ServiceUnavailable
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenLogprobs
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    NodeDrained,
+    NodeLost,
+    NodeStalled,
+    Preempted,
+    ServiceUnavailable,
+)
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    Request,
+    RequestId,
+    Role,
+    TokenLogprobs,
+)
 from coordinator.core.admission.admission_controller import AdmissionController
-from coordinator.core.placement.breakers import CircuitBreakers, NodePair
-from coordinator.core.placement.context_capacity import ContextCapacity, OversizedRequests
-from coordinator.core.common.counters import Counters
-from coordinator.core.requests.token_source_counts import count_token_sources
-from coordinator.core.placement.request_placer import RequestPlacer
 from coordinator.core.admission.degradation import DegradationController
-from coordinator.core.requests.ended_requests import EndedRequests
-from coordinator.core.requests.followers import PrefixFollowers
-from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.admission.waiting_queue import WaitingQueue
+from coordinator.core.common.counters import Counters
 from coordinator.core.common.messages import (
     AdmitRequest,
-    CancelOrder,
-    Effect,
-    EmitTokens,
-    EmitPromptLogprobs,
-    TicketOrder,
-    BreakerChanged,
-    PrefillOrder,
     AttemptReplaced,
-    SendOrder,
+    BreakerChanged,
+    CancelOrder,
     DecodeOrder,
+    Effect,
+    EmitPromptLogprobs,
+    EmitTokens,
+    PrefillOrder,
+    SendOrder,
+    TicketOrder,
 )
-from coordinator.core.requests.attempt_trace import REFUSED, SERVED, start_trace
-from coordinator.core.placement.interface import PlacementPolicy
-from coordinator.core.placement.decision import PlacementDecision
-from coordinator.core.placement.latency_estimator import LatencyEstimator
-from coordinator.core.admission.waiting_queue import WaitingQueue
-from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
+from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
+from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.breakers import CircuitBreakers, NodePair
+from coordinator.core.placement.context_capacity import ContextCapacity, OversizedRequests
+from coordinator.core.placement.decision import PlacementDecision
+from coordinator.core.placement.interface import PlacementPolicy
+from coordinator.core.placement.latency_estimator import LatencyEstimator
+from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.placement_state import PlacementState
+from coordinator.core.placement.request_placer import RequestPlacer
+from coordinator.core.requests.attempt_trace import REFUSED, SERVED, start_trace
+from coordinator.core.requests.ended_requests import EndedRequests
+from coordinator.core.requests.followers import PrefixFollowers
+from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.retries import RetryScheduler
 from coordinator.core.requests.retry_budget import RetryBudget
-from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.requests.timeline import Timestamps
-from coordinator.core.common.timers import RequestTimers
+from coordinator.core.requests.token_source_counts import count_token_sources
 
 ADMIT_TIMEOUT_SECONDS = 1.0  # seconds a new request waits for nodes that could serve it
 
@@ -49,26 +67,42 @@ ADMIT_TIMEOUT_SECONDS = 1.0  # seconds a new request waits for nodes that could 
 class RequestTable:
     """Effects collect in `effects`; the brain hands them to its shell after every input."""
 
-    def __init__(self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings) -> None:
+    def __init__(
+        self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
+    ) -> None:
         self.records: dict[RequestId, RequestRecord] = {}
         self.queue = WaitingQueue()
         self.loads = NodeLoads()
         self.timers = RequestTimers()
         self.counters = Counters()
         self.effects: list[Effect] = []
-        self.ended_probes: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
-        self.last_progress_at = 0.0  # when a request got further than it had been, or the first of those here came
+        self.ended_probes: list[
+            tuple[RequestId, FinishReason | BatonError]
+        ] = []  # probes that have ended
+        self.last_progress_at = (
+            0.0  # when a request got further than it had been, or the first of those here came
+        )
         self.needs_placement = False  # something has changed since placement was last tried
         self.placement_state = PlacementState(registry)
         self.context_capacity = ContextCapacity(registry, hands_off=settings.mode != "colocated")
-        self.oversized = OversizedRequests(self.records, self.queue, self.context_capacity, settings.queue_limits)
-        self.ended_requests = EndedRequests(self.counters, self.placement_state.workload_meter, settings.explain_keep)
-        self.latency_estimator = LatencyEstimator(registry, self.loads, self.placement_state.cost_model, self.placement_state.decode_times)
+        self.oversized = OversizedRequests(
+            self.records, self.queue, self.context_capacity, settings.queue_limits
+        )
+        self.ended_requests = EndedRequests(
+            self.counters, self.placement_state.workload_meter, settings.explain_keep
+        )
+        self.latency_estimator = LatencyEstimator(
+            registry, self.loads, self.placement_state.cost_model, self.placement_state.decode_times
+        )
         self.degradation = DegradationController()
-        self.admission = AdmissionController(self.queue, settings.queue_limits, self.latency_estimator, self.degradation)
+        self.admission = AdmissionController(
+            self.queue, settings.queue_limits, self.latency_estimator, self.degradation
+        )
         self.breakers = CircuitBreakers()
         budget = RetryBudget(settings.retry_budget_share)
-        self.retries = RetryScheduler(self.records, self.queue, self.timers, budget, settings.max_queue)
+        self.retries = RetryScheduler(
+            self.records, self.queue, self.timers, budget, settings.max_queue
+        )
         self.placer = RequestPlacer(
             registry,
             self.loads,
@@ -89,10 +123,23 @@ class RequestTable:
     def next_due_times(self) -> tuple[float | None, ...]:
         """When something here is to be looked at again."""
         degradation = self.degradation.next_sample_at(waiting=len(self.queue) > 0)
-        return self.timers.next_timer_at(), self.breakers.next_half_open_at(), self.retries.next_release_at(), degradation
+        return (
+            self.timers.next_timer_at(),
+            self.breakers.next_half_open_at(),
+            self.retries.next_release_at(),
+            degradation,
+        )
 
-    def add_request(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> RequestRecord:
-        record = RequestRecord(request, now + request.timeout_seconds, Timestamps(now), internal, identity_digest=self._registry.model_digest)
+    def add_request(
+        self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
+    ) -> RequestRecord:
+        record = RequestRecord(
+            request,
+            now + request.timeout_seconds,
+            Timestamps(now),
+            internal,
+            identity_digest=self._registry.model_digest,
+        )
         if len(request.prompt_token_ids) == 1:
             record.prompt_logprobs = ()
         if not self.records:
@@ -101,7 +148,11 @@ class RequestTable:
         self.retries.budget.record_request(now)
         self.queue.add_request(request.id, self.admission.admit_request(request, now))
         if not internal:
-            self.placement_state.workload_meter.record_arrival(len(request.prompt_token_ids), self.placement_state.expected_output_tokens(request), now)
+            self.placement_state.workload_meter.record_arrival(
+                len(request.prompt_token_ids),
+                self.placement_state.expected_output_tokens(request),
+                now,
+            )
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._followers.add_follower(record, leader)
@@ -112,9 +163,17 @@ class RequestTable:
         return record
 
     def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
-        """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
-        role that are: at once, once, and before all others. How it ends is in `ended_probes`."""
-        record = RequestRecord(request, now + request.timeout_seconds, Timestamps(now), is_internal=True, prompt_logprobs=(), probe_node=node)
+        """A request of our own that goes through `node`, which need not be in service, and through
+        nodes of the other role that are: at once, once, and before all others. How it ends is in
+        `ended_probes`."""
+        record = RequestRecord(
+            request,
+            now + request.timeout_seconds,
+            Timestamps(now),
+            is_internal=True,
+            prompt_logprobs=(),
+            probe_node=node,
+        )
         record.identity_digest = self._registry.model_digest
         if not self.records:
             self.last_progress_at = now
@@ -123,8 +182,11 @@ class RequestTable:
         self.timers.set_timer(request.id, record.next_timer_at())
         self.needs_placement = True
 
-    def find_attempt_of_sender(self, key: AttemptKey, sender: Incarnation) -> tuple[RequestRecord, Attempt] | None:
-        """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
+    def find_attempt_of_sender(
+        self, key: AttemptKey, sender: Incarnation
+    ) -> tuple[RequestRecord, Attempt] | None:
+        """The request whose present attempt is `key`, if `sender` still works on it; else the
+        message is dropped."""
         found = self.find_attempt(key)
         if found is None or sender not in found[1].legs:
             self.counters.dropped_messages["stale"] += 1
@@ -156,7 +218,9 @@ class RequestTable:
             pass
 
     def _admit_waiting(self) -> None:
-        for record in [record for request, record in self.records.items() if request in self._unadmitted]:
+        for record in [
+            record for request, record in self.records.items() if request in self._unadmitted
+        ]:
             if not self.context_capacity.why_too_long(record):
                 self._admit_request(record)
 
@@ -169,26 +233,40 @@ class RequestTable:
 
     def _place_next(self, now: float) -> bool:
         views = self.placer.list_node_views(now)
-        full, passed_over = self.latency_estimator.is_decode_full(), set[tuple[int, str]]()  # by class and tenant
+        full, passed_over = (
+            self.latency_estimator.is_decode_full(),
+            set[tuple[int, str]](),
+        )  # by class and tenant
         smallest = min((view.max_context_tokens for view in views), default=0)
         for request in self.queue.list_candidates() if self._registry.nodes else ():
             record = self.records[request]
-            if (late := self.placer.find_deadline_error(record, now, wanted=len(self.queue) > 1)) is not None:
+            if (
+                late := self.placer.find_deadline_error(record, now, wanted=len(self.queue) > 1)
+            ) is not None:
                 self.end_request(record, late, now)
                 return True
-            if record.max_total_tokens > smallest and record.probe_node is None and self.context_capacity.why_too_long(record):
+            if (
+                record.max_total_tokens > smallest
+                and record.probe_node is None
+                and self.context_capacity.why_too_long(record)
+            ):
                 if (error := self.oversized.hold_request(record)) is not None:
                     self.end_request(record, error, now)
                 return True
             if full and record.remaining_tokens > 1 and record.probe_node is None:
                 continue  # as it is most of the time under load
-            standing, headroom = record.request.principal, self.admission.headroom_share(request, now)
+            standing, headroom = (
+                record.request.principal,
+                self.admission.headroom_share(request, now),
+            )
             flow = standing.priority_level, standing.tenant
             if headroom and flow in passed_over:
                 continue  # its next would not be placed either
             decision = self.placer.decide_placement(record, views, now, headroom)
             if decision is not None:
-                yielding = [tenant for level, tenant in passed_over if level == standing.priority_level]
+                yielding = [
+                    tenant for level, tenant in passed_over if level == standing.priority_level
+                ]
                 self.queue.take_request(request, now, yielding)
                 self._start_attempt(record, decision, now)
                 return True
@@ -196,8 +274,12 @@ class RequestTable:
                 passed_over.add(flow)
         return False
 
-    def _start_attempt(self, record: RequestRecord, decision: PlacementDecision, now: float) -> None:
-        if record.request.id in self._unadmitted:  # one token alone: prefill can serve it while there is no decode node
+    def _start_attempt(
+        self, record: RequestRecord, decision: PlacementDecision, now: float
+    ) -> None:
+        if (
+            record.request.id in self._unadmitted
+        ):  # one token alone: prefill can serve it while there is no decode node
             self._admit_request(record)
         record.attempt_count += 1
         request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
@@ -215,9 +297,18 @@ class RequestTable:
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
             share = self.placer.get_local_prefill_share(decision.demand)
-            self.effects.append(SendOrder(decode, DecodeOrder(work, writer, share, elsewhere.get(decode))))
+            self.effects.append(
+                SendOrder(decode, DecodeOrder(work, writer, share, elsewhere.get(decode)))
+            )
         if prefill is not None:
-            self.effects.append(SendOrder(prefill, PrefillOrder(work, needs_no_decode=decode is None, remote_prefix=elsewhere.get(prefill))))
+            self.effects.append(
+                SendOrder(
+                    prefill,
+                    PrefillOrder(
+                        work, needs_no_decode=decode is None, remote_prefix=elsewhere.get(prefill)
+                    ),
+                )
+            )
             if decode is not None:
                 attempt.reserve_deadline = now + self._settings.reserve_timeout
                 self.timers.set_timer(request.id, record.next_timer_at())
@@ -225,7 +316,9 @@ class RequestTable:
             self._followers.reassign_followers(record)
         attempt.trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
         pair = attempt.node_pair
-        attempt.trace.is_breaker_probe = pair is not None and self.breakers.try_start_probe(pair, key)
+        attempt.trace.is_breaker_probe = pair is not None and self.breakers.try_start_probe(
+            pair, key
+        )
         if record.attempt_count == 1:
             self.last_progress_at = now
 
@@ -244,28 +337,44 @@ class RequestTable:
         self.effects.append(SendOrder(ticket.ticket.writer_incarnation, ticket))
 
     def on_committed(self, record: RequestRecord, attempt: Attempt) -> None:
-        """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is over, and what
-        happens to its writer from now on is nothing to this request, unless it owes the prompt's scores. Idempotent."""
+        """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is
+        over, and what happens to its writer from now on is nothing to this request, unless it owes
+        the prompt's scores. Idempotent."""
         if not attempt.is_committed:
             attempt.is_committed = True
-            if attempt.node_pair is not None and attempt.transport and self.breakers.record_commit(attempt.node_pair, attempt.key):
+            if (
+                attempt.node_pair is not None
+                and attempt.transport
+                and self.breakers.record_commit(attempt.node_pair, attempt.key)
+            ):
                 self.on_breaker_changed(attempt.node_pair)
-            self.needs_placement |= self._followers.release_followers(record.request.id, attempt.decode)
+            self.needs_placement |= self._followers.release_followers(
+                record.request.id, attempt.decode
+            )
         if attempt.prefill is not None and not record.awaits_prompt_logprobs:
             self.close_leg(attempt, attempt.prefill)
 
     def emit_tokens(
-        self, record: RequestRecord, attempt: Attempt, tokens: list[int], scores: tuple[TokenLogprobs, ...], now: float
+        self,
+        record: RequestRecord,
+        attempt: Attempt,
+        tokens: list[int],
+        scores: tuple[TokenLogprobs, ...],
+        now: float,
     ) -> None:
         """`tokens` continue the output exactly."""
         if record.state is not RequestState.STREAMING:
             if not record.emitted_token_ids and record.prompt_logprobs is not None:
                 if record.request.sampling.prompt_logprobs is not None:
-                    self.effects.append(EmitPromptLogprobs(record.request.id, record.prompt_logprobs))
+                    self.effects.append(
+                        EmitPromptLogprobs(record.request.id, record.prompt_logprobs)
+                    )
                 record.prompt_logprobs = ()
             record.set_state(RequestState.STREAMING)
             record.timestamps.mark_moment("first_token", now)
-            self.placement_state.record_first_token(attempt.trace.prediction, now - attempt.trace.placed)
+            self.placement_state.record_first_token(
+                attempt.trace.prediction, now - attempt.trace.placed
+            )
             attempt.reserve_deadline = None
             record.prefill_charged_class = ""
         record.emitted_token_ids += tokens
@@ -275,7 +384,9 @@ class RequestTable:
         self.last_progress_at = now
         self.effects.append(EmitTokens(record.request.id, tuple(tokens), scores))
 
-    def close_leg(self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None) -> None:
+    def close_leg(
+        self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None
+    ) -> None:
         """The node's part is over, or is to be with `cancel`. Idempotent."""
         if node not in attempt.legs:
             return
@@ -294,12 +405,15 @@ class RequestTable:
 
     # the ways on and out
 
-    def replace_attempt(self, record: RequestRecord, error: BatonError | None, now: float, *, exempt: bool = False) -> None:
-        """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
-        queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
-        preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
-        attempt can mend ends the request. Failures are subject to the retry budget, unless `exempt`. A probe has one
-        attempt: another would tell less."""
+    def replace_attempt(
+        self, record: RequestRecord, error: BatonError | None, now: float, *, exempt: bool = False
+    ) -> None:
+        """The one recovery: give up this attempt and put the request, with what it has emitted, at
+        the head of the queue, or let it rest first if it failed before; the client sees nothing.
+        `error` None is a refusal. Refusals, preemptions and drains wait for room and do not count
+        as failures; other errors do, and one that no other attempt can mend ends the request.
+        Failures are subject to the retry budget, unless `exempt`. A probe has one attempt: another
+        would tell less."""
         waits = error is None or isinstance(error, Preempted | NodeDrained)
         record.failure_count += not waits
         most = self._settings.max_attempts if record.probe_node is None else 0
@@ -313,10 +427,16 @@ class RequestTable:
         attempt = record.attempt
         if attempt is not None:
             spared = error is None or isinstance(error, NodeDrained)
-            record.avoided_nodes = frozenset() if spared else record.nodes_to_avoid(attempt, self._registry.nodes)
+            record.avoided_nodes = (
+                frozenset() if spared else record.nodes_to_avoid(attempt, self._registry.nodes)
+            )
             self._abandon_attempt(record, attempt, error or Cancelled("the other node has no room"))
-            attempt.trace.mark_ended(now, error.code if error else REFUSED, error.message if error else "no room there")
-            self.effects.append(AttemptReplaced(attempt.key, error.message if error is not None else "refused"))
+            attempt.trace.mark_ended(
+                now, error.code if error else REFUSED, error.message if error else "no room there"
+            )
+            self.effects.append(
+                AttemptReplaced(attempt.key, error.message if error is not None else "refused")
+            )
         record.prefix_holder = None
         record.replace_reason = error.code if error is not None else "refused"
         self.counters.replaced_attempts[record.replace_reason] += 1
@@ -325,13 +445,19 @@ class RequestTable:
         rest = 0.0 if waits else retry_backoff_seconds(record.failure_count)
         self.needs_placement |= self.retries.schedule_retry(record, rest, now, exempt=exempt)
 
-    def end_request(self, record: RequestRecord, result: FinishReason | BatonError, now: float) -> None:
+    def end_request(
+        self, record: RequestRecord, result: FinishReason | BatonError, now: float
+    ) -> None:
         """The one place where a request ends."""
         request = record.request.id
         if record.attempt is not None:
-            reason = result if isinstance(result, BatonError) else Cancelled("the request has ended")
+            reason = (
+                result if isinstance(result, BatonError) else Cancelled("the request has ended")
+            )
             ended = result.code if isinstance(result, BatonError) else SERVED
-            record.attempt.trace.mark_ended(now, ended, result.message if isinstance(result, BatonError) else "")
+            record.attempt.trace.mark_ended(
+                now, ended, result.message if isinstance(result, BatonError) else ""
+            )
             self._abandon_attempt(record, record.attempt, reason)
         del self.records[request]
         self.queue.remove_request(request)
@@ -343,22 +469,34 @@ class RequestTable:
         if record.probe_node is not None:
             self.ended_probes.append((request, result))
         elif not record.attempt_count:
-            self.admission.refund_request(record.request, now, accepted=record.admit_deadline is None)
+            self.admission.refund_request(
+                record.request, now, accepted=record.admit_deadline is None
+            )
         if isinstance(result, FinishReason):
             began = record.timestamps.first_token
-            self.placement_state.record_answer(record.request, len(record.emitted_token_ids), now - began if began is not None else 0.0)
+            self.placement_state.record_answer(
+                record.request,
+                len(record.emitted_token_ids),
+                now - began if began is not None else 0.0,
+            )
         self.effects.append(self.ended_requests.record_end(record, result, now))
 
     def on_node_lost(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first, whatever
-        the retry budget says. So does what failed there a moment ago, before anybody knew why."""
+        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the
+        oldest first, whatever the retry budget says. So does what failed there a moment ago, before
+        anybody knew why."""
         self.breakers.forget_node(node)
         self.needs_placement |= self.retries.on_node_lost(node, now)
         for key in reversed(self.loads.remove_node(node)):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 record.attempt.legs.discard(node)
-                self.replace_attempt(record, error if error.is_retryable else NodeLost(error.message), now, exempt=True)
+                self.replace_attempt(
+                    record,
+                    error if error.is_retryable else NodeLost(error.message),
+                    now,
+                    exempt=True,
+                )
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Everything that has a leg there goes on elsewhere, the oldest first."""
@@ -377,17 +515,28 @@ class RequestTable:
             self.needs_placement |= self.retries.on_backoff_elapsed(record)
         elif record.admit_deadline is not None and now >= record.admit_deadline:
             why = self.why_not_serving() or self.context_capacity.why_too_long(record)
-            waited = f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {why}"
-            self.end_request(record, ServiceUnavailable(waited, retry_after=ADMIT_TIMEOUT_SECONDS), now)
-        elif attempt is not None and attempt.reserve_deadline is not None and now >= attempt.reserve_deadline:
+            waited = f"no node could serve the request for {ADMIT_TIMEOUT_SECONDS:g} s: {why}"
+            self.end_request(
+                record, ServiceUnavailable(waited, retry_after=ADMIT_TIMEOUT_SECONDS), now
+            )
+        elif (
+            attempt is not None
+            and attempt.reserve_deadline is not None
+            and now >= attempt.reserve_deadline
+        ):
             silent = self.node_name(attempt.decode)
-            waited = f"{self._settings.answer_timeout:g} s"
-            self.replace_attempt(record, NodeStalled(f"node {silent} did not answer a request for {waited} (--stall)"), now)
+            waited = f"{self._settings.reserve_timeout:g} s"
+            self.replace_attempt(
+                record,
+                NodeStalled(f"node {silent} did not answer a request for {waited} (--stall)"),
+                now,
+            )
         if request in self.records:
             self.timers.set_timer(request, record.next_timer_at())
 
     def why_not_serving(self) -> str:
-        """What keeps the cluster from serving, "" if nothing does. Decode nodes can serve alone: see `RequestPlacer`."""
+        """What keeps the cluster from serving, "" if nothing does. Decode nodes can serve alone:
+        see `RequestPlacer`."""
         return self._registry.why_unavailable(Role.DECODE)
 
     def _abandon_attempt(self, record: RequestRecord, attempt: Attempt, reason: BatonError) -> None:

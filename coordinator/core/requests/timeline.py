@@ -1,13 +1,15 @@
 """Where a request's time went, on the coordinator's clock.
 
-The time to the first token is cut at four moments, each no earlier than the one before and no later than the first
-token, so that the stages are a partition of it whatever arrives, in whatever order, or never:
+The time to the first token is cut at four moments, each no earlier than the one before and no later
+than the first token, so that the stages are a partition of it whatever arrives, in whatever order,
+or never:
 
     arrival | queue | placed | reserve | reserved | prefill | prefill ended | transfer | committed | first_token | token
 
-`placed` is the last placement before the first token. Prefill computes while decode reserves, and layers travel while
-prefill computes: a stage is the part that was exposed. `committed` is when the coordinator first hears of the commit,
-from either node. Where decode computes the prompt itself there is no transfer, and `prefill` lasts until the token.
+`placed` is the last placement before the first token. Prefill computes while decode reserves, and
+layers travel while prefill computes: a stage is the part that was exposed. `committed` is when the
+coordinator first hears of the commit, from either node. Where decode computes the prompt itself
+there is no transfer, and `prefill` lasts until the token.
 """
 
 from collections import OrderedDict
@@ -33,14 +35,24 @@ class Timestamps:
     prefill_node: NodeName | None = None
     decode_node: NodeName | None = None
     handoff_report: HandoffReport | None = None
-    models: list[str] = field(default_factory=list)  # of the nodes that it was placed on, by their own word, each once
+    models: list[str] = field(
+        default_factory=list
+    )  # of the nodes that it was placed on, by their own word, each once
 
-    def mark_placed(self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()) -> None:
+    def mark_placed(
+        self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()
+    ) -> None:
         """A new attempt. What the last one did before the first token counts as waiting."""
         self.prefill_node, self.decode_node = prefill, decode
         self.models += [model for model in dict.fromkeys(models) if model not in self.models]
         if self.first_token is None:
-            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff_report = now, None, None, None, None
+            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff_report = (
+                now,
+                None,
+                None,
+                None,
+                None,
+            )
 
     def mark_moment(self, moment: str, now: float) -> None:
         """The first time counts, and nothing after the first token does."""
@@ -48,7 +60,8 @@ class Timestamps:
             setattr(self, moment, now)
 
     def mark_handoff_skipped(self) -> None:
-        """Decode computes the rest of the prompt itself: there is no transfer, whatever prefill has computed by now."""
+        """Decode computes the rest of the prompt itself: there is no transfer, whatever prefill has
+        computed by now."""
         if self.first_token is None:
             self.prefill_ended = None
 
@@ -95,7 +108,11 @@ class TimelineStore:
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
         """A report that came after the end. False if it is not the one that is missing."""
         timeline = self._timelines.get(key.request_id)
-        if timeline is None or timeline.attempts != key.attempt_number or timeline.HasField("handoff"):
+        if (
+            timeline is None
+            or timeline.attempts != key.attempt_number
+            or timeline.HasField("handoff")
+        ):
             return False
         timeline.handoff.CopyFrom(report)
         return True

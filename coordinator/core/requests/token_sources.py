@@ -19,21 +19,29 @@ class TokenSources(NamedTuple):
         return self.local_cache + self.pool + self.remote_pool
 
 
-def compute_token_sources(ended: PrefillEnded | None, admitted: DecodeStarted | None) -> TokenSources:
-    """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache. What was fetched for either of the two
-    nodes was fetched for the attempt. No figure is below zero, whatever nodes say."""
+def compute_token_sources(
+    ended: PrefillEnded | None, admitted: DecodeStarted | None
+) -> TokenSources:
+    """What decode held counts as its cache or the pool's, even where prefill had to compute it
+    again to reach what decode lacked. A prefix that a cache and the pool have begins in the cache.
+    What was fetched for either of the two nodes was fetched for the attempt. No figure is below
+    zero, whatever nodes say."""
     if admitted is None:
         if ended is None:
             return TokenSources(0, 0, 0, 0, 0)
         pooled = min(ended.pool_tokens, ended.cached_tokens)
         remote = min(ended.remote_pool_tokens, pooled)
-        return TokenSources(ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled - remote, remote)
+        return TokenSources(
+            ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled - remote, remote
+        )
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
     received_pooled = min(received_cached, ended.pool_tokens) if ended else 0
     pooled = min(admitted.pool_tokens, admitted.cached_tokens)
-    remote = min(pooled + received_pooled, max(admitted.remote_pool_tokens, ended.remote_pool_tokens if ended else 0))
+    remote = min(
+        pooled + received_pooled,
+        max(admitted.remote_pool_tokens, ended.remote_pool_tokens if ended else 0),
+    )
     return TokenSources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
@@ -44,12 +52,16 @@ def compute_token_sources(ended: PrefillEnded | None, admitted: DecodeStarted | 
 
 
 def exclude_own_tokens(found: TokenSources, known: int, *, prefill: bool) -> TokenSources:
-    """The sources of a request that was placed before, when caches had `known` tokens of its prompt. What was found
-    beyond them may be what an earlier attempt of the same request computed: it counts as computed, by a prefill node if
-    `prefill`, and never as a hit."""
+    """The sources of a request that was placed before, when caches had `known` tokens of its
+    prompt. What was found beyond them may be what an earlier attempt of the same request computed:
+    it counts as computed, by a prefill node if `prefill`, and never as a hit."""
     beyond = max(0, found.cached_tokens - known)
     counts = found._asdict()
-    for source in ("remote_pool", "pool", "local_cache"):  # a prefix begins in the cache and ends in the pool
+    for source in (
+        "remote_pool",
+        "pool",
+        "local_cache",
+    ):  # a prefix begins in the cache and ends in the pool
         own = min(beyond, counts[source])
         counts[source] -= own
         beyond -= own

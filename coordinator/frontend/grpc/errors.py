@@ -26,7 +26,10 @@ class grpc_errors:
         return None
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
@@ -37,8 +40,8 @@ class grpc_errors:
 
 
 def _clear_tracebacks(error: BaseException) -> None:
-    """Drop what an error and those before it hold of the frames that they passed: gRPC keeps the error of a
-    call that was aborted in a cycle, and the frames hold the whole request."""
+    """Drop what an error and those before it hold of the frames that they passed: gRPC keeps the
+    error of a call that was aborted in a cycle, and the frames hold the whole request."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
@@ -57,7 +60,9 @@ async def abort_call(context: ServicerContext, error: BatonError) -> NoReturn:
 
 def get_metadata(context: ServicerContext, key: str) -> str | None:
     """The first value of a text key that the caller sent."""
-    return next((str(value) for name, value in context.invocation_metadata() or () if name == key), None)
+    return next(
+        (str(value) for name, value in context.invocation_metadata() or () if name == key), None
+    )
 
 
 def get_authorization(context: ServicerContext) -> bytes | None:

@@ -1,4 +1,5 @@
-"""The gRPC front door: baton.v1.Generation, with the bounds, errors and cancellation of the HTTP one."""
+"""The gRPC front door: baton.v1.Generation, with the bounds, errors and cancellation of the HTTP
+one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,15 +9,26 @@ from dataclasses import replace
 from baton.errors import SlowReader
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
-from coordinator.frontend.response_stream import ResponseStream
-from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.auth import ClientAuthenticator
-from coordinator.frontend.grpc.request_codec import check_unknown_fields, to_generation_request, to_tokenizer_input
+from coordinator.frontend.grpc.errors import (
+    ServicerContext,
+    get_authorization,
+    get_metadata,
+    grpc_errors,
+)
+from coordinator.frontend.grpc.request_codec import (
+    check_unknown_fields,
+    to_generation_request,
+    to_tokenizer_input,
+)
 from coordinator.frontend.grpc.response_codec import GrpcResponseFormatter
-from coordinator.frontend.grpc.errors import ServicerContext, get_authorization, get_metadata, grpc_errors
+from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.request_intake import RequestIntake
+from coordinator.frontend.response_stream import ResponseStream
 
-WRITE_TIMEOUT_SECONDS = 30.0  # seconds that a client with a full flow-control window may leave a message untaken
+WRITE_TIMEOUT_SECONDS = (
+    30.0  # seconds that a client with a full flow-control window may leave a message untaken
+)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -35,50 +47,78 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             async for piece in answer.output_chunks():
                 await _write_response(context, responses.format_chunk(piece))
 
-    async def GenerateOnce(self, request: pb.GenerateRequest, context: ServicerContext) -> pb.GenerateResponse:
+    async def GenerateOnce(
+        self, request: pb.GenerateRequest, context: ServicerContext
+    ) -> pb.GenerateResponse:
         async with grpc_errors(context), self._started_request(request, context) as answer:
             responses = GrpcResponseFormatter(answer)
             async for piece in answer.output_chunks():
                 responses.add_chunk(piece)
         return responses.format_response()
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: ServicerContext
+    ) -> pb.TokenizeResponse:
         async with grpc_errors(context):
             with self._intake.rejections.count_rejections():
                 self._intake.check_model(request.model or None)
                 wording = to_tokenizer_input(request, self._intake.unknown_field_policy)
                 limit = self._intake.effective_timeout(context.time_remaining())
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+                special = (
+                    request.add_special_tokens if request.HasField("add_special_tokens") else None
+                )
                 text, tokens = await self._intake.tokenize(wording, special, limit)
             pieces = await text.get_token_strings(tokens) if request.return_token_strings else []
-            return pb.TokenizeResponse(token_ids=tokens, token_strings=pieces, max_model_len=self._intake.get_served_model()[1])
+            return pb.TokenizeResponse(
+                token_ids=tokens,
+                token_strings=pieces,
+                max_model_len=self._intake.get_served_model()[1],
+            )
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: ServicerContext) -> pb.DetokenizeResponse:
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: ServicerContext
+    ) -> pb.DetokenizeResponse:
         async with grpc_errors(context):
             with self._intake.rejections.count_rejections():
                 check_unknown_fields(request, self._intake.unknown_field_policy)
                 self._intake.check_model(request.model or None)
                 limit = self._intake.effective_timeout(context.time_remaining())
-                return pb.DetokenizeResponse(text=await self._intake.detokenize(request.token_ids, limit))
+                return pb.DetokenizeResponse(
+                    text=await self._intake.detokenize(request.token_ids, limit)
+                )
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: ServicerContext) -> pb.ListModelsResponse:
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: ServicerContext
+    ) -> pb.ListModelsResponse:
         async with grpc_errors(context):
             name, max_model_len = self._intake.get_served_model()
             digest, dtype, quantization = self._intake.get_model_identity()
             model = pb.Model(
-                id=name, max_model_len=max_model_len, model_digest=digest, dtype=dtype, quantization=quantization
+                id=name,
+                max_model_len=max_model_len,
+                model_digest=digest,
+                dtype=dtype,
+                quantization=quantization,
             )
             return pb.ListModelsResponse(models=[model])
 
     @asynccontextmanager
-    async def _started_request(self, request: pb.GenerateRequest, context: ServicerContext) -> AsyncIterator[ResponseStream]:
+    async def _started_request(
+        self, request: pb.GenerateRequest, context: ServicerContext
+    ) -> AsyncIterator[ResponseStream]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.rejections.count_rejections():
             tenant = self._client_auth.identify_tenant(get_authorization(context))
         with self._intake.rejections.count_rejections(tenant.tenant_class):
             client_id = check_client_request_id(get_metadata(context, "x-request-id"))
-            ask = to_generation_request(request, context.time_remaining(), client_id, self._intake.unknown_field_policy)
-            ask = replace(ask, principal=self._client_auth.make_principal(tenant, ask.priority), cache_salt=tenant.cache_salt)
+            ask = to_generation_request(
+                request, context.time_remaining(), client_id, self._intake.unknown_field_policy
+            )
+            ask = replace(
+                ask,
+                principal=self._client_auth.make_principal(tenant, ask.priority),
+                cache_salt=tenant.cache_salt,
+            )
         answer = await self._intake.start_request(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()
@@ -93,4 +133,4 @@ async def _write_response(context: ServicerContext, response: pb.GenerateRespons
         async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
             await context.write(response)
     except TimeoutError:
-        raise SlowReader(f"no message was read for {WRITE_STALL:g} s") from None
+        raise SlowReader(f"no message was read for {WRITE_TIMEOUT_SECONDS:g} s") from None

@@ -13,8 +13,9 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def check_field_count(data: bytes, kind: Descriptor) -> None:
-    """Raises InvalidRequest for a message of this kind with more fields, in it and in the messages in it that can have
-    others in them, than are parsed. Bytes that are no message are left to the parser."""
+    """Raises InvalidRequest for a message of this kind with more fields, in it and in the messages
+    in it that can have others in them, than are parsed. Bytes that are no message are left to the
+    parser."""
     if len(data) <= _ALWAYS_WITHIN_BYTES:
         return
     left = MAX_GRPC_FIELDS
@@ -25,12 +26,18 @@ def check_field_count(data: bytes, kind: Descriptor) -> None:
         while place < end:
             left -= 1
             if left < 0:
-                raise InvalidRequest(f"the message has more than {MAX_GRPC_FIELDS} fields and messages in it")
+                raise InvalidRequest(
+                    f"the message has more than {MAX_GRPC_FIELDS} fields and messages in it"
+                )
             tag, place = _read_varint(data, place, end)
             if tag & 7 == _BYTES:
                 size, place = _read_varint(data, place, end)
                 field = fields.get(tag >> 3)
-                if field is not None and field.message_type is not None and _has_submessages(field.message_type):
+                if (
+                    field is not None
+                    and field.message_type is not None
+                    and _has_submessages(field.message_type)
+                ):
                     open_.append((place, min(place + size, end), field.message_type))
                 place += size
             elif tag & 7 == _VARINT:
@@ -42,7 +49,9 @@ def check_field_count(data: bytes, kind: Descriptor) -> None:
 
 
 def _has_submessages(kind: Descriptor) -> bool:
-    return not kind.GetOptions().map_entry and any(field.message_type is not None for field in kind.fields)
+    return not kind.GetOptions().map_entry and any(
+        field.message_type is not None for field in kind.fields
+    )
 
 
 def _read_varint(data: bytes, place: int, end: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.limits import check_entry_count, check_message_count, check_prompt_count
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend.request import GenerationRequest, Prompt
-from coordinator.text.chat_template import ChatPrompt
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.text.chat_template import ChatPrompt
 
 _MAX_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
 _OPTIONAL_FIELDS = (
@@ -29,14 +29,19 @@ _OPTIONAL_FIELDS = (
 
 
 def to_generation_request(
-    request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+    request: pb.GenerateRequest,
+    timeout: float | None,
+    client_id: str | None,
+    unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
 ) -> GenerationRequest:
     """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
     _check_counts(request)
     check_unknown_fields(request, unknown)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
-    given = {field: getattr(request, field) for field in _OPTIONAL_FIELDS if request.HasField(field)}
+    given = {
+        field: getattr(request, field) for field in _OPTIONAL_FIELDS if request.HasField(field)
+    }
     return GenerationRequest(
         prompts=_read_prompts(request),
         model=request.model or None,
@@ -80,7 +85,10 @@ def _read_prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | ChatPrompt 
         case "chat":
             return to_chat_prompt(request.chat)
         case "prompts":
-            return [_read_prompt(number, prompt) for number, prompt in enumerate(request.prompts.prompts)]
+            return [
+                _read_prompt(number, prompt)
+                for number, prompt in enumerate(request.prompts.prompts)
+            ]
         case _:
             return None
 
@@ -92,7 +100,9 @@ def _read_prompt(number: int, prompt: pb.Prompt) -> Prompt:
         case "token_ids":
             return prompt.token_ids.ids
         case _:
-            raise InvalidRequest(f"prompt[{number}] is missing: it must be text or token ids", param="prompt")
+            raise InvalidRequest(
+                f"prompt[{number}] is missing: it must be text or token ids", param="prompt"
+            )
 
 
 def to_chat_prompt(chat: pb.Conversation) -> ChatPrompt:
@@ -111,11 +121,17 @@ def _read_template_value(value: pb.TemplateValue) -> object:
 
 def _read_chat_message(message: pb.Message) -> dict[str, object]:
     shown: dict[str, object] = {"role": message.role, "content": message.content}
-    shown.update((field, getattr(message, field)) for field in ("name", "tool_call_id") if message.HasField(field))
+    shown.update(
+        (field, getattr(message, field))
+        for field in ("name", "tool_call_id")
+        if message.HasField(field)
+    )
     return shown
 
 
-def to_tokenizer_input(request: pb.TokenizeRequest, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> Prompt | ChatPrompt:
+def to_tokenizer_input(
+    request: pb.TokenizeRequest, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+) -> Prompt | ChatPrompt:
     """Raises InvalidRequest."""
     if request.HasField("chat"):
         _check_chat(request.chat)
@@ -130,8 +146,9 @@ def to_tokenizer_input(request: pb.TokenizeRequest, unknown: UnknownFieldPolicy 
 
 
 def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
-    """Raises InvalidRequest for a field that this version does not know, at any depth, or counts those that are
-    ignored. Among more than `_MAX_NAMED_BYTES` none is looked for: they count as one."""
+    """Raises InvalidRequest for a field that this version does not know, at any depth, or counts
+    those that are ignored. Among more than `_MAX_NAMED_BYTES` none is looked for: they count as
+    one."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -143,7 +160,9 @@ def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
         unknown.count_dropped(max(1, len(found)))
         return
     if not found:
-        raise InvalidRequest(f"{surplus} bytes are of fields that {message.DESCRIPTOR.name} does not have")
+        raise InvalidRequest(
+            f"{surplus} bytes are of fields that {message.DESCRIPTOR.name} does not have"
+        )
     number, kind = found[0]
     raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
 
@@ -157,7 +176,9 @@ def _find_unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
         if field.message_type is None:
             continue
         if field.message_type.GetOptions().map_entry:
-            parts = value.values() if field.message_type.fields_by_name["value"].message_type else ()
+            parts = (
+                value.values() if field.message_type.fields_by_name["value"].message_type else ()
+            )
         else:
             parts = value if field.is_repeated else (value,)
         for part in parts:

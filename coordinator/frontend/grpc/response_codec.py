@@ -2,8 +2,8 @@
 
 from baton.cluster_link import pb_conversion as wire
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.response_stream import ResponseStream
 from coordinator.frontend.output import OutputChunk
+from coordinator.frontend.response_stream import ResponseStream
 
 
 class GrpcResponseFormatter:
@@ -12,16 +12,23 @@ class GrpcResponseFormatter:
     def __init__(self, answer: ResponseStream) -> None:
         self._response_stream = answer
         self._unfinished_choices = len(answer.choices)
-        self._choice_responses = [pb.GenerateResponse(request_id=answer.id, choice=index) for index in range(self._unfinished_choices)]
+        self._choice_responses = [
+            pb.GenerateResponse(request_id=answer.id, choice=index)
+            for index in range(self._unfinished_choices)
+        ]
         self._text_parts: list[list[str]] = [[] for _ in answer.choices]
         self._prompt_parts: list[list[str]] = [[] for _ in answer.choices]
 
     def format_chunk(self, piece: OutputChunk) -> pb.GenerateResponse:
         """A message of a stream."""
-        response = pb.GenerateResponse(request_id=self._response_stream.id, choice=piece.choice_index)
+        response = pb.GenerateResponse(
+            request_id=self._response_stream.id, choice=piece.choice_index
+        )
         scores = [wire.logprobs_to_pb(score) for score in piece.logprobs if score is not None]
         if piece.is_prompt_echo:
-            response.prompt.CopyFrom(pb.Echo(text=piece.text, token_ids=piece.token_ids, scores=scores))
+            response.prompt.CopyFrom(
+                pb.Echo(text=piece.text, token_ids=piece.token_ids, scores=scores)
+            )
             return response
         response.text = piece.text
         response.token_ids.extend(piece.token_ids)
@@ -46,7 +53,9 @@ class GrpcResponseFormatter:
         self._choice_responses[piece.choice_index].MergeFrom(part)
 
     def format_response(self) -> pb.GenerateResponse:
-        for response, texts, prompts in zip(self._choice_responses, self._text_parts, self._prompt_parts, strict=True):
+        for response, texts, prompts in zip(
+            self._choice_responses, self._text_parts, self._prompt_parts, strict=True
+        ):
             response.text = "".join(texts)
             if prompts:
                 response.prompt.text = "".join(prompts)

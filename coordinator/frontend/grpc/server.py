@@ -6,11 +6,11 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from baton.network.connection_limits import PortLimit
 from baton.errors import ConfigError
+from baton.limits import MAX_BODY_BYTES
+from baton.network.connection_limits import PortLimit
 from baton.network.grpc_options import grpc_server_options
 from baton.network.health_service import add_health_service
-from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
 from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.frontend.grpc.generation_service import GenerationService
@@ -25,9 +25,15 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     ("grpc.max_send_message_length", MAX_BODY_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
+    (
+        "grpc.keepalive_time_ms",
+        30_000,
+    ),  # a client whose machine is gone holds its requests no longer than this
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
+    (
+        "grpc.http2.min_recv_ping_interval_without_data_ms",
+        5_000,
+    ),  # clients may ping as often without being cut off
 )
 _MAX_CALLS_PER_CONNECTION = 1024  # calls at a time on one connection
 
@@ -35,13 +41,26 @@ _MAX_CALLS_PER_CONNECTION = 1024  # calls at a time on one connection
 class GrpcServer:
     """`add_cluster_service` before `start`."""
 
-    def __init__(self, intake: RequestIntake, readiness: Readiness, who: ClientAuthenticator, limit: PortLimit) -> None:
-        self.server = grpc.aio.server(options=(*_OPTIONS, *grpc_server_options(limit, streams=_MAX_CALLS_PER_CONNECTION)))
+    def __init__(
+        self,
+        intake: RequestIntake,
+        readiness: Readiness,
+        who: ClientAuthenticator,
+        limit: PortLimit,
+    ) -> None:
+        self.server = grpc.aio.server(
+            options=(*_OPTIONS, *grpc_server_options(limit, streams=_MAX_CALLS_PER_CONNECTION))
+        )
         self.port = 0
         self._health = add_health_service(self.server, *_SERVICES)
         self._readiness_changes: asyncio.Queue[bool] = asyncio.Queue()
         self._health_task: asyncio.Task[None] | None = None
-        add_service_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.body_budgets.grpc_budget)
+        add_service_handlers(
+            self.server,
+            _GENERATION,
+            GenerationService(intake, who),
+            intake.body_budgets.grpc_budget,
+        )
         self._readiness = readiness
         readiness.on_change.append(lambda ready, _: self._readiness_changes.put_nowait(ready))
 
@@ -79,12 +98,20 @@ class GrpcServer:
 
 
 def bind_grpc_port(
-    server: grpc.aio.Server, host: str, port: int, flag: str, credentials: grpc.ServerCredentials | None = None
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    flag: str,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free one. Raises
-    ConfigError naming the flag."""
+    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free
+    one. Raises ConfigError naming the flag."""
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return int(server.add_secure_port(target, credentials) if credentials else server.add_insecure_port(target))
+        return int(
+            server.add_secure_port(target, credentials)
+            if credentials
+            else server.add_insecure_port(target)
+        )
     except RuntimeError:
         raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

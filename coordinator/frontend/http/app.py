@@ -11,17 +11,23 @@ from starlette.requests import Request
 
 from baton.errors import BatonError
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, is_origin_allowed
-from coordinator.frontend.http import docs_page
-from coordinator.frontend.http import errors
-from coordinator.frontend.http import metrics_page
-from coordinator.frontend.http import openapi
-from coordinator.frontend.http.middleware import TENANT_KEY, RequestMiddleware, allow_head_requests, get_authorization, check_admin_request
-from coordinator.frontend.http.info_routes import add_info_routes
+from coordinator.frontend.http import docs_page, errors, metrics_page, openapi
 from coordinator.frontend.http.generation_routes import add_generation_routes
+from coordinator.frontend.http.info_routes import add_info_routes
+from coordinator.frontend.http.middleware import (
+    TENANT_KEY,
+    RequestMiddleware,
+    allow_head_requests,
+    check_admin_request,
+    get_authorization,
+)
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.readiness import Readiness
 
-PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", docs_page.DOCS_PATH, "/openapi.json"}) | docs_page.DOCS_FILE_PATHS
+PUBLIC_PATHS = (
+    frozenset({"/health", "/ping", "/version", docs_page.DOCS_PATH, "/openapi.json"})
+    | docs_page.DOCS_FILE_PATHS
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ def build_app(
         if metrics is not None and path == metrics_page.METRICS_PATH:
             check_admin_request(metrics.authenticator, request)
             return
-        if not who.is_key_required and not is_origin_allowed(request.headers.get("origin"), request.headers.get("host", ""), origins):
+        if not who.is_key_required and not is_origin_allowed(
+            request.headers.get("origin"), request.headers.get("host", ""), origins
+        ):
             raise errors.ForeignOrigin(
                 "a web page of another origin calls, and no key is asked for: set --api-key, or name the origin in "
                 "--allowed-origins"
@@ -60,12 +68,15 @@ def build_app(
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-        redirect_slashes=False,  # a redirect would be built from the Host header, and has no body in OpenAI's shape
+        # a redirect would be built from the Host header, and has no body in OpenAI's shape
+        redirect_slashes=False,
     )
     app.add_middleware(RequestMiddleware, guard=guard, refusals=intake.rejections)
     if origins:  # the outermost, because a browser asks without the key whether it may send it
         methods, headers = ["GET", "POST"], ["*"]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers
+        )
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     add_generation_routes(app, intake, who)

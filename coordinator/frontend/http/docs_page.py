@@ -1,4 +1,5 @@
-"""GET /docs: Swagger UI with its files from an installed package, so that no other host is needed."""
+"""GET /docs: Swagger UI with its files from an installed package, so that no other host is
+needed."""
 
 import asyncio
 import importlib.resources
@@ -14,7 +15,7 @@ _FILES = {
     "swagger-ui.css": "text/css; charset=utf-8",
     "favicon.png": "image/png",
 }
-DOCS_FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
+DOCS_FILE_PATHS = frozenset(f"{DOCS_PATH}/{name}" for name in _FILES)
 _INLINE = "'self' 'unsafe-inline'"
 _POLICY = f"default-src 'self'; script-src {_INLINE}; style-src {_INLINE}; img-src 'self' data:"
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
@@ -24,9 +25,9 @@ def add_docs_routes(app: FastAPI) -> None:
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title="Baton",
-        swagger_js_url=f"{PATH}/swagger-ui-bundle.js",
-        swagger_css_url=f"{PATH}/swagger-ui.css",
-        swagger_favicon_url=f"{PATH}/favicon.png",
+        swagger_js_url=f"{DOCS_PATH}/swagger-ui-bundle.js",
+        swagger_css_url=f"{DOCS_PATH}/swagger-ui.css",
+        swagger_favicon_url=f"{DOCS_PATH}/favicon.png",
         swagger_ui_parameters={"validatorUrl": None},  # else Swagger's own site serves a badge
     )
 
@@ -35,7 +36,7 @@ def add_docs_routes(app: FastAPI) -> None:
 
     app.add_api_route(DOCS_PATH, docs, methods=["GET"])
     for name, media_type in _FILES.items():
-        app.add_api_route(f"{PATH}/{name}", _file_route(name, media_type), methods=["GET"])
+        app.add_api_route(f"{DOCS_PATH}/{name}", _file_route(name, media_type), methods=["GET"])
 
 
 def _file_route(name: str, media_type: str) -> Callable[[], Awaitable[Response]]:

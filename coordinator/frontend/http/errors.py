@@ -41,7 +41,9 @@ class ForeignOrigin(RequestRejected):
 
 
 def encode_error_body(error: BatonError) -> bytes:
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.openai_type, error.param, error.code)))
+    return msgspec.json.encode(
+        ErrorBody(ErrorDetail(error.message, error.openai_type, error.param, error.code))
+    )
 
 
 def error_response(error: BatonError) -> Response:
@@ -50,7 +52,9 @@ def error_response(error: BatonError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(encode_error_body(error), error.http_status, headers, media_type="application/json")
+    return Response(
+        encode_error_body(error), error.http_status, headers, media_type="application/json"
+    )
 
 
 async def on_baton_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
-"""What each field of a body and of an answer means, for the OpenAPI document: by name, or by schema and name where one
-name means two things. A default that is named here holds where neither the request nor the model's own
-generation_config.json says anything."""
+"""What each field of a body and of an answer means, for the OpenAPI document: by name, or by schema
+and name where one name means two things. A default that is named here holds where neither the
+request nor the model's own generation_config.json says anything."""
 
 from baton import limits
 
@@ -27,7 +27,7 @@ REQUEST_FIELDS = {
     "frequency_penalty": "Off it for each time that the answer has it. Default: 0",
     "repetition_penalty": "Divides logits above 0 of tokens of prompt and answer, multiplies others. Default: 1",
     "logit_bias": "Added to the logits of these token ids. Default: none",
-    "n": f"Choices for each prompt, from one prefill; of all prompts at most {limits.MAX_ANSWERS}. Default: 1",
+    "n": f"Choices for each prompt, from one prefill; of all prompts at most {limits.MAX_TOTAL_CHOICES}. Default: 1",
     "best_of": "As many as n: nothing is chosen among more",
     "first_choice": "Number of the first choice, which its noise depends on. Default: 0",
     "stream": "Server-sent events, one for each piece, and `data: [DONE]` last. Default: false",

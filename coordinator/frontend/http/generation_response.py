@@ -1,4 +1,5 @@
-"""The answer to a request for text, whole or as server-sent events, in whatever shape its route has."""
+"""The answer to a request for text, whole or as server-sent events, in whatever shape its route
+has."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,17 +8,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
-from coordinator.frontend.response_stream import ResponseStream
-from coordinator.frontend.request import GenerationRequest
-from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.middleware import REQUEST_ID_KEY
 from coordinator.frontend.http.request_body import cancel_on_disconnect
-from coordinator.frontend.request_intake import RequestIntake
+from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.output import OutputChunk
+from coordinator.frontend.request import GenerationRequest
+from coordinator.frontend.request_intake import RequestIntake
+from coordinator.frontend.response_stream import ResponseStream
 
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
 class ResponseFormatter(Protocol):
@@ -39,13 +43,21 @@ class ResponseFormatter(Protocol):
 
 
 class GenerationResponse(Response):
-    """Runs the request while it is being answered, so that one place holds it from submission to its end.
+    """Runs the request while it is being answered, so that one place holds it from submission to
+    its end.
 
-    An error before the first byte is raised, for the application to answer with its status; later ones become an
-    error event, after which the connection closes without `[DONE]`.
+    An error before the first byte is raised, for the application to answer with its status; later
+    ones become an error event, after which the connection closes without `[DONE]`.
     """
 
-    def __init__(self, intake: RequestIntake, ask: GenerationRequest, shape: Callable[[ResponseStream], ResponseFormatter], *, stream: bool) -> None:
+    def __init__(
+        self,
+        intake: RequestIntake,
+        ask: GenerationRequest,
+        shape: Callable[[ResponseStream], ResponseFormatter],
+        *,
+        stream: bool,
+    ) -> None:
         self.background = None
         self._intake = intake
         self._request = ask
@@ -75,7 +87,9 @@ async def _send_body(answer: ResponseStream, shape: ResponseFormatter, send: Sen
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_stream(answer: ResponseStream, shape: ResponseFormatter, send: Send, hang_up: Callable[[], None] | None) -> None:
+async def _send_stream(
+    answer: ResponseStream, shape: ResponseFormatter, send: Send, hang_up: Callable[[], None] | None
+) -> None:
     pieces = answer.output_chunks()
     first = await anext(pieces)
     await _send_headers(send, _STREAM_HEADERS)

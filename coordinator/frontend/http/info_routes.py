@@ -33,9 +33,13 @@ class Version(msgspec.Struct):
     version: str
 
 
-def add_info_routes(app: FastAPI, intake: RequestIntake, readiness: Readiness, version: str) -> None:
+def add_info_routes(
+    app: FastAPI, intake: RequestIntake, readiness: Readiness, version: str
+) -> None:
     async def models() -> Response:
-        return json_response(ModelList([ModelCard(*intake.get_served_model(), *intake.get_model_identity())]))
+        return json_response(
+            ModelList([ModelCard(*intake.get_served_model(), *intake.get_model_identity())])
+        )
 
     async def model(model_id: str) -> Response:
         intake.check_model(model_id)

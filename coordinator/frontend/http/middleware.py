@@ -1,4 +1,5 @@
-"""The outermost layer of both HTTP applications: authentication, the client's own request id, and defects.
+"""The outermost layer of both HTTP applications: authentication, the client's own request id, and
+defects.
 
 Plain ASGI, because a route must see the server's own `receive` to learn of a disconnect.
 """
@@ -12,15 +13,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
-from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.auth import AdminAuthenticator
-from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.request_body import CLOSE_KEY
+from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import check_client_request_id
 
 TENANT_KEY = "tenant"  # where the guard leaves who calls
-REQUEST_ID_KEY = "request_id"  # where a route leaves the id that the response shall carry, whether it ends well or not
+# where a route leaves the id that the response shall carry, whether it ends well or not
+REQUEST_ID_KEY = "request_id"
 RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 

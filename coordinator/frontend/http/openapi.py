@@ -1,7 +1,8 @@
-"""The OpenAPI document: every route, what it takes within which bounds, and what it answers, errors too.
+"""The OpenAPI document: every route, what it takes within which bounds, and what it answers, errors
+too.
 
-The shapes come from the types that decode and encode them; here stand the bounds that the types cannot say, from the
-table that is checked.
+The shapes come from the types that decode and encode them; here stand the bounds that the types
+cannot say, from the table that is checked.
 """
 
 import re
@@ -11,25 +12,53 @@ import msgspec
 
 from baton import limits
 from baton.limits import MAX_SEED
-from coordinator.text.chat_template import MESSAGE_ROLES
-from coordinator.frontend.http.schema.chat_request import ChatRequest, ChatMessageParam, ContentPart
+from coordinator.frontend.http.errors import ErrorBody
+from coordinator.frontend.http.field_descriptions import (
+    NO_OP_DESCRIPTION,
+    REQUEST_FIELDS,
+    RESPONSE_FIELDS,
+    describe_field,
+)
+from coordinator.frontend.http.info_routes import Health, ModelCard, ModelList, Version
 from coordinator.frontend.http.responses.chat import ChatCompletion
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.responses.completion import Completion
 from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.field_descriptions import RESPONSE_FIELDS, NO_OP_DESCRIPTION, REQUEST_FIELDS, describe_field
-from coordinator.frontend.http.errors import ErrorBody
+from coordinator.frontend.http.schema.chat_request import ChatMessageParam, ChatRequest, ContentPart
 from coordinator.frontend.http.schema.common_fields import TOP_K_OFF, StreamOptions
-from coordinator.frontend.http.info_routes import Health, ModelCard, ModelList, Version
-from coordinator.frontend.http.schema.tokenize_request import DetokenizeResponse, DetokenizeRequest, TokenizeRequest, TokenizeResponse
+from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.tokenize_request import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from coordinator.frontend.http.schema.unsupported_fields import with_unsupported_fields
+from coordinator.text.chat_template import MESSAGE_ROLES
 
 Json = dict[str, Any]
 
-_REQUESTS: tuple[type[RequestBody], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ChatMessageParam)
-_RESPONSES = (Completion, ChatCompletion, TokenizeResponse, DetokenizeResponse, ModelList, Health, Version, ErrorBody)
+_REQUESTS: tuple[type[RequestBody], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ChatMessageParam,
+)
+_RESPONSES = (
+    Completion,
+    ChatCompletion,
+    TokenizeResponse,
+    DetokenizeResponse,
+    ModelList,
+    Health,
+    Version,
+    ErrorBody,
+)
 _WIRE_TYPES = {body: with_unsupported_fields(body) for body in _REQUESTS}
-_REQUEST_SCHEMA_NAMES = {body.__name__ for body in _REQUESTS} | {StreamOptions.__name__, ContentPart.__name__}
+_REQUEST_SCHEMA_NAMES = {body.__name__ for body in _REQUESTS} | {
+    StreamOptions.__name__,
+    ContentPart.__name__,
+}
 _ROUTES = (
     ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
     ("/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion),
@@ -81,7 +110,9 @@ _BOUNDS: dict[str, Json] = {
     },
     "chat_template_kwargs": {
         "maxProperties": limits.MAX_TEMPLATE_ARGUMENTS,
-        "propertyNames": {"pattern": f"^[A-Za-z_][A-Za-z0-9_]{{0,{limits.MAX_TEMPLATE_NAME - 1}}}$"},
+        "propertyNames": {
+            "pattern": f"^[A-Za-z_][A-Za-z0-9_]{{0,{limits.MAX_TEMPLATE_KEY_CHARACTERS - 1}}}$"
+        },
         "additionalProperties": {
             "type": ["string", "number", "boolean", "null"],
             "maxLength": limits.MAX_TEMPLATE_STRING_CHARACTERS,
@@ -96,7 +127,12 @@ _PROMPT: Json = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "minItems": 1, **_TOKEN_IDS},
-        {"type": "array", "minItems": 1, "maxItems": limits.MAX_PROMPTS, "items": {"type": "string"}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": limits.MAX_PROMPTS,
+            "items": {"type": "string"},
+        },
         {
             "type": "array",
             "minItems": 1,
@@ -131,8 +167,16 @@ _ERRORS = {
     504: "The deadline has passed",
 }
 _HEADERS = (
-    ("x-request-timeout", {"type": "number", "exclusiveMinimum": 0}, "Seconds that the client is willing to wait"),
-    ("x-request-id", {"type": "string", "minLength": 1, "maxLength": 128}, "The client's own id, given back"),
+    (
+        "x-request-timeout",
+        {"type": "number", "exclusiveMinimum": 0},
+        "Seconds that the client is willing to wait",
+    ),
+    (
+        "x-request-id",
+        {"type": "string", "minLength": 1, "maxLength": 128},
+        "The client's own id, given back",
+    ),
 )
 
 
@@ -147,10 +191,17 @@ def build_openapi_document(version: str) -> Json:
         for field, shape in schema["properties"].items():
             if "description" not in shape:
                 shape["description"] = describe_field(table, name, field)
-    paths: Json = {path: {"post": _post_operation(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
-    paths |= {path: {"get": _get_operation(path, summary, gives)} for path, summary, gives in _PAGES}
+    paths: Json = {
+        path: {"post": _post_operation(summary, takes, gives)}
+        for path, summary, takes, gives in _ROUTES
+    }
+    paths |= {
+        path: {"get": _get_operation(path, summary, gives)} for path, summary, gives in _PAGES
+    }
     paths["/ping"]["post"] = _get_operation("/ping", "The same", Health)
-    bearer = {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}}
+    bearer = {
+        "bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version},
@@ -179,14 +230,25 @@ def _apply_bounds(schema: Json, body: type[RequestBody]) -> None:
 
 
 def _post_operation(summary: str, takes: type[RequestBody], gives: type[msgspec.Struct]) -> Json:
-    streams = {"text/event-stream": {"schema": _EVENT}} if gives in (Completion, ChatCompletion) else {}
+    streams = (
+        {"text/event-stream": {"schema": _EVENT}} if gives in (Completion, ChatCompletion) else {}
+    )
     return {
         "summary": summary,
         "parameters": [
-            {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+            {
+                "name": name,
+                "in": "header",
+                "required": False,
+                "schema": schema,
+                "description": description,
+            }
             for name, schema, description in _HEADERS
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _schema_ref(takes)}}},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _schema_ref(takes)}},
+        },
         "responses": _response_schemas(gives, streams),
     }
 
@@ -196,12 +258,17 @@ def _get_operation(path: str, summary: str, gives: type[msgspec.Struct]) -> Json
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PATH_PARAMETER.findall(path)
     ]
-    return {"summary": summary, "responses": _response_schemas(gives, {})} | ({"parameters": parameters} if parameters else {})
+    return {"summary": summary, "responses": _response_schemas(gives, {})} | (
+        {"parameters": parameters} if parameters else {}
+    )
 
 
 def _response_schemas(gives: type[msgspec.Struct], streams: Json) -> Json:
     errors: Json = {
-        str(status): {"description": description, "content": {"application/json": {"schema": _schema_ref(ErrorBody)}}}
+        str(status): {
+            "description": description,
+            "content": {"application/json": {"schema": _schema_ref(ErrorBody)}},
+        }
         for status, description in _ERRORS.items()
     }
     content = {"application/json": {"schema": _schema_ref(gives)}, **streams}

@@ -1,4 +1,5 @@
-"""What a route needs of its connection: a bounded body, and to be stopped when the client is gone."""
+"""What a route needs of its connection: a bounded body, and to be stopped when the client is
+gone."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,14 +18,17 @@ CLOSE_KEY = "close"  # where it is left that the connection is to be closed afte
 
 @asynccontextmanager
 async def receive_body(request: Request, limit: float, bodies: BodyBudgets) -> AsyncIterator[bytes]:
-    """The whole body, if it comes within `limit` seconds and BODY_SECONDS. Its room is kept while the block runs.
+    """The whole body, if it comes within `limit` seconds and BODY_SECONDS. Its room is kept while
+    the block runs.
 
-    Raises UnsupportedMediaType, TooLarge or Overloaded before it is read, or as soon as it is seen to be; also
-    DeadlineExceeded, and Cancelled when the client goes away.
+    Raises UnsupportedMediaType, TooLarge or Overloaded before it is read, or as soon as it is seen
+    to be; also DeadlineExceeded, and Cancelled when the client goes away.
     """
     check_media_type(request)
     declared = _declared_length(request)
-    first = MAX_SMALL_BODY_BYTES if declared is None else min(declared, MAX_SMALL_BODY_BYTES)  # may lie in buffers already
+    first = (
+        MAX_SMALL_BODY_BYTES if declared is None else min(declared, MAX_SMALL_BODY_BYTES)
+    )  # may lie in buffers already
     owner = request.client.host if request.client else ""
     async with bodies.get_budget(declared).reserve_body(first, owner) as room:
         body = await _read_body(request, min(limit, BODY_TIMEOUT_SECONDS), room)
@@ -33,12 +37,14 @@ async def receive_body(request: Request, limit: float, bodies: BodyBudgets) -> A
 
 
 def check_media_type(request: Request) -> None:
-    """Raises UnsupportedMediaType for a body that does not say that it is JSON. A web page of anywhere may send any
-    body but such a one without asking."""
+    """Raises UnsupportedMediaType for a body that does not say that it is JSON. A web page of
+    anywhere may send any body but such a one without asking."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         shown = repr(media_type[:64]) if media_type else "missing"
-        raise UnsupportedMediaType(f"content-type is {shown}: it must be application/json", param="content-type")
+        raise UnsupportedMediaType(
+            f"content-type is {shown}: it must be application/json", param="content-type"
+        )
 
 
 def _declared_length(request: Request) -> int | None:
@@ -61,10 +67,14 @@ async def _read_body(request: Request, limit: float, room: IncomingBody) -> byte
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise Cancelled("the client closed the connection before its request was complete")
+                    raise Cancelled(
+                        "the client closed the connection before its request was complete"
+                    )
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
-                    state[CLOSE_KEY] = False  # it is read to its end and dropped, so that its client hears of it
+                    state[CLOSE_KEY] = (
+                        False  # it is read to its end and dropped, so that its client hears of it
+                    )
                     raise _too_large(f"more than {MAX_BODY_BYTES} bytes")
                 await room.grow_to(len(body))
                 if not message.get("more_body", False):
@@ -79,7 +89,8 @@ async def _read_body(request: Request, limit: float, room: IncomingBody) -> byte
 
 @asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block, and leave it quietly, when the client closes its connection. `receive` is its own meanwhile."""
+    """Cancel the block, and leave it quietly, when the client closes its connection. `receive` is
+    its own meanwhile."""
     task = asyncio.current_task()
     assert task is not None
     gone = False

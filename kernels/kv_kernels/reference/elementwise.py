@@ -9,18 +9,22 @@ import torch.nn.functional as F
 class RMSNorm:
     """Root-mean-square normalisation (Zhang and Sennrich, 2019), in fp32.
 
-    x / sqrt(mean(x^2) + eps) * w  =  x / hypot(|x|, sqrt(n eps)) * (sqrt(n) w): four native calls, where
-    torch's own makes ten. Residuals are added by the linear layer before it, whose epilogue does so for
-    nothing.
+    x / sqrt(mean(x^2) + eps) * w  =  x / hypot(|x|, sqrt(n eps)) * (sqrt(n) w): four native calls,
+    where torch's own makes ten. Residuals are added by the linear layer before it, whose epilogue
+    does so for nothing.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:  # [width], or [heads, width]: each head its own
+    def __init__(
+        self, weight: torch.Tensor, eps: float
+    ) -> None:  # [width], or [heads, width]: each head its own
         width = weight.shape[-1]
         self._scaled_eps = torch.tensor(math.sqrt(width * eps), device=weight.device)
         self._weight = weight.to(torch.float32) * math.sqrt(width)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, *weight.shape] -> the same
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._scaled_eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(
+            self._scaled_eps
+        )
         return torch.div(x, length).mul_(self._weight).to(x.dtype)
 
 

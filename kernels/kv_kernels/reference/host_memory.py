@@ -33,17 +33,22 @@ class _CudaMapping:
 
 
 def memory_as_cuda_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read and write
-    the segment itself, so that what a peer wrote there is seen, and what is computed can be sent from there.
+    """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read
+    and write the segment itself, so that what a peer wrote there is seen, and what is computed can
+    be sent from there.
 
     The memory stays pinned until the last tensor over it is gone. Raises CannotPin.
     """
     host = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if code:
-        raise MemoryPinError(f"cudaHostRegister of {host.nbytes} bytes: {_told(code)} ({code})")
+        raise MemoryPinError(
+            f"cudaHostRegister of {host.nbytes} bytes: {_cuda_error_text(code)} ({code})"
+        )
     mapped = _CudaMapping(host)
-    weakref.finalize(mapped, _unregister, host).atexit = False  # the end of the process unpins what is left
+    weakref.finalize(
+        mapped, _unregister, host
+    ).atexit = False  # the end of the process unpins what is left
     return torch.as_tensor(mapped, device="cuda").view(dtype)
 
 

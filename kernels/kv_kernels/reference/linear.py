@@ -34,8 +34,8 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's blocked weight format, chosen once: torch's bf16 linear packs the weight again at every
-    call."""
+    """oneDNN's blocked weight format, chosen once: torch's bf16 linear packs the weight again at
+    every call."""
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class PackedLinear:
         if residual is None:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         else:
-            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+            y = torch.ops.mkldnn._linear_pointwise.binary(
+                x, residual, self._weight, self._bias, "add"
+            )
         return y
 
 

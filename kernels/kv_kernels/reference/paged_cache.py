@@ -1,7 +1,7 @@
 """The paged arena and what is done to it besides attention, as plain torch.
 
-The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A *slab* is one
-layer of one block, a *page* one head of K or V in a slab.
+The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A
+*slab* is one layer of one block, a *page* one head of K or V in a slab.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """The arena with the views of each layer made once: a view per call and layer adds up in a decode
-    step."""
+    """The arena with the views of each layer made once: a view per call and layer adds up in a
+    decode step."""
 
     arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, dim]
     layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
-    layer_pages: tuple[torch.Tensor, ...]  # per layer [rows, block_size * dim]; row numbers as in page_rows
+    layer_pages: tuple[
+        torch.Tensor, ...
+    ]  # per layer [rows, block_size * dim]; row numbers as in page_rows
 
     @staticmethod
     def from_arena(arena: torch.Tensor) -> "PagedCache":
         _, layers, two, heads, block_size, dim = arena.shape
         pages = arena.view(-1, block_size * dim)
-        return PagedCache(arena, arena.unbind(1), tuple(pages[n * two * heads :] for n in range(layers)))
+        return PagedCache(
+            arena, arena.unbind(1), tuple(pages[n * two * heads :] for n in range(layers))
+        )
 
     @property
     def block_size(self) -> int:
@@ -40,7 +44,8 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where the tokens of a step go: token i into block `blocks[i]`, at place `offsets[i]` of it."""
+    """Where the tokens of a step go: token i into block `blocks[i]`, at place `offsets[i]` of
+    it."""
 
     blocks: torch.Tensor  # int64 [tokens]
     offsets: torch.Tensor  # int64 [tokens]
@@ -78,7 +83,9 @@ def scatter_slabs(
     rows.index_copy_(0, index, source.view(len(blocks), -1))
 
 
-def _slab_rows(arena: torch.Tensor, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _slab_rows(
+    arena: torch.Tensor, layer: int, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The arena with one row per slab, and the rows of `blocks`: each moves as one memcpy."""
     num_blocks, num_layers = arena.shape[:2]
     return arena.view(num_blocks * num_layers, -1), blocks * num_layers + layer
@@ -98,6 +105,6 @@ def clear_blocks(
     arena: torch.Tensor,  # [blocks, ...]
     blocks: torch.Tensor,  # int64 [n]
 ) -> None:
-    """Zero whole blocks. A block that a step begins but does not fill is cleared first: attention over padded
-    lengths weighs its unwritten tail with 0, and 0 times a stale NaN would be NaN."""
+    """Zero whole blocks. A block that a step begins but does not fill is cleared first: attention
+    over padded lengths weighs its unwritten tail with 0, and 0 times a stale NaN would be NaN."""
     arena.index_fill_(0, blocks, 0.0)

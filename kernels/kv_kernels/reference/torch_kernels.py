@@ -1,10 +1,6 @@
 """The kernels as plain torch: the oracle of every other implementation, and the path of the CPU."""
 
-from kv_kernels.reference import attention
-from kv_kernels.reference import elementwise
-from kv_kernels.reference import host_memory
-from kv_kernels.reference import linear
-from kv_kernels.reference import paged_cache
+from kv_kernels.reference import attention, elementwise, host_memory, linear, paged_cache
 
 
 class TorchKernels:

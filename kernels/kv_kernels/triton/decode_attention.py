@@ -1,7 +1,8 @@
 """Paged decode attention in Triton: one query per sequence, keys and values read where they lie.
 
-Split-KV ("flash decoding", Dao et al., 2023): programs take a few pages each and keep an online softmax; a
-second kernel joins them. The loop in plain Python is `PaddedDecodeAttention` in attention.py.
+Split-KV ("flash decoding", Dao et al., 2023): programs take a few pages each and keep an online
+softmax; a second kernel joins them. The loop in plain Python is `PaddedDecodeAttention` in
+attention.py.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.attention import AttentionOp, AttentionContext
+from kv_kernels.reference.attention import AttentionContext, AttentionOp
 from kv_kernels.reference.paged_cache import PagedCache
 
 PAGES_PER_SPLIT = 16
@@ -26,7 +27,8 @@ def _decode_split_kernel(
     query,  # [sequences, kv_heads * group, dim], rows of heads contiguous
     slab,  # [blocks, 2, kv_heads, block_size, dim], all but blocks contiguous
     tables,  # int64 [sequences, width]
-    spans,  # int64 [sequences, 2]: where what the query sees begins, inside the first page, and ends
+    # int64 [sequences, 2]: where what the query sees begins, inside the first page, and ends
+    spans,
     sums,  # fp32 [sequences, kv_heads * group, splits, dim]: sum of exp(score - peak) * value
     stats,  # fp32 [sequences, kv_heads * group, splits, 2]: peak, sum of exp(score - peak)
     scale,
@@ -48,7 +50,11 @@ def _decode_split_kernel(
     row, slot, dim = tl.arange(0, ROWS), tl.arange(0, SLOTS), tl.arange(0, DIMS)
     head = kv_head * GROUP + row
     row_ok, dim_ok = (row < GROUP)[:, None], (dim < DIM)[None, :]
-    q = tl.load(query + sequence * query_stride + head[:, None] * DIM + dim[None, :], mask=row_ok & dim_ok, other=0.0)
+    q = tl.load(
+        query + sequence * query_stride + head[:, None] * DIM + dim[None, :],
+        mask=row_ok & dim_ok,
+        other=0.0,
+    )
     start, end = tl.load(spans + sequence * 2), tl.load(spans + sequence * 2 + 1)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -116,7 +122,11 @@ class TritonDecodeAttention:
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         sequences, width = self.block_tables.shape
         _, heads, dim = query.shape
-        slab, kv_heads, block_size = self.cache.layer_slabs[layer], self.cache.kv_heads, self.cache.block_size
+        slab, kv_heads, block_size = (
+            self.cache.layer_slabs[layer],
+            self.cache.kv_heads,
+            self.cache.block_size,
+        )
         splits = triton.cdiv(width, PAGES_PER_SPLIT)
         group, dims = heads // kv_heads, triton.next_power_of_2(dim)
         sums = torch.empty(sequences, heads, splits, dim, dtype=torch.float32, device=query.device)
@@ -154,11 +164,18 @@ def plan_decode(
     *,
     upcast: bool = False,
 ) -> list[AttentionOp]:
-    """Attention of one query per sequence, for every layer of a step. Fills the first rows of `out`."""
+    """Attention of one query per sequence, for every layer of a step. Fills the first rows of
+    `out`."""
     if not contexts:
         return []
-    tables = np.zeros((len(contexts), max(len(context.block_table) for context in contexts)), dtype=np.int64)
+    tables = np.zeros(
+        (len(contexts), max(len(context.block_table) for context in contexts)), dtype=np.int64
+    )
     for row, context in enumerate(contexts):
         tables[row, : len(context.block_table)] = context.block_table
-    spans = torch.tensor([(context.hidden_tokens, context.length) for context in contexts], device=cache.arena.device)
-    return [TritonDecodeAttention(cache, torch.from_numpy(tables).to(cache.arena.device), spans, upcast)]
+    spans = torch.tensor(
+        [(context.hidden_tokens, context.length) for context in contexts], device=cache.arena.device
+    )
+    return [
+        TritonDecodeAttention(cache, torch.from_numpy(tables).to(cache.arena.device), spans, upcast)
+    ]

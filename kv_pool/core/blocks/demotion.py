@@ -1,13 +1,14 @@
 """What goes to disk when memory evicts it.
 
-The disk's index has the rules of the memory's, so it is whole by itself after a restart: with a block go those before
-it that are not there yet. They are still in memory then, and were used at least as often.
+The disk's index has the rules of the memory's, so it is whole by itself after a restart: with a
+block go those before it that are not there yet. They are still in memory then, and were used at
+least as often.
 """
 
 from dataclasses import dataclass
 
-from kv_pool.core.index.radix_index import ROOT
 from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.index.radix_index import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,11 @@ class Demotion:
     disk_slot: int
 
 
-def plan_demotions(memory: CacheTier, disk: CacheTier, block: int, now: float, most: int) -> list[Demotion]:
-    """Give `block`, which memory is about to evict, and what precedes it places on disk; as many as there are, at most
-    `most`, first ones first."""
+def plan_demotions(
+    memory: CacheTier, disk: CacheTier, block: int, now: float, most: int
+) -> list[Demotion]:
+    """Give `block`, which memory is about to evict, and what precedes it places on disk; as many as
+    there are, at most `most`, first ones first."""
     if disk.index.find_block(memory.index.block_hash(block)) is not None:
         return []  # with all before it
     chain, path = memory.index.chain(block), memory.index.path(block)

@@ -1,6 +1,6 @@
-"""What waits to be published, in which order, and when. What is not paced goes first; what is paced keeps to a rate,
-counted in bytes. When the queue is full, what comes is dropped: what is longer in it has cost more and is wanted
-sooner."""
+"""What waits to be published, in which order, and when. What is not paced goes first; what is paced
+keeps to a rate, counted in bytes. When the queue is full, what comes is dropped: what is longer in
+it has cost more and is wanted sooner."""
 
 from collections import deque
 from typing import Generic, TypeVar

@@ -1,5 +1,6 @@
-"""When a node dials its pool again. A pool that has gone may be back at any moment. One that refuses (it serves another
-model, or has no memory) will do so again until something is changed, so it is asked less and less often."""
+"""When a node dials its pool again. A pool that has gone may be back at any moment. One that
+refuses (it serves another model, or has no memory) will do so again until something is changed, so
+it is asked less and less often."""
 
 
 class RedialBackoff:
@@ -19,5 +20,8 @@ class RedialBackoff:
 
     def delay_after_refusal(self) -> float:
         """Seconds to wait: twice as long each time, up to `most`."""
-        pause, self._next_seconds = self._next_seconds, min(2 * self._next_seconds, self._max_seconds)
+        pause, self._next_seconds = (
+            self._next_seconds,
+            min(2 * self._next_seconds, self._max_seconds),
+        )
         return pause

@@ -1,4 +1,5 @@
-"""When blocks are worth bringing here: if that takes less time than computing them, by rates that were measured."""
+"""When blocks are worth bringing here: if that takes less time than computing them, by rates that
+were measured."""
 
 from dataclasses import dataclass
 
@@ -9,15 +10,18 @@ _MEASUREMENT_TTL_SECONDS = 60.0  # seconds; then the next one is tried, whatever
 DEFAULT_COMPUTE_SECONDS = 5.0  # seconds that computing takes, while nobody knows
 
 
-def recompute_seconds(first: int, tokens: int, token_seconds: float, quadratic: float = QUADRATIC_CONTEXT_TOKENS) -> float:
-    """What computing `tokens` tokens after `first` takes. `token_seconds`: for one token without context; `quadratic`:
-    the context, in tokens, at which it takes twice as long."""
+def recompute_seconds(
+    first: int, tokens: int, token_seconds: float, quadratic: float = QUADRATIC_CONTEXT_TOKENS
+) -> float:
+    """What computing `tokens` tokens after `first` takes. `token_seconds`: for one token without
+    context; `quadratic`: the context, in tokens, at which it takes twice as long."""
     return token_seconds * tokens * (1 + (first + tokens / 2) / quadratic)
 
 
 @dataclass(slots=True)
 class LoadRateEstimate:
-    """How fast bytes come, and how long before the first of them does. Everything in bytes and seconds."""
+    """How fast bytes come, and how long before the first of them does. Everything in bytes and
+    seconds."""
 
     _latency_seconds: float = 0.0
     _seconds_per_byte: float = 0.0
@@ -42,12 +46,17 @@ class LoadCostModel:
 
     def __init__(self) -> None:
         self.rate = LoadRateEstimate()
-        self._token_seconds: float | None = None  # as a node told last: not every node computes prompts
+        self._token_seconds: float | None = (
+            None  # as a node told last: not every node computes prompts
+        )
 
-    def max_wait_seconds(self, first: int, tokens: int, size: int, token_seconds: float | None, now: float) -> float | None:
-        """Seconds that computing `tokens` tokens after `first` takes the node that asks, if loading their `size` bytes
-        takes less; else None. What is not known yet is tried: so it gets measured. Loading costs the same for every
-        block, and computing more for each later one, so it is all of them or none."""
+    def max_wait_seconds(
+        self, first: int, tokens: int, size: int, token_seconds: float | None, now: float
+    ) -> float | None:
+        """Seconds that computing `tokens` tokens after `first` takes the node that asks, if loading
+        their `size` bytes takes less; else None. What is not known yet is tried: so it gets
+        measured. Loading costs the same for every block, and computing more for each later one, so
+        it is all of them or none."""
         if token_seconds is not None:
             self._token_seconds = token_seconds
         if self._token_seconds is None:

@@ -1,10 +1,11 @@
-"""The `cost` policy: what is least worth keeping goes first. A block is worth the tokens that it saves, times what it
-takes to compute one of them, times how likely it is to be wanted again.
+"""The `cost` policy: what is least worth keeping goes first. A block is worth the tokens that it
+saves, times what it takes to compute one of them, times how likely it is to be wanted again.
 
-Tokens are the same for all blocks of a pool. Computing a token of a prompt costs `1 + context / QUADRATIC`, in units of
-a token without context. Likelihood comes from kv_pool/core/eviction/reuse_model.py by class: how often the block has been used, and
-whether anything ever followed it in a prompt. Blocks of one class and about one cost stand in one queue by last use;
-the victim is the least valuable of the queues' ends.
+Tokens are the same for all blocks of a pool. Computing a token of a prompt costs `1 + context /
+QUADRATIC`, in units of a token without context. Likelihood comes from
+kv_pool/core/eviction/reuse_model.py by class: how often the block has been used, and whether
+anything ever followed it in a prompt. Blocks of one class and about one cost stand in one queue by
+last use; the victim is the least valuable of the queues' ends.
 """
 
 import math
@@ -18,8 +19,9 @@ from kv_pool.core.eviction.evictor import CandidateQueues
 from kv_pool.core.eviction.ghost_table import GhostEntry, GhostTable
 from kv_pool.core.eviction.reuse_model import ReuseModel
 
-# Context at which a token costs twice as much. An 8B model with grouped heads has about a quarter of it; the nearer to
-# that, the more a few long prompts are preferred to many short ones, at the expense of the ratio of hits.
+# Context at which a token costs twice as much. An 8B model with grouped heads has about a quarter
+# of it; the nearer to that, the more a few long prompts are preferred to many short ones, at the
+# expense of the ratio of hits.
 QUADRATIC_CONTEXT_TOKENS = 131072.0  # tokens
 _CLASS_BY_USES = (0, 1, 2, 3, 4, 4, 4, 4, 5)  # uses -> class; as the last from there on
 _UNUSED_TAIL_CLASS = max(_CLASS_BY_USES) + 1  # not used yet, and the last of its prompt
@@ -28,14 +30,19 @@ _CLASS_BY_USES_ARRAY = np.array(_CLASS_BY_USES)
 _MAX_USES = 0xFFFF
 _DEPTH_LIMITS = (4096, 16384, 65536)  # tokens: where another queue begins
 _TYPICAL_DEPTHS = (2048, 8192, 32768, 98304)  # tokens before a typical block of each
-_MIN_RELEARN_INSERTIONS = 256  # inserted blocks, or a sixteenth of the tier, between two looks at what was learned
-_VALUE_MARGIN = 1.5  # what is learned is not exact: of blocks that differ by less, the least recently used goes
+_MIN_RELEARN_INSERTIONS = (
+    256  # inserted blocks, or a sixteenth of the tier, between two looks at what was learned
+)
+_VALUE_MARGIN = (
+    1.5  # what is learned is not exact: of blocks that differ by less, the least recently used goes
+)
 _MAX_RUN = 16  # victims of one queue between two looks at all queues
 
 
 @dataclass(slots=True)
 class _VictimRun:
-    """The next `victims_left` victims come from `queue`, while its end is in `age_bucket` of age and was last used by `latest_use`."""
+    """The next `victims_left` victims come from `queue`, while its end is in `age_bucket` of age
+    and was last used by `latest_use`."""
 
     queue: int
     age_bucket: int
@@ -46,7 +53,9 @@ class _VictimRun:
 class CostEvictor:
     """Of `num_blocks` blocks of `block_size` tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, quadratic: float = QUADRATIC_CONTEXT_TOKENS) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, quadratic: float = QUADRATIC_CONTEXT_TOKENS
+    ) -> None:
         self._reuse_model = ReuseModel(_NUM_CLASSES)
         self._ghosts = GhostTable(num_blocks)
         self._candidates = CandidateQueues(num_blocks, _NUM_CLASSES * len(_TYPICAL_DEPTHS))
@@ -57,7 +66,9 @@ class CostEvictor:
         # The same memory, for many blocks at once.
         self._last_uses = np.frombuffer(self._last_use)
         self._all_uses = np.frombuffer(self._uses, dtype=np.uint16)
-        self._reuse_classes, self._queues = (np.frombuffer(one, dtype=np.int8) for one in (self._reuse_class, self._queue))
+        self._reuse_classes, self._queues = (
+            np.frombuffer(one, dtype=np.int8) for one in (self._reuse_class, self._queue)
+        )
         self._depth_thresholds = [tokens // block_size for tokens in _DEPTH_LIMITS]
         self._cost_by_depth = 1 + np.array(_TYPICAL_DEPTHS) / quadratic
         self._relearn_after = max(_MIN_RELEARN_INSERTIONS, num_blocks // 16)
@@ -71,8 +82,12 @@ class CostEvictor:
             self._reuse_model.record_reuse(ghost.reuse_class, now - ghost.last_use)
         uses = ghost.use_count + 1 if ghost else 0
         self._uses[block], self._last_use[block] = min(uses, _MAX_USES), now
-        self._reuse_class[block] = _CLASS_BY_USES[min(uses, len(_CLASS_BY_USES) - 1)] if uses else _UNUSED_TAIL_CLASS
-        self._queue[block] = self._reuse_class[block] * len(_TYPICAL_DEPTHS) + bisect(self._depth_thresholds, depth)
+        self._reuse_class[block] = (
+            _CLASS_BY_USES[min(uses, len(_CLASS_BY_USES) - 1)] if uses else _UNUSED_TAIL_CLASS
+        )
+        self._queue[block] = self._reuse_class[block] * len(_TYPICAL_DEPTHS) + bisect(
+            self._depth_thresholds, depth
+        )
         self._reuse_model.record_entries(self._reuse_class[block])
         self._num_inserted += 1
         if self._num_inserted % self._relearn_after == 0:
@@ -83,7 +98,10 @@ class CostEvictor:
         if self._reuse_class[block] == _UNUSED_TAIL_CLASS:
             self._reuse_model.remove_entry(_UNUSED_TAIL_CLASS)
             self._reuse_model.record_entries(0)
-            self._reuse_class[block], self._queue[block] = 0, self._queue[block] % len(_TYPICAL_DEPTHS)
+            self._reuse_class[block], self._queue[block] = (
+                0,
+                self._queue[block] % len(_TYPICAL_DEPTHS),
+            )
 
     def on_path_used(self, path: "array[int]", now: float) -> None:
         blocks = np.frombuffer(path, dtype=np.int32)
@@ -91,7 +109,11 @@ class CostEvictor:
         self._reuse_model.record_prompt_reuse(kinds, now - self._last_uses[blocks])
         uses = np.minimum(self._all_uses[blocks], _MAX_USES - 1) + 1
         after = _CLASS_BY_USES_ARRAY[np.minimum(uses, len(_CLASS_BY_USES) - 1)]
-        self._last_uses[blocks], self._all_uses[blocks], self._reuse_classes[blocks] = now, uses, after
+        self._last_uses[blocks], self._all_uses[blocks], self._reuse_classes[blocks] = (
+            now,
+            uses,
+            after,
+        )
         self._queues[blocks] += (after - kinds).astype(np.int8) * len(_TYPICAL_DEPTHS)
         for kind, count in enumerate(np.bincount(after, minlength=_NUM_CLASSES).tolist()):
             self._reuse_model.record_entries(kind, count)
@@ -112,10 +134,13 @@ class CostEvictor:
         return block
 
     def on_block_removed(self, block: int, key: int) -> None:
-        self._ghosts.add_ghost(key, GhostEntry(self._reuse_class[block], self._uses[block], self._last_use[block]))
+        self._ghosts.add_ghost(
+            key, GhostEntry(self._reuse_class[block], self._uses[block], self._last_use[block])
+        )
 
     def _next_victim_of_run(self, now: float) -> int:
-        """What was chosen last time goes on being the choice while its end is about as old and its reason holds."""
+        """What was chosen last time goes on being the choice while its end is about as old and its
+        reason holds."""
         run = self._run
         if not run.victims_left:
             return -1
@@ -123,7 +148,10 @@ class CostEvictor:
         if block < 0:
             return -1
         last_use = self._last_use[block]
-        if last_use > run.latest_use or self._reuse_model.age_bucket(now - last_use) != run.age_bucket:
+        if (
+            last_use > run.latest_use
+            or self._reuse_model.age_bucket(now - last_use) != run.age_bucket
+        ):
             return -1
         run.victims_left -= 1
         return block
@@ -142,7 +170,9 @@ class CostEvictor:
         clear = least[0] * _VALUE_MARGIN < oldest[0]
         _, last_use, block = least if clear else oldest
         latest = math.inf if clear or len(ends) == 1 else next_oldest[1]
-        self._run = _VictimRun(self._queue[block], self._reuse_model.age_bucket(now - last_use), latest, _MAX_RUN)
+        self._run = _VictimRun(
+            self._queue[block], self._reuse_model.age_bucket(now - last_use), latest, _MAX_RUN
+        )
         return block
 
     def _compute_values(self) -> list[list[float]]:

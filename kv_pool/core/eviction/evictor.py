@@ -1,5 +1,5 @@
-"""Which leaf goes when there is no room. The tier says what is in the index, what was used and which blocks may go
-(*offered*: leaves that nobody pins); an evictor chooses among those."""
+"""Which leaf goes when there is no room. The tier says what is in the index, what was used and
+which blocks may go (*offered*: leaves that nobody pins); an evictor chooses among those."""
 
 from array import array
 from heapq import heapify, heappop, heappush
@@ -36,9 +36,9 @@ class Evictor(Protocol):
 
 
 class CandidateQueues:
-    """Offered blocks in queues by last use, oldest first. A block stands in one queue; that it was used, withdrawn or
-    moved to another one since is seen when its turn comes, and costs nothing before. When most of what stands in the
-    queues is not offered any more, they are made anew."""
+    """Offered blocks in queues by last use, oldest first. A block stands in one queue; that it was
+    used, withdrawn or moved to another one since is seen when its turn comes, and costs nothing
+    before. When most of what stands in the queues is not offered any more, they are made anew."""
 
     def __init__(self, num_blocks: int, num_queues: int) -> None:
         self._queues: list[list[tuple[float, int]]] = [[] for _ in range(num_queues)]
@@ -61,13 +61,18 @@ class CandidateQueues:
         self._is_candidate[block] = 0
 
     def find_oldest(self, queue: int, belongs: "array[int]", last_use: "array[float]") -> int:
-        """The offered block of `queue` whose last use is longest ago, or -1; `belongs` and `last_use` are what holds
-        now, by block."""
+        """The offered block of `queue` whose last use is longest ago, or -1; `belongs` and
+        `last_use` are what holds now, by block."""
         waiting = self._queues[queue]
         while waiting:
             since, block = waiting[0]
             stands = self._queue_of[block] == queue
-            if stands and self._is_candidate[block] and belongs[block] == queue and last_use[block] == since:
+            if (
+                stands
+                and self._is_candidate[block]
+                and belongs[block] == queue
+                and last_use[block] == since
+            ):
                 return block
             heappop(waiting)
             self._num_queued -= 1

@@ -1,4 +1,5 @@
-"""What is still known of blocks that were evicted: without it a policy would learn only from what it keeps."""
+"""What is still known of blocks that were evicted: without it a policy would learn only from what
+it keeps."""
 
 from array import array
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ class GhostEntry:
 
 
 class GhostTable:
-    """The last four or so times as many evicted blocks as the tier has, in a direct-mapped table of 11 bytes a place:
-    a newcomer overwrites whoever has its place."""
+    """The last four or so times as many evicted blocks as the tier has, in a direct-mapped table of
+    11 bytes a place: a newcomer overwrites whoever has its place."""
 
     def __init__(self, num_blocks: int) -> None:
         places = 1 << (num_blocks * _GHOSTS_PER_BLOCK - 1).bit_length()
@@ -28,7 +29,10 @@ class GhostTable:
     def add_ghost(self, key: int, ghost: GhostEntry) -> None:
         place = key & self._mask
         self._tags[place] = key >> 32 or 1
-        self._reuse_classes[place], self._uses[place] = ghost.reuse_class, min(ghost.use_count, 0xFFFF)
+        self._reuse_classes[place], self._uses[place] = (
+            ghost.reuse_class,
+            min(ghost.use_count, 0xFFFF),
+        )
         self._last_use[place] = ghost.last_use
 
     def pop_ghost(self, key: int) -> GhostEntry | None:

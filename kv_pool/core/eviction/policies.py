@@ -7,4 +7,7 @@ from kv_pool.core.eviction.evictor import Evictor, LruEvictor
 
 EvictorFactory = Callable[[int, int], Evictor]  # for so many blocks of so many tokens
 
-EVICTION_POLICIES: dict[str, EvictorFactory] = {"cost": CostEvictor, "lru": lambda blocks, tokens: LruEvictor(blocks)}
+EVICTION_POLICIES: dict[str, EvictorFactory] = {
+    "cost": CostEvictor,
+    "lru": lambda blocks, tokens: LruEvictor(blocks),
+}

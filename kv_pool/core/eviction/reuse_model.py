@@ -1,19 +1,21 @@
 """How likely a block is to be wanted again, learned from what happens to blocks like it.
 
-Blocks are sorted into classes by how often they have been used. For each class two things are counted: how many blocks
-entered it, and how many of those were used again at which age (seconds since their last use, in buckets that grow
-geometrically). From that follows, for a block that has been idle for some age, the most uses per second of waiting that
-keeping it for some time longer can be expected to bring,
+Blocks are sorted into classes by how often they have been used. For each class two things are
+counted: how many blocks entered it, and how many of those were used again at which age (seconds
+since their last use, in buckets that grow geometrically). From that follows, for a block that has
+been idle for some age, the most uses per second of waiting that keeping it for some time longer can
+be expected to bring,
 
     index(age) = max over T of  P(used within T | idle for age) / E[time kept | kept for T at most],
 
-which is the Gittins index of a job whose size is the time until the next use (Gittins 1979; Aalto, Ayesta and Righter
+which is the Gittins index of a job whose size is the time until the next use (Gittins 1979; Aalto,
+Ayesta and Righter
 2009); keeping what has the highest is the best stationary choice if blocks are independent. Beckmann, Chen and Cidon
-(LHD, NSDI 2018) rank by the same ratio with T without end. Within a class the longest idle block is taken for the
-least likely, so that one queue a class is enough.
+(LHD, NSDI 2018) rank by the same ratio with T without end. Within a class the longest idle block is
+taken for the least likely, so that one queue a class is enough.
 
-A class that has seen little is taken for the average of all: with no evidence that classes differ, the order is LRU's.
-The blocks of one prompt share its fate, so evidence is counted in prompts.
+A class that has seen little is taken for the average of all: with no evidence that classes differ,
+the order is LRU's. The blocks of one prompt share its fate, so evidence is counted in prompts.
 """
 
 import math
@@ -32,7 +34,9 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 class ReuseModel:
     def __init__(self, num_classes: int) -> None:
-        self._edges = _FIRST_BUCKET_SECONDS * 2.0 ** (np.arange(_NUM_BUCKETS) / _BUCKETS_PER_OCTAVE)  # upper ends
+        self._edges = _FIRST_BUCKET_SECONDS * 2.0 ** (
+            np.arange(_NUM_BUCKETS) / _BUCKETS_PER_OCTAVE
+        )  # upper ends
         self._widths = np.diff(self._edges, prepend=0.0)
         self._entry_counts = [0.0] * num_classes
         self._reuse_counts = np.zeros((num_classes, _NUM_BUCKETS))
@@ -51,15 +55,21 @@ class ReuseModel:
 
     def record_prompt_reuse(self, kinds: IntArray, ages: FloatArray) -> None:
         """The blocks that a prompt found."""
-        places = kinds * _NUM_BUCKETS + np.minimum(self._edges.searchsorted(ages, side="right"), _NUM_BUCKETS - 1)
-        self._reuse_counts += np.bincount(places, minlength=self._reuse_counts.size).reshape(self._reuse_counts.shape)
+        places = kinds * _NUM_BUCKETS + np.minimum(
+            self._edges.searchsorted(ages, side="right"), _NUM_BUCKETS - 1
+        )
+        self._reuse_counts += np.bincount(places, minlength=self._reuse_counts.size).reshape(
+            self._reuse_counts.shape
+        )
         self._num_prompts += 1
         self._num_found_blocks += len(kinds)
 
     def age_bucket(self, age: float) -> int:
         if age < _FIRST_BUCKET_SECONDS:
             return 0
-        return min(1 + int(_BUCKETS_PER_OCTAVE * math.log2(age / _FIRST_BUCKET_SECONDS)), _NUM_BUCKETS - 1)
+        return min(
+            1 + int(_BUCKETS_PER_OCTAVE * math.log2(age / _FIRST_BUCKET_SECONDS)), _NUM_BUCKETS - 1
+        )
 
     def decay_counts(self) -> None:
         """What was long ago counts for less."""
@@ -76,11 +86,17 @@ class ReuseModel:
         return np.stack([self._gittins_index(*one) for one in zip(entered, reused, strict=True)])
 
     def _gittins_index(self, entered: float, reused: FloatArray) -> FloatArray:
-        idle = np.maximum(entered - np.concatenate([[0.0], np.cumsum(reused)]), 0.0)  # at the lower ends
+        idle = np.maximum(
+            entered - np.concatenate([[0.0], np.cumsum(reused)]), 0.0
+        )  # at the lower ends
         waits = (idle[:-1] + idle[1:]) / 2 * self._widths  # block-seconds spent in each bucket
         uses, seconds = (np.concatenate([[0.0], np.cumsum(one)]) for one in (reused, waits))
-        gained = uses[None, 1:] - uses[:-1, None]  # from the beginning of a bucket (row) to the end of another
+        gained = (
+            uses[None, 1:] - uses[:-1, None]
+        )  # from the beginning of a bucket (row) to the end of another
         spent = seconds[None, 1:] - seconds[:-1, None]
         possible = np.triu(np.ones_like(gained, dtype=bool)) & (spent > 0)
-        best: FloatArray = np.divide(gained, spent, out=np.zeros_like(gained), where=possible).max(axis=1)
+        best: FloatArray = np.divide(gained, spent, out=np.zeros_like(gained), where=possible).max(
+            axis=1
+        )
         return best

@@ -1,7 +1,7 @@
-"""The names of an index's blocks, and which block has which: an open-addressing hash table of block numbers (Knuth, The
-Art of Computer Programming 3, 6.4: linear probing, and algorithm R for removal). What is hashed and compared is the
-first 8 bytes of a name, which are as good as random already. About 40 bytes a block, names included; a dictionary of
-integers takes 120 besides.
+"""The names of an index's blocks, and which block has which: an open-addressing hash table of block
+numbers (Knuth, The Art of Computer Programming 3, 6.4: linear probing, and algorithm R for
+removal). What is hashed and compared is the first 8 bytes of a name, which are as good as random
+already. About 40 bytes a block, names included; a dictionary of integers takes 120 besides.
 """
 
 from array import array
@@ -45,7 +45,8 @@ class BlockHashTable:
         return True
 
     def remove_block(self, block: int) -> None:
-        """`block` is in it. What stands behind it moves up, so that nothing is searched for past an empty place."""
+        """`block` is in it. What stands behind it moves up, so that nothing is searched for past an
+        empty place."""
         places, mask = self._slots, self._mask
         hole = self._home_slot(block)
         while places[hole] != block:

@@ -1,9 +1,9 @@
-"""Who comes before whom: parent and depth of every block of an index, and the path down to one of them at the cost of a
-few steps however deep it is.
+"""Who comes before whom: parent and depth of every block of an index, and the path down to one of
+them at the cost of a few steps however deep it is.
 
-A parent stays as long as it has children, so a path never changes while its last block is there. The last block of
-every full `_CHUNK_BLOCKS` of a path keeps that stretch; a path is put together from stretches and the few blocks behind
-them. It matters not where in memory blocks lie.
+A parent stays as long as it has children, so a path never changes while its last block is there.
+The last block of every full `_CHUNK_BLOCKS` of a path keeps that stretch; a path is put together
+from stretches and the few blocks behind them. It matters not where in memory blocks lie.
 """
 
 from array import array

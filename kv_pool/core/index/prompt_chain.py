@@ -1,19 +1,27 @@
-"""A prompt as the pool is asked about it: what it descends from, the names of its full blocks, its token ids."""
+"""A prompt as the pool is asked about it: what it descends from, the names of its full blocks, its
+token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHash, compute_packed_hashes, pack_tokens
 from baton.errors import InvalidRequest
+from baton.kv.block_hash import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    BlockHash,
+    compute_packed_hashes,
+    pack_tokens,
+)
 
 _KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChain:
-    """`packed_hashes`: 32 bytes for each full block; `packed_tokens`: 4 bytes each, big endian, of the full blocks and of what follows
-    them. Raises InvalidRequest if the two cannot belong together; that the names are the tokens' is not checked here,
-    and need not be: a match compares both."""
+    """`packed_hashes`: 32 bytes for each full block; `packed_tokens`: 4 bytes each, big endian, of
+    the full blocks and of what follows them. Raises InvalidRequest if the two cannot belong
+    together; that the names are the tokens' is not checked here, and need not be: a match compares
+    both."""
 
     root_hash: BlockHash
     packed_hashes: bytes
@@ -22,10 +30,14 @@ class PromptChain:
 
     def __post_init__(self) -> None:
         full = len(self.packed_tokens) // (self.block_size * TOKEN_BYTES)
-        if len(self.root_hash) != HASH_BYTES or len(self.packed_tokens) % TOKEN_BYTES or len(self.packed_hashes) != full * HASH_BYTES:
+        if (
+            len(self.root_hash) != HASH_BYTES
+            or len(self.packed_tokens) % TOKEN_BYTES
+            or len(self.packed_hashes) != full * HASH_BYTES
+        ):
             raise InvalidRequest(
-                f"a chain of {len(self.tokens)} bytes of tokens in blocks of {self.block_size} has {full} names of "
-                f"{HASH_BYTES} bytes and a root; {len(self.names)} and {len(self.root)} bytes came"
+                f"a chain of {len(self.packed_tokens)} bytes of tokens in blocks of {self.block_size} has {full} names of "
+                f"{HASH_BYTES} bytes and a root; {len(self.packed_hashes)} and {len(self.root_hash)} bytes came"
             )
 
     @classmethod
@@ -36,7 +48,9 @@ class PromptChain:
     def prefix(self, blocks: int) -> "PromptChain":
         """Its first full blocks."""
         tokens = self.packed_tokens[: blocks * self.block_size * TOKEN_BYTES]
-        return PromptChain(self.root_hash, self.packed_hashes[: blocks * HASH_BYTES], tokens, self.block_size)
+        return PromptChain(
+            self.root_hash, self.packed_hashes[: blocks * HASH_BYTES], tokens, self.block_size
+        )
 
     def __len__(self) -> int:
         """Full blocks."""

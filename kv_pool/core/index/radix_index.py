@@ -1,23 +1,24 @@
-"""The radix index: which block holds which prefix. One entry a block, linked to its parent; a path from a root down is
-a prompt, block by block.
+"""The radix index: which block holds which prefix. One entry a block, linked to its parent; a path
+from a root down is a prompt, block by block.
 
-A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the names of a prompt a
-beginning is present and the rest is not, and the last one present is found by binary search: a handful of look-ups for
-a prompt of any length, and then the path down to it (kv_pool/core/index/path_table.py). Entries are found by the first 8
-bytes of their names; the whole name, the root and the token ids of the whole path are compared. Of two names with equal
-first bytes the second is refused, and what would follow it too.
+A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the
+names of a prompt a beginning is present and the rest is not, and the last one present is found by
+binary search: a handful of look-ups for a prompt of any length, and then the path down to it
+(kv_pool/core/index/path_table.py). Entries are found by the first 8 bytes of their names; the whole
+name, the root and the token ids of the whole path are compared. Of two names with equal first bytes
+the second is refused, and what would follow it too.
 """
 
 from array import array
 from bisect import bisect_left
 
 from baton.kv.block_hash import BlockHash
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.ledger import require_invariant
 from kv_pool.core.index.block_hash_table import BlockHashTable
 from kv_pool.core.index.path_table import ROOT as ROOT
 from kv_pool.core.index.path_table import PathTable
+from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.index.token_table import TokenTable, common_prefix_tokens
+from kv_pool.core.ledger import require_invariant
 
 _NO_CHILD, _SEVERAL_CHILDREN = -1, -2
 
@@ -30,7 +31,9 @@ class RadixIndex:
         self._hash_table = BlockHashTable(num_blocks)
         self._token_table = TokenTable(num_blocks, block_size)
         self._path_table = PathTable(num_blocks)
-        self._only_child = array("i", [_NO_CHILD]) * num_blocks  # the only one, or what is said above
+        self._only_child = (
+            array("i", [_NO_CHILD]) * num_blocks
+        )  # the only one, or what is said above
         self._siblings: dict[int, list[int]] = {}  # parent of several -> children by token ids
         self._first_blocks: dict[bytes, list[int]] = {}  # root -> first blocks by token ids
         self._root_of: dict[int, bytes] = {}  # first block -> its root
@@ -86,9 +89,12 @@ class RadixIndex:
         return block if block is not None and self.block_hash(block) == name else None
 
     def match_prefix(self, chain: PromptChain, most: int | None = None) -> "array[int]":
-        """The blocks of the longest prefix of `chain` that is here, at most `most`, first to last."""
+        """The blocks of the longest prefix of `chain` that is here, at most `most`, first to
+        last."""
         known, unknown, deepest = 0, len(chain) if most is None else min(most, len(chain)), ROOT
-        while known < unknown:  # the first `known` are here; names from `unknown` on are not, or not wanted
+        while (
+            known < unknown
+        ):  # the first `known` are here; names from `unknown` on are not, or not wanted
             middle = (known + unknown) // 2
             block = self.find_block(chain.block_hash(middle))
             if block is not None and self.depth(block) == middle:
@@ -103,8 +109,8 @@ class RadixIndex:
         return path[: self._token_table.count_matching_blocks(path, chain.packed_tokens)]
 
     def match_partial_block(self, chain: PromptChain, path: "array[int]") -> tuple[int, int] | None:
-        """Of the blocks that follow `path`, a match of `chain`, the one that shares most of the tokens that come next,
-        and how many; None if none shares any."""
+        """Of the blocks that follow `path`, a match of `chain`, the one that shares most of the
+        tokens that come next, and how many; None if none shares any."""
         wanted = chain.block_tokens(len(path))
         children = self._children(path[-1]) if path else self._first_blocks.get(chain.root_hash, [])
         place = bisect_left(children, wanted, key=self._token_table.get_tokens)
@@ -124,12 +130,19 @@ class RadixIndex:
     # changing
 
     def insert_block(self, block: int, chain: PromptChain, number: int, parent: int) -> bool:
-        """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT for the first). False,
-        and nothing changed, if another name has its first bytes."""
-        require_invariant(number == 0 if parent == ROOT else self.depth(parent) + 1 == number, f"block {block} without a parent")
-        return self.add_block(block, chain.block_hash(number), chain.block_tokens(number), parent, chain.root_hash)
+        """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT
+        for the first). False, and nothing changed, if another name has its first bytes."""
+        require_invariant(
+            number == 0 if parent == ROOT else self.depth(parent) + 1 == number,
+            f"block {block} without a parent",
+        )
+        return self.add_block(
+            block, chain.block_hash(number), chain.block_tokens(number), parent, chain.root_hash
+        )
 
-    def add_block(self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash) -> bool:
+    def add_block(
+        self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash
+    ) -> bool:
         """The same, for a block whose prompt is not at hand."""
         require_invariant(block not in self, f"block {block} is in the index already")
         if not self._hash_table.add_block(block, name):
@@ -144,7 +157,9 @@ class RadixIndex:
         return True
 
     def remove_leaf(self, block: int) -> None:
-        require_invariant(block in self and self.is_leaf(block), f"block {block} is no leaf of the index")
+        require_invariant(
+            block in self and self.is_leaf(block), f"block {block} is no leaf of the index"
+        )
         self._hash_table.remove_block(block)
         parent = self._path_table.remove_block(block)
         if parent != ROOT:
@@ -176,31 +191,53 @@ class RadixIndex:
             del self._siblings[parent]
 
     def _add_sorted(self, blocks: list[int], block: int) -> None:
-        blocks.insert(bisect_left(blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens), block)
+        blocks.insert(
+            bisect_left(
+                blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens
+            ),
+            block,
+        )
 
     def _remove_sorted(self, blocks: list[int], block: int) -> None:
-        """Equal tokens after one parent are one name, unless a name is forged: so `block` may not be the first."""
-        place = bisect_left(blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens)
+        """Equal tokens after one parent are one name, unless a name is forged: so `block` may not
+        be the first."""
+        place = bisect_left(
+            blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens
+        )
         del blocks[blocks.index(block, place)]
 
     def check(self) -> None:
-        """Raise LedgerError unless all tables tell the same story. Looks at everything: for tests."""
+        """Raise LedgerError unless all tables tell the same story. Looks at everything: for
+        tests."""
         present = [block for block in range(len(self._path_table)) if block in self]
         require_invariant(sorted(self._hash_table.blocks()) == present, "names and parents")
         children: dict[int, list[int]] = {}
         for block in present:
-            require_invariant(self.find_block(self.block_hash(block)) == block, f"name of block {block}")
+            require_invariant(
+                self.find_block(self.block_hash(block)) == block, f"name of block {block}"
+            )
             parent = self.parent(block)
-            require_invariant((parent == ROOT) == (block in self._root_of), f"root of block {block}")
+            require_invariant(
+                (parent == ROOT) == (block in self._root_of), f"root of block {block}"
+            )
             if parent != ROOT:
                 require_invariant(parent in self, f"the parent of block {block} is gone")
-                require_invariant(self.depth(block) == self.depth(parent) + 1, f"depth of block {block}")
+                require_invariant(
+                    self.depth(block) == self.depth(parent) + 1, f"depth of block {block}"
+                )
                 children.setdefault(parent, []).append(block)
             path = self.path(block)
-            require_invariant(list(map(self.parent, path)) == [ROOT, *path[:-1]], f"path of block {block}")
+            require_invariant(
+                list(map(self.parent, path)) == [ROOT, *path[:-1]], f"path of block {block}"
+            )
         for block in present:
-            require_invariant(sorted(self._children(block)) == sorted(children.get(block, [])), f"children of block {block}")
+            require_invariant(
+                sorted(self._children(block)) == sorted(children.get(block, [])),
+                f"children of block {block}",
+            )
         firsts = [block for blocks in self._first_blocks.values() for block in blocks]
         require_invariant(sorted(firsts) == sorted(self._root_of), "first blocks")
         for blocks in (*self._siblings.values(), *self._first_blocks.values()):
-            require_invariant(blocks == sorted(blocks, key=self._token_table.get_tokens), "order of children")
+            require_invariant(
+                blocks == sorted(blocks, key=self._token_table.get_tokens), "order of children"
+            )

@@ -1,4 +1,5 @@
-"""The token ids of every block of an index, in one array: comparing a path of thousands of blocks is one operation."""
+"""The token ids of every block of an index, in one array: comparing a path of thousands of blocks
+is one operation."""
 
 from array import array
 
@@ -8,17 +9,17 @@ from baton.kv.block_hash import TOKEN_BYTES
 
 
 class TokenTable:
-    """`num_blocks` rows of `block_size` token ids, as they are sent (4 bytes each, big endian: rows compare as bytes in
-    the order of their ids)."""
+    """`num_blocks` rows of `block_size` token ids, as they are sent (4 bytes each, big endian: rows
+    compare as bytes in the order of their ids)."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._row_bytes = block_size * TOKEN_BYTES
         self._bytes = bytearray(num_blocks * self._row_bytes)
-        self._rows = np.frombuffer(self._bytes, dtype=f"V{self._size}")
+        self._rows = np.frombuffer(self._bytes, dtype=f"V{self._row_bytes}")
 
     def set_tokens(self, block: int, tokens: bytes) -> None:
         if len(tokens) != self._row_bytes:
-            raise ValueError(f"{len(tokens)} bytes of tokens for a block of {self._size}")
+            raise ValueError(f"{len(tokens)} bytes of tokens for a block of {self._row_bytes}")
         self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes] = tokens
 
     def get_tokens(self, block: int) -> bytes:
@@ -29,7 +30,9 @@ class TokenTable:
         rows = self._rows.take(np.frombuffer(path, dtype=np.int32))
         if rows.tobytes() == tokens[: rows.nbytes]:
             return len(path)
-        same = rows.view(np.uint32) == np.frombuffer(tokens, dtype=np.uint32, count=rows.nbytes // TOKEN_BYTES)
+        same = rows.view(np.uint32) == np.frombuffer(
+            tokens, dtype=np.uint32, count=rows.nbytes // TOKEN_BYTES
+        )
         return int(same.reshape(len(path), -1).all(axis=1).argmin())
 
 

@@ -1,10 +1,12 @@
-"""What is known of the other hosts' pools: how long fetching from each takes, and who is left alone for a while.
+"""What is known of the other hosts' pools: how long fetching from each takes, and who is left alone
+for a while.
 
     seconds = a + b bytes      from the question to the last block in place, learned from every fetch that ended well
 
-A pool that nothing has been fetched from yet is taken for the average of all. One that failed is not asked for REST
-seconds, twice as long after each further failure, so that a dead or slow one costs few requests anything. What was
-learned of it is kept when it is started again; its failures are its former life's.
+A pool that nothing has been fetched from yet is taken for the average of all. One that failed is
+not asked for REST seconds, twice as long after each further failure, so that a dead or slow one
+costs few requests anything. What was learned of it is kept when it is started again; its failures
+are its former life's.
 """
 
 from collections import OrderedDict
@@ -53,7 +55,9 @@ class PeerFetchEstimator:
 
     def record_failure(self, peer: PeerAddress, now: float) -> None:
         failing = self._failure_streaks.setdefault(peer.incarnation, _FailureStreak())
-        failing.backoff_until = now + min(MIN_BACKOFF_SECONDS * 2.0**failing.failures, MAX_BACKOFF_SECONDS)
+        failing.backoff_until = now + min(
+            MIN_BACKOFF_SECONDS * 2.0**failing.failures, MAX_BACKOFF_SECONDS
+        )
         failing.failures = min(failing.failures + 1, 16)
         self._failure_streaks.move_to_end(peer.incarnation)
         if len(self._failure_streaks) > MAX_PEERS:

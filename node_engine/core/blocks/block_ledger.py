@@ -1,4 +1,5 @@
-"""What a node says about its blocks: the states, and a snapshot that balances and names every owner."""
+"""What a node says about its blocks: the states, and a snapshot that balances and names every
+owner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ class BlockState(Enum):
 
 
 class BlockLedgerError(AssertionError):
-    """An illegal transition or an account that does not balance: a programming error, never a caller's."""
+    """An illegal transition or an account that does not balance: a programming error, never a
+    caller's."""
 
 
 def require_invariant(holds: bool, what: str) -> None:
@@ -30,8 +32,9 @@ def require_invariant(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockLedgerEntry:
-    """Blocks of one owner in one state. `owner` is the label given to the pool; `age_seconds` is in seconds, from the moment
-    when the owner got its first block or, for a ticket's blocks, from their last change of state."""
+    """Blocks of one owner in one state. `owner` is the label given to the pool; `age_seconds` is in
+    seconds, from the moment when the owner got its first block or, for a ticket's blocks, from
+    their last change of state."""
 
     owner: str
     state: BlockState
@@ -42,8 +45,8 @@ class BlockLedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class BlockLedger:
-    """A snapshot. A shared block stands in the entry of each of its owners, so that IN_USE entries may add up to more
-    than `counts[IN_USE]`; every other entry counts a block once."""
+    """A snapshot. A shared block stands in the entry of each of its owners, so that IN_USE entries
+    may add up to more than `counts[IN_USE]`; every other entry counts a block once."""
 
     num_blocks: int
     counts: Mapping[BlockState, int]

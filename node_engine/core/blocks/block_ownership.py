@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerEntry, BlockLedgerError, require_invariant
+from node_engine.core.blocks.block_ledger import (
+    BlockLedgerEntry,
+    BlockLedgerError,
+    BlockState,
+    require_invariant,
+)
 
 
 @dataclass(slots=True)
@@ -14,8 +19,8 @@ class _OwnerBlocks:
 
 
 class BlockOwnership:
-    """Every reference is held under an owner's label, once per (owner, block), so that nothing can be released twice
-    and the ledger can name everybody. `clock` gives the ages, in seconds."""
+    """Every reference is held under an owner's label, once per (owner, block), so that nothing can
+    be released twice and the ledger can name everybody. `clock` gives the ages, in seconds."""
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -42,7 +47,9 @@ class BlockOwnership:
 
     def change_state(self, block: BlockIndex, before: BlockState, after: BlockState) -> None:
         if self._states[block] is not before:
-            raise BlockLedgerError(f"block {block} is {self._state[block].value}, not {before.value}")
+            raise BlockLedgerError(
+                f"block {block} is {self._states[block].value}, not {before.value}"
+            )
         self._states[block] = after
         self._counts_by_state[before] -= 1
         self._counts_by_state[after] += 1
@@ -60,7 +67,9 @@ class BlockOwnership:
         """Whether that was the last reference."""
         holding = self._blocks_by_owner.get(owner)
         if holding is None or block not in holding.blocks:
-            raise BlockLedgerError(f"{owner} does not hold block {block}, which is {self._state[block].value}")
+            raise BlockLedgerError(
+                f"{owner} does not hold block {block}, which is {self._states[block].value}"
+            )
         holding.blocks.remove(block)
         if not holding.blocks:
             del self._blocks_by_owner[owner]
@@ -70,7 +79,9 @@ class BlockOwnership:
     def iter_ledger_entries(self) -> Iterator[BlockLedgerEntry]:
         now = self._clock()
         for owner, holding in self._blocks_by_owner.items():
-            yield BlockLedgerEntry(owner, BlockState.IN_USE, len(holding.blocks), now - holding.since)
+            yield BlockLedgerEntry(
+                owner, BlockState.IN_USE, len(holding.blocks), now - holding.since
+            )
 
     def check_invariants(self) -> None:
         refs = [0] * len(self._states)
@@ -80,5 +91,11 @@ class BlockOwnership:
                 refs[block] += 1
         require_invariant(refs == self._ref_counts, "references are not what the owners hold")
         for number, state in enumerate(self._states):
-            require_invariant((refs[number] > 0) == (state is BlockState.IN_USE), f"{refs[number]} owners of a {state} block")
-        require_invariant({state: self._states.count(state) for state in BlockState} == self._counts_by_state, "counts by state")
+            require_invariant(
+                (refs[number] > 0) == (state is BlockState.IN_USE),
+                f"{refs[number]} owners of a {state} block",
+            )
+        require_invariant(
+            {state: self._states.count(state) for state in BlockState} == self._counts_by_state,
+            "counts by state",
+        )

@@ -1,20 +1,22 @@
-"""Blocks of the host's shared pool, as this node's sequences read them: in place, for as long as a pin holds them.
+"""Blocks of the host's shared pool, as this node's sequences read them: in place, for as long as a
+pin holds them.
 
-They are named by global block indices like the node's own, behind them: `BlockPool` keeps no books on them, and the
-pool's process knows this node's pins. What is here counts who still reads through each pin.
+They are named by global block indices like the node's own, behind them: `BlockPool` keeps no books
+on them, and the pool's process knows this node's pins. What is here counts who still reads through
+each pin.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_pool import PartialHit
 from node_engine.core.blocks.block_ledger import require_invariant
+from node_engine.core.blocks.block_pool import PartialHit
 
 
 class RefCountedPin:
-    """One pin and those who read through it. `release` is called once, when the last of them is done. Whoever makes it
-    has the first use. Compute thread only."""
+    """One pin and those who read through it. `release` is called once, when the last of them is
+    done. Whoever makes it has the first use. Compute thread only."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -40,9 +42,9 @@ class RefCountedPin:
 
 @dataclass(frozen=True, slots=True)
 class PoolPrefix:
-    """What the pool has of a context: its full blocks 0, 1, ..., and the block that goes on from there. Whoever has it
-    owns one use of `pin`, and ends it with `release`. The last `num_remote_blocks` of the blocks have come from another host's pool
-    for this."""
+    """What the pool has of a context: its full blocks 0, 1, ..., and the block that goes on from
+    there. Whoever has it owns one use of `pin`, and ends it with `release`. The last
+    `num_remote_blocks` of the blocks have come from another host's pool for this."""
 
     blocks: tuple[BlockIndex, ...]
     partial_hit: PartialHit | None

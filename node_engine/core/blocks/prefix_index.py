@@ -1,9 +1,10 @@
-"""Which blocks hold which tokens: a hash index for whole blocks and sorted siblings for a shared beginning.
+"""Which blocks hold which tokens: a hash index for whole blocks and sorted siblings for a shared
+beginning.
 
-A block is found by its BlockHash, which names its whole prefix; its tokens and its parent are compared as well, so
-that not even a collision can serve the wrong KV. Under one parent the token tuples of all children are kept sorted:
-the child with the longest common beginning is then a neighbour of the place where the wanted tokens would stand
-(binary search).
+A block is found by its BlockHash, which names its whole prefix; its tokens and its parent are
+compared as well, so that not even a collision can serve the wrong KV. Under one parent the token
+tuples of all children are kept sorted: the child with the longest common beginning is then a
+neighbour of the place where the wanted tokens would stand (binary search).
 """
 
 from bisect import bisect_left, insort
@@ -27,17 +28,21 @@ def _ignore_entry(entry: IndexedBlock) -> None:
 
 
 class PrefixIndex:
-    """Blocks by content. Several blocks may hold the same content (*twins*); the first one is found, the others
-    follow when it is removed. `gained` and `lost` are called with each content that becomes findable or ceases to be
-    so."""
+    """Blocks by content. Several blocks may hold the same content (*twins*); the first one is
+    found, the others follow when it is removed. `gained` and `lost` are called with each content
+    that becomes findable or ceases to be so."""
 
     def __init__(
-        self, gained: Callable[[IndexedBlock], None] = _ignore_entry, lost: Callable[[IndexedBlock], None] = _ignore_entry
+        self,
+        gained: Callable[[IndexedBlock], None] = _ignore_entry,
+        lost: Callable[[IndexedBlock], None] = _ignore_entry,
     ) -> None:
         self._on_content_added, self._on_content_removed = gained, lost
         self._entries: dict[BlockIndex, IndexedBlock] = {}
         self._blocks_by_hash: dict[BlockHash, list[BlockIndex]] = {}
-        self._children: dict[BlockHash, list[tuple[tuple[int, ...], BlockHash]]] = {}  # by parent, sorted
+        self._children: dict[
+            BlockHash, list[tuple[tuple[int, ...], BlockHash]]
+        ] = {}  # by parent, sorted
 
     def __contains__(self, block: BlockIndex) -> bool:
         return block in self._entries
@@ -58,7 +63,10 @@ class PrefixIndex:
         if twins and self._entries[twins[0]] != entry:
             return
         if not twins:
-            insort(self._children.setdefault(entry.parent_hash, []), (entry.token_ids, entry.block_hash))
+            insort(
+                self._children.setdefault(entry.parent_hash, []),
+                (entry.token_ids, entry.block_hash),
+            )
             self._on_content_added(entry)
         twins.append(block)
         self._entries[block] = entry
@@ -80,17 +88,23 @@ class PrefixIndex:
         """Each content once."""
         return (self._entries[twins[0]] for twins in self._blocks_by_hash.values())
 
-    def find_block(self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> BlockIndex | None:
+    def find_block(
+        self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]
+    ) -> BlockIndex | None:
         """The block that holds exactly `tokens` after `parent`."""
         twins = self._blocks_by_hash.get(name)
         if twins is None:
             return None
         entry = self._entries[twins[0]]
-        return twins[0] if entry.parent_hash == parent and entry.token_ids == tuple(tokens) else None
+        return (
+            twins[0] if entry.parent_hash == parent and entry.token_ids == tuple(tokens) else None
+        )
 
-    def find_partial_match(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[BlockIndex, int] | None:
-        """The child of `parent` that shares the longest beginning with `tokens`, and how many tokens of it; None if
-        no child shares even one."""
+    def find_partial_match(
+        self, parent: BlockHash, tokens: Sequence[int]
+    ) -> tuple[BlockIndex, int] | None:
+        """The child of `parent` that shares the longest beginning with `tokens`, and how many
+        tokens of it; None if no child shares even one."""
         siblings = self._children.get(parent, [])
         wanted = tuple(tokens)
         place = bisect_left(siblings, (wanted,))
@@ -103,17 +117,30 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         """Raise LedgerError if the three tables do not tell the same story."""
-        require_invariant(sum(len(twins) for twins in self._blocks_by_hash.values()) == len(self._entries), "indexed blocks")
+        require_invariant(
+            sum(len(twins) for twins in self._blocks_by_hash.values()) == len(self._entries),
+            "indexed blocks",
+        )
         for name, twins in self._blocks_by_hash.items():
             require_invariant(len(set(twins)) == len(twins) > 0, f"twins {twins}")
-            require_invariant({self._entries[block].block_hash for block in twins} == {name}, f"hash of {twins}")
-            require_invariant(len({self._entries[block] for block in twins}) == 1, f"content of {twins}")
-        require_invariant(sum(len(siblings) for siblings in self._children.values()) == len(self._blocks_by_hash), "children")
+            require_invariant(
+                {self._entries[block].block_hash for block in twins} == {name}, f"hash of {twins}"
+            )
+            require_invariant(
+                len({self._entries[block] for block in twins}) == 1, f"content of {twins}"
+            )
+        require_invariant(
+            sum(len(siblings) for siblings in self._children.values()) == len(self._blocks_by_hash),
+            "children",
+        )
         for parent, siblings in self._children.items():
             require_invariant(siblings == sorted(siblings), "order of siblings")
             for tokens, name in siblings:
                 entry = self._entries[self._blocks_by_hash[name][0]]
-                require_invariant((entry.parent_hash, entry.token_ids) == (parent, tokens), "a child under the wrong parent")
+                require_invariant(
+                    (entry.parent_hash, entry.token_ids) == (parent, tokens),
+                    "a child under the wrong parent",
+                )
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:

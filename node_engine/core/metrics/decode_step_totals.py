@@ -1,4 +1,5 @@
-"""How long decode steps take, by how much they do: what the coordinator's cost model learns from."""
+"""How long decode steps take, by how much they do: what the coordinator's cost model learns
+from."""
 
 from typing import NamedTuple
 
@@ -6,7 +7,8 @@ from node_engine.core.step.step_batch import StepBatch
 
 
 class DecodeStepTotals(NamedTuple):
-    """Of all steps so far in which every sequence took one token. `context_tokens`: in the caches that they read."""
+    """Of all steps so far in which every sequence took one token. `context_tokens`: in the caches
+    that they read."""
 
     num_steps: int = 0
     seconds: float = 0.0

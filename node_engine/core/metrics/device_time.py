@@ -1,7 +1,9 @@
-"""Where the device's time went: seconds per phase and tenant class, which add up to the time that it was busy.
+"""Where the device's time went: seconds per phase and tenant class, which add up to the time that
+it was busy.
 
-A step's time is divided by its tokens. That is what a token costs when a step is bound by arithmetic; for a step bound
-by memory it charges prompts, which come many at a time, more than they add to it.
+A step's time is divided by its tokens. That is what a token costs when a step is bound by
+arithmetic; for a step bound by memory it charges prompts, which come many at a time, more than they
+add to it.
 """
 
 from collections import defaultdict
@@ -16,9 +18,11 @@ class DeviceTime:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # phase, class
         self.busy_seconds = 0.0
 
-    def charge_step(self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float) -> None:
-        """A step took `seconds`, whether it succeeded or not. Computing a context is prefill, and is charged to
-        whoever made it necessary."""
+    def charge_step(
+        self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float
+    ) -> None:
+        """A step took `seconds`, whether it succeeded or not. Computing a context is prefill, and
+        is charged to whoever made it necessary."""
         self.busy_seconds += seconds
         for piece in batch.slices:
             sequence = sequence_of(piece.sequence_id)

@@ -1,9 +1,10 @@
-"""Who gives its blocks up when a running sequence needs one more. Policies are pluggable; three rules hold for all:
-the lowest class first and never one above the asker's own; nobody who is nearly done, while there is somebody else;
-and the answer may be the asker itself.
+"""Who gives its blocks up when a running sequence needs one more. Policies are pluggable; three
+rules hold for all: the lowest class first and never one above the asker's own; nobody who is nearly
+done, while there is somebody else; and the answer may be the asker itself.
 
-There is no livelock: a preempted sequence keeps the tokens that its client has, whoever took the blocks draws a token
-with them in the same step, and the coordinator places the loser again only where its whole context has room.
+There is no livelock: a preempted sequence keeps the tokens that its client has, whoever took the
+blocks draws a token with them in the same step, and the coordinator places the loser again only
+where its whole context has room.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -34,10 +35,15 @@ class CheapestToResumeFirst:
         return min(candidates, key=lambda each: (each.num_computed_tokens, -each.id))
 
 
-PREEMPTION_POLICIES: dict[str, type[PreemptionPolicy]] = {"most_blocks": MostBlocksFirst, "cheapest": CheapestToResumeFirst}
+PREEMPTION_POLICIES: dict[str, type[PreemptionPolicy]] = {
+    "most_blocks": MostBlocksFirst,
+    "cheapest": CheapestToResumeFirst,
+}
 
 
-def select_victim(asker: Sequence, residents: SequenceOf[Sequence], policy: PreemptionPolicy) -> Sequence:
+def select_victim(
+    asker: Sequence, residents: SequenceOf[Sequence], policy: PreemptionPolicy
+) -> Sequence:
     """`residents` include the asker."""
     below = [each for each in residents if each.priority_level >= asker.priority_level]
     able = [each for each in below if each.num_remaining_tokens > NEARLY_DONE_TOKENS] or below

@@ -13,7 +13,9 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self._by_key: dict[AttemptKey, Sequence] = {}
-        self._by_state: dict[SequenceState, dict[SequenceId, Sequence]] = {state: {} for state in SequenceState}
+        self._by_state: dict[SequenceState, dict[SequenceId, Sequence]] = {
+            state: {} for state in SequenceState
+        }
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(tuple(self._by_key.values()))
@@ -25,7 +27,9 @@ class SequenceTable:
         sequence = self._by_key.get(key)
         if sequence is None or sequence.state not in states:
             state = sequence.state.value if sequence else "unknown"
-            raise BlockLedgerError(f"sequence {key} is {state}, not one of {[wanted.value for wanted in states]}")
+            raise BlockLedgerError(
+                f"sequence {key} is {state}, not one of {[wanted.value for wanted in states]}"
+            )
         return sequence
 
     def get_by_state(self, state: SequenceState) -> Mapping[SequenceId, Sequence]:

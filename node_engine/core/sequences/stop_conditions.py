@@ -1,4 +1,5 @@
-"""When a generation ends, and which tokens may not end it yet. The one place where these rules stand."""
+"""When a generation ends, and which tokens may not end it yet. The one place where these rules
+stand."""
 
 from collections.abc import Sequence
 
@@ -10,8 +11,11 @@ def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tupl
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
-def forbidden_token_ids(params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int) -> tuple[int, ...]:
-    """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier attempts included)."""
+def forbidden_token_ids(
+    params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int
+) -> tuple[int, ...]:
+    """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier
+    attempts included)."""
     return stop_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
 
 
@@ -24,8 +28,8 @@ def finish_reason(
     num_generated: int,
     num_tokens: int,
 ) -> FinishReason | None:
-    """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of output, those of
-    earlier attempts included) and in `num_tokens` (prompt and output)."""
+    """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of
+    output, those of earlier attempts included) and in `num_tokens` (prompt and output)."""
     if last_token in stop_token_ids(params, eos_token_ids):
         return FinishReason.STOP
     if num_generated >= params.max_tokens or num_tokens >= max_model_len:

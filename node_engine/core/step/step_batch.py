@@ -21,9 +21,10 @@ SequenceId = NewType("SequenceId", int)  # process-local, never reused
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to draw the token that follows a slice. `position` is the token's absolute index in prompt + output, which
-    with `seed` and `choice_index` fixes the noise. `forbidden_token_ids` are ids that may not be drawn (EOS before min_tokens).
-    `token_counts` is what the penalties count, None if `params` has none."""
+    """How to draw the token that follows a slice. `position` is the token's absolute index in
+    prompt + output, which with `seed` and `choice_index` fixes the noise. `forbidden_token_ids` are
+    ids that may not be drawn (EOS before min_tokens). `token_counts` is what the penalties count,
+    None if `params` has none."""
 
     params: SamplingParams
     choice_index: int
@@ -34,8 +35,8 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsSpec:
-    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token. `top_logprobs` is how many of
-    the most likely ones to give beside each."""
+    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token.
+    `top_logprobs` is how many of the most likely ones to give beside each."""
 
     target_token_ids: tuple[int, ...]
     top_logprobs: int
@@ -43,9 +44,10 @@ class PromptLogprobsSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's share of a step: compute KV of `token_ids` at positions start.. and, if `sample_spec` is set, draw the
-    next token from the logits of the last one. `block_table` covers at least positions 0 .. start + len(tokens).
-    `logprobs_spec` asks for the scores of prompt tokens as well."""
+    """One sequence's share of a step: compute KV of `token_ids` at positions start.. and, if
+    `sample_spec` is set, draw the next token from the logits of the last one. `block_table` covers
+    at least positions 0 .. start + len(tokens). `logprobs_spec` asks for the scores of prompt
+    tokens as well."""
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
@@ -56,8 +58,8 @@ class SequenceSlice:
 
 
 class SliceResult(NamedTuple):
-    """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is set, and a score
-    for each of `scoring.targets`."""
+    """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is
+    set, and a score for each of `scoring.targets`."""
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
@@ -66,8 +68,9 @@ class SliceResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed. `block_copies` are whole-block
-    copies (source, destination) to be made before the forward pass: copy on write."""
+    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed.
+    `block_copies` are whole-block copies (source, destination) to be made before the forward pass:
+    copy on write."""
 
     slices: tuple[SequenceSlice, ...]
     block_copies: tuple[tuple[BlockIndex, BlockIndex], ...] = ()
@@ -77,16 +80,19 @@ class StepBatch:
         return sum(len(piece.token_ids) for piece in self.slices)
 
 
-LayerCallback = Callable[[int], None]  # called with k when the KV of layer k is in the arena for every slice of the step
+LayerCallback = Callable[
+    [int], None
+]  # called with k when the KV of layer k is in the arena for every slice of the step
 
 
 class DeviceLost(Exception):
-    """The device can compute nothing more for this process, which must end: a new one may find it well."""
+    """The device can compute nothing more for this process, which must end: a new one may find it
+    well."""
 
 
 class Engine(Protocol):
-    """A model, or something that behaves like one, over one arena of blocks. Called on the compute thread only, once
-    that runs."""
+    """A model, or something that behaves like one, over one arena of blocks. Called on the compute
+    thread only, once that runs."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -98,7 +104,8 @@ class Engine(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def model_digest(self) -> bytes:
-        """Digest of weights, architecture and revision: two nodes may exchange KV only if it is equal."""
+        """Digest of weights, architecture and revision: two nodes may exchange KV only if it is
+        equal."""
         ...
 
     @property
@@ -108,22 +115,28 @@ class Engine(Protocol):
 
     @property
     def can_read_pool_in_place(self) -> bool:
-        """Whether it can read blocks beside the arena, where they are: what is bound may then be longer."""
+        """Whether it can read blocks beside the arena, where they are: what is bound may then be
+        longer."""
         ...
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout. Blocks that
-        follow, of which nothing is touched unless a block table or a copy names it, are read and not written."""
+        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in
+        KVLayout. Blocks that follow, of which nothing is touched unless a block table or a copy
+        names it, are read and not written."""
         ...
 
     def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Do now what would be done once, in the first steps, with no more tokens in one than there will be, as long as
-        it is `wanted`. After `bind_cache`, before anything is in the cache. Raises what `run` does."""
+        """Do now what would be done once, in the first steps, with no more tokens in one than there
+        will be, as long as it is `wanted`. After `bind_cache`, before anything is in the cache.
+        Raises what `run` does."""
         ...
 
-    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
+    def run(
+        self, batch: StepBatch, on_layer: LayerCallback | None = None
+    ) -> tuple[SliceResult, ...]:
         """One forward pass. Returns what each slice gave.
 
-        Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside the batch's blocks.
+        Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside
+        the batch's blocks.
         """
         ...

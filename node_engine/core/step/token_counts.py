@@ -12,12 +12,15 @@ _INITIAL_CAPACITY = 64  # for tokens that the prompt does not have
 
 def has_penalties(params: SamplingParams) -> bool:
     """Whether any penalty is on: whoever has none pays for no counting."""
-    return bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1.0
+    return (
+        bool(params.presence_penalty or params.frequency_penalty)
+        or params.repetition_penalty != 1.0
+    )
 
 
 class TokenCounts:
-    """Distinct tokens, those of the prompt ascending and then each as it first appears in the output. Counting a token
-    is amortised O(1); nothing is ever counted again."""
+    """Distinct tokens, those of the prompt ascending and then each as it first appears in the
+    output. Counting a token is amortised O(1); nothing is ever counted again."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         distinct = np.unique(np.asarray(prompt, np.int64))
@@ -43,7 +46,10 @@ class TokenCounts:
             place = self._index_of_token.setdefault(token, self._num_distinct)
             if place == self._num_distinct:
                 if place == len(self._ids):
-                    self._ids, self._counts = np.resize(self._ids, 2 * place), np.resize(self._counts, 2 * place)
+                    self._ids, self._counts = (
+                        np.resize(self._ids, 2 * place),
+                        np.resize(self._counts, 2 * place),
+                    )
                 self._ids[place], self._counts[place] = token, 0
                 self._num_distinct += 1
             self._counts[place] += 1

@@ -1,25 +1,30 @@
-"""What a Hugging Face folder says about its model, read without transformers, so that a node starts in a
-second.
+"""What a Hugging Face folder says about its model, read without transformers, so that a node starts
+in a second.
 
-Whatever would change the arithmetic and is not built here is refused by name: an answer from a model that was
-read wrongly is worse than none.
+Whatever would change the arithmetic and is not built here is refused by name: an answer from a
+model that was read wrongly is worse than none.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.models import generation_defaults
 from baton.errors import ConfigError
+from baton.models import generation_defaults
 from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.models.json_object import JsonObject, get_int_field, read_json_object
-from node_engine.model.config.model_families import MODEL_FAMILIES, BiasRule, ModelFamily, compute_layer_windows
+from node_engine.model.config.model_families import (
+    MODEL_FAMILIES,
+    BiasRule,
+    ModelFamily,
+    compute_layer_windows,
+)
 from node_engine.model.config.rope import RopeConfig, parse_rope
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture, resolved. `windows` says for each layer how many tokens a query sees, None for all;
-    `stored_dtype` is what the folder declares, as torch spells it."""
+    """The architecture, resolved. `windows` says for each layer how many tokens a query sees, None
+    for all; `stored_dtype` is what the folder declares, as torch spells it."""
 
     architecture: str
     vocab_size: int
@@ -45,12 +50,17 @@ class ModelConfig:
 def load_model_config(folder: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises ConfigError."""
     if not folder.is_dir():
-        raise ConfigError(f"model folder {folder}: no such folder: give --model the path of a Hugging Face folder")
-    return parse_model_config(read_json_object(folder / "config.json"), load_generation_defaults(folder))
+        raise ConfigError(
+            f"model folder {folder}: no such folder: give --model the path of a Hugging Face folder"
+        )
+    return parse_model_config(
+        read_json_object(folder / "config.json"), load_generation_defaults(folder)
+    )
 
 
 def parse_model_config(raw: JsonObject, generation: GenerationDefaults) -> ModelConfig:
-    """Resolve the two files' contents. Raises ConfigError naming the key, its value and what is possible."""
+    """Resolve the two files' contents. Raises ConfigError naming the key, its value and what is
+    possible."""
     architecture = _architecture(raw)
     family = MODEL_FAMILIES[architecture]
     _refuse_unsupported(raw)
@@ -81,7 +91,8 @@ def parse_model_config(raw: JsonObject, generation: GenerationDefaults) -> Model
 
 
 def _heads(raw: JsonObject, family: ModelFamily) -> tuple[int, int, int]:
-    """Query heads, KV heads and their width. A null stands for the value derived from the others, as everywhere."""
+    """Query heads, KV heads and their width. A null stands for the value derived from the others,
+    as everywhere."""
     heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
     assumed = heads if "num_key_value_heads" in raw else family.default_kv_heads or heads
     kv_heads = _positive(raw, "num_key_value_heads", assumed)
@@ -106,16 +117,22 @@ def _bias(raw: JsonObject, bias: BiasRule) -> bool:
 def _architecture(raw: JsonObject) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in MODEL_FAMILIES:
-        raise ConfigError(f"architectures {names!r} in config.json: Baton serves one of {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"architectures {names!r} in config.json: Baton serves one of {', '.join(MODEL_FAMILIES)}"
+        )
     return str(names[0])
 
 
 def _refuse_unsupported(raw: JsonObject) -> None:
     if raw.get("auto_map"):
-        raise ConfigError(f"auto_map {raw['auto_map']!r}: remote code is never run: use a checkpoint without it")
+        raise ConfigError(
+            f"auto_map {raw['auto_map']!r}: remote code is never run: use a checkpoint without it"
+        )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only")
+        raise ConfigError(
+            f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is built")
 

@@ -1,5 +1,5 @@
-"""The architectures that are built, and where they differ: what each one's configuration class in transformers assumes
-when config.json is silent, and what its model class fixes or reads."""
+"""The architectures that are built, and where they differ: what each one's configuration class in
+transformers assumes when config.json is silent, and what its model class fixes or reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,32 +32,51 @@ class ModelFamily:
 
 
 MODEL_FAMILIES: Mapping[str, ModelFamily] = {
-    "LlamaForCausalLM": ModelFamily(None, 2048, qkv_bias="config", output_bias="config", has_mlp_bias_key=True),
+    "LlamaForCausalLM": ModelFamily(
+        None, 2048, qkv_bias="config", output_bias="config", has_mlp_bias_key=True
+    ),
     "MistralForCausalLM": ModelFamily(8, 131072, window_rule="always"),
     "Qwen2ForCausalLM": ModelFamily(32, 32768, qkv_bias="fixed", window_rule="switched"),
     "Qwen3ForCausalLM": ModelFamily(
-        32, 32768, default_head_dim=128, qkv_bias="config", output_bias="config", qk_norm=True, window_rule="switched"
+        32,
+        32768,
+        default_head_dim=128,
+        qkv_bias="config",
+        output_bias="config",
+        qk_norm=True,
+        window_rule="switched",
     ),
 }
-_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28  # where a family has windows and config.json is silent
+_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = (
+    4096,
+    28,
+)  # where a family has windows and config.json is silent
 
 
-def compute_layer_windows(raw: JsonObject, family: ModelFamily, num_layers: int) -> tuple[int | None, ...]:
-    """How many tokens a query of each layer sees, itself among them; None for all before it. Raises ConfigError naming
-    the key, its value and what is possible."""
+def compute_layer_windows(
+    raw: JsonObject, family: ModelFamily, num_layers: int
+) -> tuple[int | None, ...]:
+    """How many tokens a query of each layer sees, itself among them; None for all before it. Raises
+    ConfigError naming the key, its value and what is possible."""
     window = _window(raw, family)
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = get_int_field(raw, "max_window_layers", 0) if family.window_rule == "switched" else 0
+        first = (
+            get_int_field(raw, "max_window_layers", 0) if family.window_rule == "switched" else 0
+        )
         first = _DEFAULT_MAX_WINDOW_LAYERS if first is None else first
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ConfigError(f"layer_types {kinds!r} in config.json: must be a list of num_hidden_layers {num_layers}")
+        raise ConfigError(
+            f"layer_types {kinds!r} in config.json: must be a list of num_hidden_layers {num_layers}"
+        )
     for layer, kind in enumerate(kinds):
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
-            raise ConfigError(f"layer_types[{layer}] {kind!r}: only {FULL} and {SLIDING} are built")
+            raise ConfigError(
+                f"layer_types[{layer}] {kind!r}: only {FULL_ATTENTION} and {SLIDING_ATTENTION} are built"
+            )
         if kind == SLIDING_ATTENTION and window is None:
-            raise ConfigError(f"layer_types[{layer}] {kind!r}: {_why_no_window(family)}")
+            raise ConfigError(f"layer_types[{layer}] {kind!r}: {_explain_no_window(family)}")
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
@@ -66,7 +85,9 @@ def _window(raw: JsonObject, family: ModelFamily) -> int | None:
     if switch is not None and not isinstance(switch, bool):
         raise ConfigError(f"use_sliding_window {switch!r} in config.json: must be true or false")
     if family.window_rule == "never" and switch:
-        raise ConfigError("use_sliding_window true: this architecture has no sliding window; set it to false")
+        raise ConfigError(
+            "use_sliding_window true: this architecture has no sliding window; set it to false"
+        )
     unread = family.window_rule == "never" or (family.window_rule == "switched" and not switch)
     if unread or ("sliding_window" in raw and raw["sliding_window"] is None):
         return None

@@ -1,4 +1,5 @@
-"""Rotary frequencies: the `default`, `linear` and `llama3` types, in the spellings of transformers 4 and 5."""
+"""Rotary frequencies: the `default`, `linear` and `llama3` types, in the spellings of transformers
+4 and 5."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`theta` is the base. `linear` and `llama3` read `factor`; the rest is read by `llama3` alone."""
+    """`theta` is the base. `linear` and `llama3` read `factor`; the rest is read by `llama3`
+    alone."""
 
     type: str
     theta: float
@@ -27,21 +29,25 @@ class RopeConfig:
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Where both are given the
-    latter wins, as in transformers. Raises ConfigError."""
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Where
+    both are given the latter wins, as in transformers. Raises ConfigError."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"{key} {scaling!r} in config.json: must be an object")
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ConfigError(f"{key} differs between layer types {sorted(scaling)}: one for all layers is built")
+        raise ConfigError(
+            f"{key} differs between layer types {sorted(scaling)}: one for all layers is built"
+        )
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
-    theta = _positive_number({"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta")
+        raise ConfigError(f"{key} of type {kind!r}: only {', '.join(ROPE_TYPES)} are built")
+    theta = _positive_number(
+        {"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta"
+    )
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind == "linear":
@@ -64,9 +70,9 @@ def _positive_number(scaling: Mapping[str, Any], key: str, name: str) -> float:
 def compute_inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of dimensions, fp32 [head_dim // 2].
 
-    `linear` (Chen et al., 2023): all wavelengths are stretched by `factor`, as if positions were divided by it.
-    `llama3` (Llama 3.1): wavelengths beyond original / low_freq_factor are stretched by `factor`, those below
-    original / high_freq_factor are kept, those between are blended.
+    `linear` (Chen et al., 2023): all wavelengths are stretched by `factor`, as if positions were
+    divided by it. `llama3` (Llama 3.1): wavelengths beyond original / low_freq_factor are stretched
+    by `factor`, those below original / high_freq_factor are kept, those between are blended.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -74,8 +80,12 @@ def compute_inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor
         return frequencies
     if rope.type == "linear":
         return frequencies / rope.factor
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # rotations within the trained context
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    turns = (
+        rope.original_max_positions * frequencies / (2 * math.pi)
+    )  # rotations within the trained context
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
+        0.0, 1.0
+    )
     return (1.0 - kept) * frequencies / rope.factor + kept * frequencies
 
 

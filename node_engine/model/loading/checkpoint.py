@@ -1,4 +1,5 @@
-"""Safetensors files of a Hugging Face folder: which tensors there are, and their memory-mapped contents."""
+"""Safetensors files of a Hugging Face folder: which tensors there are, and their memory-mapped
+contents."""
 
 import json
 from contextlib import ExitStack
@@ -15,7 +16,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Checkpoint:
-    """Open files of one folder. Tensors are views of the mapped files: valid while they are referenced."""
+    """Open files of one folder. Tensors are views of the mapped files: valid while they are
+    referenced."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError that names the file."""
@@ -26,7 +28,9 @@ class Checkpoint:
                 try:
                     shard = opening.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
-                    raise ConfigError(f"{path}: cannot be read as safetensors: {error}: download it again") from None
+                    raise ConfigError(
+                        f"{path}: cannot be read as safetensors: {error}: download it again"
+                    ) from None
                 for name in shard.keys():
                     if name in self._file_of_tensor:
                         raise ConfigError(
@@ -39,7 +43,10 @@ class Checkpoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -59,17 +66,27 @@ def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index}: no usable weight_map ({error!r}): download it again") from None
+            raise ConfigError(
+                f"{index}: no usable weight_map ({error!r}): download it again"
+            ) from None
         outside = [name for name in names if Path(name).name != name]
         missing = [name for name in names if not (folder / name).is_file()]
         if outside or missing:
-            raise ConfigError(f"{index}: names shards that are not in {folder}: {outside or missing}: download them")
+            raise ConfigError(
+                f"{index}: names shards that are not in {folder}: {outside or missing}: download them"
+            )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
-        raise ConfigError(f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors")
-    raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights")
+        raise ConfigError(
+            f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors"
+        )
+    raise ConfigError(
+        f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"
+    )

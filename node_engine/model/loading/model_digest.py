@@ -15,18 +15,21 @@ _EXCLUDED_FIELDS = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
 
 
 class ModelDigest:
-    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its bytes.
+    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its
+    bytes.
 
-    The names of blocks descend from it and from the layout, which has the dtype of KV. So what else their contents
-    depend on is part of it: the implementation of the model and the quantization of its weights.
-    Of shards and file order it is independent. XXH3 reads at memory speed and finds accidents (another
-    revision, a damaged download). It is no defence against weights forged on purpose, and need not be:
-    whoever may join the cluster holds its token.
+    The names of blocks descend from it and from the layout, which has the dtype of KV. So what else
+    their contents depend on is part of it: the implementation of the model and the quantization of
+    its weights. Of shards and file order it is independent. XXH3 reads at memory speed and finds
+    accidents (another revision, a damaged download). It is no defence against weights forged on
+    purpose, and need not be: whoever may join the cluster holds its token.
     """
 
     def __init__(self, config: ModelConfig, origin: str) -> None:
         """`origin` tells weights that were read from weights that were made up."""
-        self._architecture = {key: value for key, value in asdict(config).items() if key not in _EXCLUDED_FIELDS}
+        self._architecture = {
+            key: value for key, value in asdict(config).items() if key not in _EXCLUDED_FIELDS
+        }
         self._origin = origin
         self._tensors: dict[str, str] = {}
 

@@ -13,8 +13,8 @@ from baton.errors import ConfigError
 from kv_kernels.reference.elementwise import RMSNorm
 from kv_kernels.reference.linear import Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.model.loading.checkpoint import Checkpoint
 from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.loading.checkpoint import Checkpoint
 from node_engine.model.loading.model_digest import ModelDigest
 
 DUMMY_SEED = 0
@@ -78,7 +78,11 @@ def compute_expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: TorchKernels,
 ) -> ModelWeights:
     """Read, check and pack the folder's safetensors. Raises ConfigError that names the tensor."""
     with Checkpoint(folder) as checkpoint:
@@ -89,7 +93,9 @@ def load_weights(
         def source(name: str) -> torch.Tensor:
             tensor = checkpoint.load_tensor(name)
             if not tensor.is_floating_point():
-                raise ConfigError(f"{folder}: {name} is stored as {tensor.dtype}: serve unquantized weights")
+                raise ConfigError(
+                    f"{folder}: {name} is stored as {tensor.dtype}: serve unquantized weights"
+                )
             digest.add_tensor(name, tensor)
             return tensor.to(device, dtype)
 
@@ -97,7 +103,9 @@ def load_weights(
     return ModelWeights(*weights, digest=digest.compute_digest())
 
 
-def build_dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels) -> ModelWeights:
+def build_dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
+) -> ModelWeights:
     """Random weights, the same in every process, for measurements without a download."""
     generator = torch.Generator().manual_seed(DUMMY_SEED)
     shapes = compute_expected_shapes(config)
@@ -109,7 +117,9 @@ def build_dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.d
         return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator).to(device, dtype)
 
     weights = _build_weights(config, source, kernels)
-    return ModelWeights(*weights, digest=ModelDigest(config, f"dummy {DUMMY_SEED}").compute_digest())
+    return ModelWeights(
+        *weights, digest=ModelDigest(config, f"dummy {DUMMY_SEED}").compute_digest()
+    )
 
 
 def _require_match(
@@ -125,7 +135,7 @@ def _require_match(
         sorted(checkpoint.tensor_names - shapes.keys() - ignored),
     )
     wrong = [
-        f"{name} {checkpoint.shape(name)} instead of {shape}"
+        f"{name} {checkpoint.get_shape(name)} instead of {shape}"
         for name, shape in shapes.items()
         if checkpoint.get_shape(name) != shape
     ]
@@ -134,21 +144,28 @@ def _require_match(
 
 def _refuse_tensors(folder: Path, what: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-        raise ConfigError(f"{folder} {what}: {', '.join(names[:_SHOWN])}{more}: download the model again")
+        more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+        raise ConfigError(
+            f"{folder} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{more}: download the model again"
+        )
 
 
 def _build_weights(
     config: ModelConfig, source: TensorSource, kernels: TorchKernels
 ) -> tuple[torch.Tensor, tuple[LayerWeights, ...], RMSNorm, Linear]:
     embedding = source("model.embed_tokens.weight")
-    layers = tuple(_build_layer(config, source, kernels, layer) for layer in _iter_layers_with_progress(config.num_layers))
+    layers = tuple(
+        _build_layer(config, source, kernels, layer)
+        for layer in _iter_layers_with_progress(config.num_layers)
+    )
     norm = kernels.make_rms_norm(source("model.norm.weight"), config.norm_eps)
     head = embedding if config.tied_embeddings else source("lm_head.weight")
     return embedding, layers, norm, kernels.make_linear(head, None)
 
 
-def _build_layer(config: ModelConfig, source: TensorSource, kernels: TorchKernels, layer: int) -> LayerWeights:
+def _build_layer(
+    config: ModelConfig, source: TensorSource, kernels: TorchKernels, layer: int
+) -> LayerWeights:
     prefix = f"model.layers.{layer}."
 
     def fused(bias: bool, *names: str) -> Linear:
@@ -158,19 +175,28 @@ def _build_layer(config: ModelConfig, source: TensorSource, kernels: TorchKernel
         return kernels.make_linear(joined, torch.cat(biases) if biases else None)
 
     return LayerWeights(
-        attention_norm=kernels.make_rms_norm(source(f"{prefix}input_layernorm.weight"), config.norm_eps),
+        attention_norm=kernels.make_rms_norm(
+            source(f"{prefix}input_layernorm.weight"), config.norm_eps
+        ),
         qkv=fused(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norm=_build_qk_norm(config, source, kernels, prefix) if config.qk_norm else None,
         output=fused(config.output_bias, "self_attn.o_proj"),
-        mlp_norm=kernels.make_rms_norm(source(f"{prefix}post_attention_layernorm.weight"), config.norm_eps),
+        mlp_norm=kernels.make_rms_norm(
+            source(f"{prefix}post_attention_layernorm.weight"), config.norm_eps
+        ),
         gate_up=fused(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(config.mlp_bias, "mlp.down_proj"),
     )
 
 
-def _build_qk_norm(config: ModelConfig, source: TensorSource, kernels: TorchKernels, prefix: str) -> RMSNorm:
+def _build_qk_norm(
+    config: ModelConfig, source: TensorSource, kernels: TorchKernels, prefix: str
+) -> RMSNorm:
     """Queries and keys lie side by side in the fused projection, so one call normalises both."""
-    query, key = source(f"{prefix}self_attn.q_norm.weight"), source(f"{prefix}self_attn.k_norm.weight")
+    query, key = (
+        source(f"{prefix}self_attn.q_norm.weight"),
+        source(f"{prefix}self_attn.k_norm.weight"),
+    )
     rows = (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
     return kernels.make_rms_norm(torch.cat(rows), config.norm_eps)
 

@@ -1,8 +1,8 @@
 """Philox4x32-10 over vectors of counters.
 
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter-based: the
-noise at a counter is a pure function of counter and key, so that no generator state has to travel from step
-to step or from node to node.
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+Counter-based: the noise at a counter is a pure function of counter and key, so that no generator
+state has to travel from step to step or from node to node.
 """
 
 import numpy as np
@@ -25,7 +25,10 @@ def philox4x32(
     first, second, third, fourth = counter
     low = np.uint64(WORD_MASK)
     for turn in range(_ROUNDS):
-        keys = [np.uint64((word + turn * step) & WORD_MASK) for word, step in zip(key, _KEY_STEPS, strict=True)]
+        keys = [
+            np.uint64((word + turn * step) & WORD_MASK)
+            for word, step in zip(key, _KEY_STEPS, strict=True)
+        ]
         product, other = first * _MULTIPLY_FIRST, third * _MULTIPLY_THIRD
         first = (other >> _HIGH) ^ second ^ keys[0]
         third = (product >> _HIGH) ^ fourth ^ keys[1]

@@ -14,14 +14,14 @@ Logits of a row go through, in this order, each step only if the row asks for it
 
 Scores are of the logits before any of this.
 
-Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a request
-draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than inversion of the
-cumulative distribution: logits that differ by rounding (another batch, another chunking) then change the
-token only if the two best scores are that close, while inversion has one such boundary per token of the
-vocabulary.
+Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a
+request draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than
+inversion of the cumulative distribution: logits that differ by rounding (another batch, another
+chunking) then change the token only if the two best scores are that close, while inversion has one
+such boundary per token of the vocabulary.
 
-Drawn rows go to the host: NumPy sorts and multiplies vectors of this size several times faster than torch's
-CPU operators, and one implementation serves every device.
+Drawn rows go to the host: NumPy sorts and multiplies vectors of this size several times faster than
+torch's CPU operators, and one implementation serves every device.
 """
 
 import math
@@ -33,9 +33,9 @@ import torch
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
-from node_engine.core.step.step_batch import SliceResult, SampleSpec
-from node_engine.model.sampling.philox import WORD_MASK, Words, philox4x32
+from node_engine.core.step.step_batch import SampleSpec, SliceResult
 from node_engine.model.sampling.logprobs import compute_logprobs
+from node_engine.model.sampling.philox import WORD_MASK, Words, philox4x32
 
 Floats = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -47,26 +47,35 @@ def sample_tokens(
     logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
 ) -> list[SliceResult]:
-    """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no finite maximum:
-    rather an error than a guess."""
+    """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no
+    finite maximum: rather an error than a guess."""
     special = [row for row, spec in enumerate(specs) if _needs_extra_steps(spec)]
     if not special:
         return [SliceResult(token) for token in _pick_tokens(logits, specs)]
     scored = [row for row in special if specs[row].params.logprobs is not None]
     raw = logits[scored].float()
     tokens = _pick_tokens(_adjust_logits(logits, [(row, specs[row]) for row in special]), specs)
-    found = compute_logprobs(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
+    found = compute_logprobs(
+        raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored]
+    )
     by_row = dict(zip(scored, found, strict=True))
     return [SliceResult(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
 
 def _needs_extra_steps(spec: SampleSpec) -> bool:
-    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for those that do."""
+    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for
+    those that do."""
     params = spec.params
-    return spec.token_counts is not None or bool(spec.forbidden_token_ids or params.logit_bias) or params.logprobs is not None
+    return (
+        spec.token_counts is not None
+        or bool(spec.forbidden_token_ids or params.logit_bias)
+        or params.logprobs is not None
+    )
 
 
-def _pick_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
+def _pick_tokens(
+    logits: torch.Tensor, specs: Sequence[SampleSpec]
+) -> list[int]:  # logits [rows, vocab]
     best, argmax = logits.max(-1)
     if not bool(best.isfinite().all()):
         raise NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
@@ -80,8 +89,9 @@ def _pick_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]
 
 
 def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
-    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or, where arithmetic takes
-    it, to a copy in float32. Elementwise, so that a row's result does not depend on the others."""
+    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or,
+    where arithmetic takes it, to a copy in float32. Elementwise, so that a row's result does not
+    depend on the others."""
     counted = [(row, spec) for row, spec in rows if spec.token_counts is not None]
     biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
     if counted or biased:
@@ -90,10 +100,14 @@ def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]])
         _apply_penalties(logits, counted)
     for row, pairs in biased:
         ids, biases = zip(*pairs, strict=True)
-        logits[row].index_add_(0, _to_device(logits, np.array(ids)), _to_device(logits, np.array(biases, np.float32)))
+        logits[row].index_add_(
+            0, _to_device(logits, np.array(ids)), _to_device(logits, np.array(biases, np.float32))
+        )
     for row, spec in rows:
         if spec.forbidden_token_ids:
-            logits[row, [token for token in spec.forbidden_token_ids if token < logits.shape[1]]] = -math.inf
+            logits[
+                row, [token for token in spec.forbidden_token_ids if token < logits.shape[1]]
+            ] = -math.inf
     return logits
 
 
@@ -125,7 +139,9 @@ def _to_device(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> 
 
 def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
     """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+    with np.errstate(
+        over="ignore"
+    ):  # a tiny temperature sends all but the best to -inf, as it should
         scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
     floor = _lowest_kept_logit(scaled, spec.params)
     if floor is None:
@@ -135,8 +151,9 @@ def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
 
 
 def _lowest_kept_logit(scaled: Floats, params: SamplingParams) -> np.float32 | None:
-    """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of `scaled` is 0. Scores
-    equal to it are all kept, so that the order in which a sort leaves equals is of no account."""
+    """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of
+    `scaled` is 0. Scores equal to it are all kept, so that the order in which a sort leaves equals
+    is of no account."""
     floor = None
     if params.min_p > 0.0:
         floor = np.float32(math.log(params.min_p))
@@ -159,13 +176,16 @@ def compute_gumbel_noise(
     spec: SampleSpec,
     tokens: TokenIds | None = None,  # [n], all of the vocabulary when None
 ) -> Floats:  # [n]
-    """Independent standard Gumbel variables, each a function of seed, choice, position and its token id.
+    """Independent standard Gumbel variables, each a function of seed, choice, position and its
+    token id.
 
-    Computed as -log(-log(1 - u)) from 32-bit uniforms u: large values, which win, come from small u, where a
-    float is finest.
+    Computed as -log(-log(1 - u)) from 32-bit uniforms u: large values, which win, come from small
+    u, where a float is finest.
     """
     if tokens is not None and len(tokens) * _PER_COUNTER < vocab_size:
-        words = np.stack(_noise_words(tokens // _PER_COUNTER, spec))[tokens % _PER_COUNTER, np.arange(len(tokens))]
+        words = np.stack(_noise_words(tokens // _PER_COUNTER, spec))[
+            tokens % _PER_COUNTER, np.arange(len(tokens))
+        ]
     else:
         counters = np.arange(-(-vocab_size // _PER_COUNTER))
         words = np.stack(_noise_words(counters, spec), -1).reshape(-1)[:vocab_size]
@@ -179,6 +199,9 @@ def compute_gumbel_noise(
 def _noise_words(counters: TokenIds, spec: SampleSpec) -> tuple[Words, Words, Words, Words]:
     """Philox at (token id / 4, position, choice, 0) under the 64 bits of the seed."""
     zero = np.zeros(len(counters), dtype=np.uint64)
-    position, choice = zero + np.uint64(spec.position & WORD_MASK), zero + np.uint64(spec.choice_index & WORD_MASK)
+    position, choice = (
+        zero + np.uint64(spec.position & WORD_MASK),
+        zero + np.uint64(spec.choice_index & WORD_MASK),
+    )
     key = (spec.params.seed & WORD_MASK, spec.params.seed >> 32 & WORD_MASK)
     return philox4x32((counters.astype(np.uint64), position, choice, zero), key)

@@ -1,5 +1,5 @@
-"""Mode auto on real processes, and what every mode does while the nodes of a role are away. The paced engine checks
-every token, whoever computed the prompt."""
+"""Mode auto on real processes, and what every mode does while the nodes of a role are away. The
+paced engine checks every token, whoever computed the prompt."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ import pytest
 from baton.cli.views.top_table import sum_counter
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
 
 PREFILL_SHARE = 0.25
 SETTINGS = {
@@ -91,7 +91,10 @@ async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cl
     assert status.counters['baton_prompt_tokens_total{source="computed_decode"}'] - computed >= 900
     assert status.counters['baton_placements_total{way="local",why="no_prefill_node"}'] >= 3
     async with httpx.AsyncClient() as client:
-        assert "\nbaton_local_prefill_only 1.0\n" in (await client.get(f"{cluster.admin}/metrics")).text
+        assert (
+            "\nbaton_local_prefill_only 1.0\n"
+            in (await client.get(f"{cluster.admin}/metrics")).text
+        )
     await resident
 
     # it comes back, and so does the choice
@@ -99,8 +102,11 @@ async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cl
     await cluster.wait_status(lambda status: len(status.nodes) == 2 and not status.notices)
     assert (await explain(cluster, await send_request(cluster, 200, 20))).HasField("other_way")
 
-    # no decode node: what was admitted waits, new requests are refused, and service comes back with the node
-    await cluster.arm_failpoints("decode-0", "decode.step.before=delay(0.1)")  # it is not done when its node dies
+    # no decode node: what was admitted waits, new requests are refused, and service comes back with
+    # the node
+    await cluster.arm_failpoints(
+        "decode-0", "decode.step.before=delay(0.1)"
+    )  # it is not done when its node dies
     admitted = asyncio.create_task(send_request(cluster, 40, 30, tokens=400))
     await cluster.wait_status(lambda status: status.running == 1)
     cluster.kill("decode-0")
@@ -113,7 +119,9 @@ async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cl
     await send_request(cluster, 50, 31)
 
 
-async def send_requests_until(cluster: Cluster, enough: asyncio.Event, salt: int, answers: list[GenerateAnswer]) -> None:
+async def send_requests_until(
+    cluster: Cluster, enough: asyncio.Event, salt: int, answers: list[GenerateAnswer]
+) -> None:
     """One client that asks again and again; a request that is refused or fails raises."""
     while not enough.is_set():
         answers.append(await send_request(cluster, 50, salt + len(answers)))
@@ -122,17 +130,26 @@ async def send_requests_until(cluster: Cluster, enough: asyncio.Event, salt: int
 @pytest.mark.timeout(120)
 @pytest.mark.asyncio
 async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path: Path) -> None:
-    """It is killed under load: nobody is refused, every token is right, and hand-offs resume when it is back."""
+    """It is killed under load: nobody is refused, every token is right, and hand-offs resume when
+    it is back."""
     made = Cluster(tmp_path, **{**SETTINGS, "mode": "disaggregated"})
     async with made as cluster:
-        await cluster.arm_failpoints("prefill-0", "prefill.layer.before=delay(0.2)")  # it is not done when its node dies
+        await cluster.arm_failpoints(
+            "prefill-0", "prefill.layer.before=delay(0.2)"
+        )  # it is not done when its node dies
         admitted = asyncio.create_task(send_request(cluster, 8000, 1))
         enough, answers = asyncio.Event(), list[GenerateAnswer]()
-        load = [asyncio.create_task(send_requests_until(cluster, enough, 100, answers)) for _ in range(3)]
+        load = [
+            asyncio.create_task(send_requests_until(cluster, enough, 100, answers))
+            for _ in range(3)
+        ]
         await cluster.wait_status(lambda status: status.running == 4)
         cluster.kill("prefill-0")
         status = await cluster.wait_status(lambda status: len(status.nodes) == 1)
-        assert (status.ready, status.notices) == (True, ["no prefill node serves: decode nodes compute every prompt"])
+        assert (status.ready, status.notices) == (
+            True,
+            ["no prefill node serves: decode nodes compute every prompt"],
+        )
         attempt = await explain(cluster, await send_request(cluster, 300, 10))
         assert (attempt.way, attempt.why, attempt.prefill_node) == ("local", "no_prefill_node", "")
         assert (await explain(cluster, await admitted)).why == "no_prefill_node"
@@ -144,7 +161,10 @@ async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path:
         committed = sum_counter(status.counters, "baton_handoffs_total", outcome="committed")
         cluster.start("prefill-0")
         status = await cluster.wait_status(
-            lambda status: sum_counter(status.counters, "baton_handoffs_total", outcome="committed") > committed
+            lambda status: (
+                sum_counter(status.counters, "baton_handoffs_total", outcome="committed")
+                > committed
+            )
         )
         assert status.notices == []
         enough.set()

@@ -24,13 +24,26 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-async def test_a_cached_hub_model_is_served_offline_and_resolved_once(home: Path, tmp_path: Path) -> None:
+async def test_a_cached_hub_model_is_served_offline_and_resolved_once(
+    home: Path, tmp_path: Path
+) -> None:
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     async with Cluster(
-        tmp_path / "cluster", supervised=True, model=NAME, prefill=0, mode="colocated", environ=offline
+        tmp_path / "cluster",
+        supervised=True,
+        model=NAME,
+        prefill=0,
+        mode="colocated",
+        environ=offline,
     ) as cluster:
-        folders = {read_environ(pid)["BATON_MODEL"] for name, pid in cluster.get_pids().items() if name != SUPERVISOR}
-        assert folders == {str(home / "hub" / "models--a-team--tiny-qwen3" / "snapshots" / REVISION)}
+        folders = {
+            read_environ(pid)["BATON_MODEL"]
+            for name, pid in cluster.get_pids().items()
+            if name != SUPERVISOR
+        }
+        assert folders == {
+            str(home / "hub" / "models--a-team--tiny-qwen3" / "snapshots" / REVISION)
+        }
         async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
             body = {"model": "tiny-qwen3", "prompt": "The quick brown fox", "max_tokens": 8}
             answer = (await client.post("/v1/completions", json=body)).json()

@@ -1,4 +1,5 @@
-"""Idle connections to one port of a cluster with few descriptors: every other port answers, and nodes can join."""
+"""Idle connections to one port of a cluster with few descriptors: every other port answers, and
+nodes can join."""
 
 import asyncio
 import contextlib
@@ -42,7 +43,11 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 @asynccontextmanager
 async def idle_connections(port: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
     """Many connections to a port of loopback, on which nothing is ever said."""
-    opened = [writer for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE_CONNECTIONS))) if writer is not None]
+    opened = [
+        writer
+        for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE_CONNECTIONS)))
+        if writer is not None
+    ]
     try:
         yield opened
     finally:
@@ -92,7 +97,9 @@ async def check_join_is_answered(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("attacked", PORTS)
-async def test_idle_connections_to_one_port_leave_the_others_alone(cluster: Cluster, attacked: str) -> None:
+async def test_idle_connections_to_one_port_leave_the_others_alone(
+    cluster: Cluster, attacked: str
+) -> None:
     pids = cluster.get_pids()
     for port in ports_of(cluster, attacked):
         async with idle_connections(port):
@@ -103,7 +110,8 @@ async def test_idle_connections_to_one_port_leave_the_others_alone(cluster: Clus
 
 
 async def test_half_sent_bodies_leave_room_for_a_complete_request(cluster: Cluster) -> None:
-    """More of them than the port may hold connections, each with a head and the first byte of a body."""
+    """More of them than the port may hold connections, each with a head and the first byte of a
+    body."""
     port = ports_of(cluster, "http")[0]
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{"
     async with idle_connections(port) as opened:
@@ -120,18 +128,24 @@ async def test_half_sent_bodies_leave_room_for_a_complete_request(cluster: Clust
 async def test_node_joins_while_idle_connections_fill_the_cluster_port(cluster: Cluster) -> None:
     async with idle_connections(ports_of(cluster, "cluster")[0]):
         cluster.start("decode-1")
-        await cluster.wait_status(lambda status: any(node.name == "decode-1" for node in status.nodes), TIMEOUT_SECONDS)
+        await cluster.wait_status(
+            lambda status: any(node.name == "decode-1" for node in status.nodes), TIMEOUT_SECONDS
+        )
         await check_other_ports_answer(cluster, attacked="")
 
 
 async def test_closed_idle_connections_are_counted_and_logged(cluster: Cluster) -> None:
     async with httpx.AsyncClient() as client:
         metrics = (await client.get(f"http://{cluster.where.admin}/metrics")).text
-    told = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections"))
+    told = dict(
+        line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections")
+    )
     for port in ("http", "grpc", "admin", "cluster"):
         assert float(told[f'baton_connections_refused_total{{port="{port}"}}']) > 0
         assert float(told[f'baton_connections{{port="{port}"}}']) < OPEN_FILES / 2
     log = cluster.logs.log_path(COORDINATOR).read_text()
     assert "too many connections to the http port" in log
     assert "--max-connections" in log
-    assert "too many connections to the transfer port" in cluster.logs.log_path("decode-0").read_text()
+    assert (
+        "too many connections to the transfer port" in cluster.logs.log_path("decode-0").read_text()
+    )

@@ -1,7 +1,8 @@
 """The headline: a layer's KV lands in decode's cache while prefill still computes the next one.
 
-A failpoint makes prefill wait, after each layer, until that layer has landed. A transfer of whole prompts would never
-get past the first layer; here every transport completes, and decode computes no prompt token.
+A failpoint makes prefill wait, after each layer, until that layer has landed. A transfer of whole
+prompts would never get past the first layer; here every transport completes, and decode computes no
+prompt token.
 """
 
 import asyncio
@@ -15,9 +16,9 @@ from transformers import PreTrainedModel
 
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import HandoffReport
-from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
-from tests.models import build_model, load_reference_model, generate_reference
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.models import build_model, generate_reference, load_reference_model
 
 NODE_BY_TRANSPORT = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
 PROMPT_TOKENS = 512
@@ -38,7 +39,9 @@ def reference(narrow: Path) -> PreTrainedModel:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """One decode node for each transport."""
-    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()}
+    own: dict[str, dict[str, object]] = {
+        node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()
+    }
     made = Cluster(
         tmp_path_factory.mktemp("streaming"),
         model=str(narrow),
@@ -59,11 +62,19 @@ async def cluster(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
 async def test_each_layer_lands_before_the_next_is_computed(
     cluster: Cluster, reference: PreTrainedModel, transport: str
 ) -> None:
-    first = 11 + list(NODE_BY_TRANSPORT).index(transport)  # another prompt for each: none of it is cached
+    first = 11 + list(NODE_BY_TRANSPORT).index(
+        transport
+    )  # another prompt for each: none of it is cached
     prompt = [(37 * position + first) % 500 for position in range(PROMPT_TOKENS)]
     for name in NODE_BY_TRANSPORT.values():
-        order = pb.UndrainRequest(node=name) if name == NODE_BY_TRANSPORT[transport] else pb.DrainRequest(node=name)
-        await call_cluster_service(cluster.grpc_address, type(order).__name__.removesuffix("Request"), order)
+        order = (
+            pb.UndrainRequest(node=name)
+            if name == NODE_BY_TRANSPORT[transport]
+            else pb.DrainRequest(node=name)
+        )
+        await call_cluster_service(
+            cluster.grpc_address, type(order).__name__.removesuffix("Request"), order
+        )
     before = await prompt_tokens_by_source(cluster)
     answer = await cluster.generate(prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0)
     expected = generate_reference(reference, prompt, OUTPUT_TOKENS)
@@ -74,7 +85,10 @@ async def test_each_layer_lands_before_the_next_is_computed(
     assert report.slabs_landed_before_last_layer >= report.slabs * (LAYERS - 1) // LAYERS
     assert answer.timeline.attempts == 1
     after = await prompt_tokens_by_source(cluster)
-    assert (after["computed_decode"], after["computed_prefill"] - before.get("computed_prefill", 0)) == (0, PROMPT_TOKENS)
+    assert (
+        after["computed_decode"],
+        after["computed_prefill"] - before.get("computed_prefill", 0),
+    ) == (0, PROMPT_TOKENS)
 
 
 async def wait_handoff_report(cluster: Cluster, answer: GenerateAnswer) -> HandoffReport:
@@ -82,7 +96,9 @@ async def wait_handoff_report(cluster: Cluster, answer: GenerateAnswer) -> Hando
     request = pb.ExplainRequest(request_id=answer.request_id)
     async with asyncio.timeout(60):
         while True:
-            told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
+            told: pb.ExplainResponse = await call_cluster_service(
+                cluster.grpc_address, "Explain", request
+            )
             if told.timeline.HasField("handoff"):
                 return told.timeline.handoff
             await asyncio.sleep(0.05)

@@ -1,5 +1,5 @@
-"""More than a small cluster can take: what is turned away is told so at once, what is taken in is answered right, and
-service is degraded and restored."""
+"""More than a small cluster can take: what is turned away is told so at once, what is taken in is
+answered right, and service is degraded and restored."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ from baton.cli.views.top_table import sum_counter
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
-from tests.steady_load import run_baton, make_prompt
+from tests.steady_load import make_prompt, run_baton
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 CLIENTS = 40
@@ -23,9 +23,17 @@ CAPPED_OUTPUT = OUTPUT  # so that a crowd that takes long enough to come is not 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {"max_queue": 4, "max_num_seqs": 2, "paced_step_ms": 50.0, "slo": "ttft=9s", "ratio_auto": True}
+    settings = {
+        "max_queue": 4,
+        "max_num_seqs": 2,
+        "paced_step_ms": 50.0,
+        "slo": "ttft=9s",
+        "ratio_auto": True,
+    }
     degraded = {"degrade_wait": 0.1, "degraded_max_tokens": CAPPED_OUTPUT}
-    made = Cluster(tmp_path_factory.mktemp("overload"), engine="paced", model="", **settings, **degraded)
+    made = Cluster(
+        tmp_path_factory.mktemp("overload"), engine="paced", model="", **settings, **degraded
+    )
     async with made:
         yield made
     made.assert_clean()
@@ -40,7 +48,9 @@ async def test_excess_requests_are_answered_or_refused_with_retry_after(cluster:
             body = {"prompt": prompt, "max_tokens": OUTPUT, "return_token_ids": True}
             return await client.post("/v1/completions", json=body)
 
-        await cluster.arm_failpoints("decode", "decode.step.before=delay(0.3)")  # the crowd comes sooner than it is answered
+        await cluster.arm_failpoints(
+            "decode", "decode.step.before=delay(0.3)"
+        )  # the crowd comes sooner than it is answered
         asked = [asyncio.create_task(ask(each)) for each in prompts]
         for ended in asyncio.as_completed(asked):
             if (await ended).status_code != 200:
@@ -51,12 +61,17 @@ async def test_excess_requests_are_answered_or_refused_with_retry_after(cluster:
         assert set(outcomes) == {200, 429}, outcomes
         for prompt, answer in zip(prompts, answers, strict=True):
             if answer.status_code == 200:
-                assert answer.json()["choices"][0]["token_ids"] == paced_reference_tokens(prompt, OUTPUT)
+                assert answer.json()["choices"][0]["token_ids"] == paced_reference_tokens(
+                    prompt, OUTPUT
+                )
             else:
                 assert "the limit is 4 (--max-queue)" in answer.json()["error"]["message"]
                 assert int(answer.headers["retry-after"]) >= 1
         metrics = (await client.get(f"{cluster.admin}/metrics")).text
-        assert f'baton_rejected_total{{class="default",reason="overloaded"}} {outcomes[429]}.0' in metrics
+        assert (
+            f'baton_rejected_total{{class="default",reason="overloaded"}} {outcomes[429]}.0'
+            in metrics
+        )
         await cluster.wait_idle()
         assert (await ask(prompts[0])).status_code == 200
         await cluster.wait_idle()
@@ -67,25 +82,41 @@ def is_degradation_step_taken(status: pb.StatusResponse) -> bool:
 
 
 @IN_MODULE
-async def test_degradation_applies_while_requests_wait_and_is_lifted_after(cluster: Cluster) -> None:
-    """One more than can run at once, each for so long that the one that waits does so until the step is taken."""
+async def test_degradation_applies_while_requests_wait_and_is_lifted_after(
+    cluster: Cluster,
+) -> None:
+    """One more than can run at once, each for so long that the one that waits does so until the
+    step is taken."""
     long = [
-        asyncio.create_task(cluster.generate(make_prompt(100 * number), max_tokens=4000, ignore_eos=True, deadline=300.0))
+        asyncio.create_task(
+            cluster.generate(
+                make_prompt(100 * number), max_tokens=4000, ignore_eos=True, deadline=300.0
+            )
+        )
         for number in range(3)
     ]
     await cluster.wait_status(is_degradation_step_taken, 60.0)
     code, out, _ = await run_baton(cluster, "status")
     assert (code, "capped_output" in out) == (0, True)
-    capped = asyncio.create_task(cluster.generate(make_prompt(7), max_tokens=50, ignore_eos=True, deadline=300.0))
+    capped = asyncio.create_task(
+        cluster.generate(make_prompt(7), max_tokens=50, ignore_eos=True, deadline=300.0)
+    )
     await cluster.wait_status(lambda status: status.queued >= 2)
     for each in long:
         each.cancel()
     await asyncio.wait(long)
     answer = await capped
-    assert list(answer.tokens) == paced_reference_tokens(make_prompt(7), CAPPED_OUTPUT), "it came while the step was taken"
+    assert list(answer.tokens) == paced_reference_tokens(make_prompt(7), CAPPED_OUTPUT), (
+        "it came while the step was taken"
+    )
     restored = await cluster.wait_status(lambda status: not is_degradation_step_taken(status), 60.0)
     for change in ("taken", "taken_back"):
-        counted = sum_counter(restored.counters, "baton_degradation_changes_total", step="capped_output", change=change)
+        counted = sum_counter(
+            restored.counters,
+            "baton_degradation_changes_total",
+            step="capped_output",
+            change=change,
+        )
         assert counted >= 1
     asked = make_prompt(8)
     answer = await cluster.generate(asked, max_tokens=2 * CAPPED_OUTPUT, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""Prompts that share beginnings, on real processes: nodes tell what they hold, and requests go where it is."""
+"""Prompts that share beginnings, on real processes: nodes tell what they hold, and requests go
+where it is."""
 
 import asyncio
 import re
@@ -9,8 +10,8 @@ import pytest
 
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import call_cluster_service
 from tests.cluster import Cluster
+from tests.grpc_calls import call_cluster_service
 
 
 async def read_metric(cluster: Cluster, name: str) -> float:
@@ -49,7 +50,9 @@ async def run_conversations(cluster: Cluster) -> None:
             answer = await cluster.generate(prompt, max_tokens=4, ignore_eos=True)
             assert list(answer.tokens) == paced_reference_tokens(prompt, 4)
             request = pb.ExplainRequest(request_id=answer.request_id)
-            told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
+            told: pb.ExplainResponse = await call_cluster_service(
+                cluster.grpc_address, "Explain", request
+            )
             attempt = told.attempts[-1]
             if number > 1:
                 assert told.sources.local_cache >= 256

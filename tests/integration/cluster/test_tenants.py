@@ -1,4 +1,5 @@
-"""Tenants on real processes: who is let in, who goes first, what is kept apart, and how the file is read again."""
+"""Tenants on real processes: who is let in, who goes first, what is kept apart, and how the file is
+read again."""
 
 import asyncio
 import re
@@ -11,11 +12,15 @@ from typing import Any
 
 import httpx
 
-from coordinator.operators.metric_labels import list_known_labels
 from coordinator.core.admission.tenants import hash_key
 from coordinator.frontend.tenants_file import DEFAULT_CLASSES as CLASSES
+from coordinator.operators.metric_labels import list_known_labels
 from tests.cluster import Cluster
-from tests.promql.dashboard_coverage import find_blank_queries, find_shared_names, find_unknown_selectors
+from tests.promql.dashboard_coverage import (
+    find_blank_queries,
+    find_shared_names,
+    find_unknown_selectors,
+)
 
 TENANTS_FILE = """
 [[tenants]]
@@ -38,7 +43,9 @@ requests_per_second = 0.01
 
 def write_tenants_file(path: Path, text: str) -> None:
     path.write_text(
-        text.format(**{name: hash_key(f"key-of-{name}".encode()).hex() for name in ("gold", "bulk", "late")})
+        text.format(
+            **{name: hash_key(f"key-of-{name}".encode()).hex() for name in ("gold", "bulk", "late")}
+        )
     )
 
 
@@ -49,7 +56,12 @@ def key_header(name: str) -> dict[str, str]:
 async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     write_tenants_file(tenants, TENANTS_FILE)
-    settings: dict[str, Any] = {"tenants": str(tenants), "max_num_seqs": 4, "max_queue": 32, "paced_step_ms": 10.0}
+    settings: dict[str, Any] = {
+        "tenants": str(tenants),
+        "max_num_seqs": 4,
+        "max_queue": 32,
+        "paced_step_ms": 10.0,
+    }
     async with Cluster(tmp_path, engine="paced", model="", **settings) as cluster:
         async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
 
@@ -79,7 +91,9 @@ async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
                     order.append(name)
                 return answer.status_code
 
-            await cluster.arm_failpoints("decode", "decode.step.before=delay(0.1)")  # the queue is there when gold comes
+            await cluster.arm_failpoints(
+                "decode", "decode.step.before=delay(0.1)"
+            )  # the queue is there when gold comes
             crowd = [asyncio.create_task(run("bulk", 100 + number)) for number in range(60)]
             while queue_length(await get_metrics(cluster)) < 8:
                 await asyncio.sleep(0.02)
@@ -88,14 +102,25 @@ async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
             await cluster.arm_failpoints("decode", "")
             ended = Counter(await asyncio.gather(*crowd))
             assert set(ended) == {200, 429}
-            places = {name: [place for place, each in enumerate(order) if each == name] for name in ("gold", "bulk")}
+            places = {
+                name: [place for place, each in enumerate(order) if each == name]
+                for name in ("gold", "bulk")
+            }
             assert statistics.median(places["gold"]) < statistics.median(places["bulk"])
 
             seen = await get_metrics(cluster)
-            assert find_blank_queries(before, seen) == find_unknown_selectors(seen) == find_shared_names(seen) == []
+            assert (
+                find_blank_queries(before, seen)
+                == find_unknown_selectors(seen)
+                == find_shared_names(seen)
+                == []
+            )
             assert find_unforeseen_labels((await cluster.get_status()).counters, CLASSES) == []
             assert 'baton_requests_total{class="premium",outcome="length"}' in seen
-            assert f'baton_rejected_total{{class="standard",reason="overloaded"}} {ended[429]}.0' in seen
+            assert (
+                f'baton_rejected_total{{class="standard",reason="overloaded"}} {ended[429]}.0'
+                in seen
+            )
             seconds = metric_values(seen, "baton_device_seconds_total")
             busy = sum(metric_values(seen, "baton_device_busy_seconds_total"))
             assert busy > 0
@@ -120,9 +145,17 @@ async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
 
 def find_unforeseen_labels(counters: Mapping[str, float], classes: Sequence[str]) -> list[str]:
     """What was counted under labels whose series were not exposed from the start."""
-    known = {f"{name}{{{','.join(labels)}}}" for name, found in list_known_labels(classes).items() for labels in found}
+    known = {
+        f"{name}{{{','.join(labels)}}}"
+        for name, found in list_known_labels(classes).items()
+        for labels in found
+    }
     names = {each.partition("{")[0] for each in known}
-    counted = [re.sub(r'\w+="([^"]*)"', r"\1", each) for each in counters if each.partition("{")[0] in names]
+    counted = [
+        re.sub(r'\w+="([^"]*)"', r"\1", each)
+        for each in counters
+        if each.partition("{")[0] in names
+    ]
     assert counted
     return [each for each in counted if each not in known]
 
@@ -133,9 +166,15 @@ async def get_metrics(cluster: Cluster) -> str:
 
 
 def metric_values(text: str, name: str) -> list[float]:
-    return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{")]
+    return [
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{")
+    ]
 
 
 def queue_length(text: str) -> float:
-    line = next(line for line in text.splitlines() if line.startswith('baton_queue_depth{role="coordinator"}'))
+    line = next(
+        line
+        for line in text.splitlines()
+        if line.startswith('baton_queue_depth{role="coordinator"}')
+    )
     return float(line.rpartition(" ")[2])

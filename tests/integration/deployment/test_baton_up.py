@@ -17,7 +17,7 @@ import pytest
 from baton.pb.cluster_pb2 import StatusResponse
 from tests.cluster import SUPERVISOR, Cluster
 from tests.models import build_model
-from tests.processes import read_environ, wait_first_exit, find_pids
+from tests.processes import find_pids, read_environ, wait_first_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILDREN = {"coordinator": "coordinator", "prefill-0": "prefill_node", "decode-0": "decode_node"}
@@ -39,10 +39,16 @@ def parent_pid(pid: int) -> int:
 
 def ready_without(pid: int, status: StatusResponse) -> bool:
     """Also without a prefill node a cluster is ready: all of them must be there."""
-    return status.ready and len(status.nodes) == len(CHILDREN) - 1 and pid not in {node.pid for node in status.nodes}
+    return (
+        status.ready
+        and len(status.nodes) == len(CHILDREN) - 1
+        and pid not in {node.pid for node in status.nodes}
+    )
 
 
-async def test_children_run_their_modules_without_secrets_on_the_command_line(tmp_path: Path) -> None:
+async def test_children_run_their_modules_without_secrets_on_the_command_line(
+    tmp_path: Path,
+) -> None:
     async with paced_cluster(tmp_path, api_key="a-secret", admin_token="another") as cluster:
         pids = cluster.get_pids()
         supervisor = pids.pop(SUPERVISOR)
@@ -72,7 +78,9 @@ async def test_killed_process_is_restarted_and_the_cluster_serves(tmp_path: Path
     cluster.assert_clean()
 
 
-async def test_killed_supervisor_ends_its_children_and_the_next_one_sweeps_segments(tmp_path: Path) -> None:
+async def test_killed_supervisor_ends_its_children_and_the_next_one_sweeps_segments(
+    tmp_path: Path,
+) -> None:
     async with paced_cluster(tmp_path / "first") as cluster:
         pids = cluster.get_pids()
         cluster.kill(SUPERVISOR)
@@ -100,7 +108,8 @@ def run_baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture
 def free(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Variables of a cluster on free ports, in folders of its own; checks that nothing of it is left."""
+    """Variables of a cluster on free ports, in folders of its own; checks that nothing of it is
+    left."""
     shared = tmp_path / "segments"
     shared.mkdir()
     state = tmp_path / "state"
@@ -131,7 +140,16 @@ def test_up_detached_then_down(free: dict[str, str], tmp_path: Path) -> None:
     free["BATON_ENDPOINT"] = where["gRPC"]
 
     answers = [
-        run_baton("generate", "The quick brown fox", "--max-tokens", "6", "--temperature", "0", *more, **free)
+        run_baton(
+            "generate",
+            "The quick brown fox",
+            "--max-tokens",
+            "6",
+            "--temperature",
+            "0",
+            *more,
+            **free,
+        )
         for more in ((), ("--json",), ("--timeline",))
     ]
     assert [answer.returncode for answer in answers] == [0, 0, 0]
@@ -183,15 +201,24 @@ def test_up_reports_a_port_in_use_before_it_starts_anything(free: dict[str, str]
 @pytest.mark.parametrize(
     ("flags", "variables", "said"),
     [
-        (("--log-format", "json", "--max-queue", "0"), {"BATON_LOG_FORMAT": "json"}, "max_queue"),  # unresolved
+        (
+            ("--log-format", "json", "--max-queue", "0"),
+            {"BATON_LOG_FORMAT": "json"},
+            "max_queue",
+        ),  # unresolved
         (("--log-format", "json", "--host", "0.0.0.0"), {}, "--api-key"),
-        (("--log-format", "json", "--set", "max_num_seqs=1"), {"BATON_FAILPOINTS": "no.such=drop"}, "no.such"),
+        (
+            ("--log-format", "json", "--set", "max_num_seqs=1"),
+            {"BATON_FAILPOINTS": "no.such=drop"},
+            "no.such",
+        ),
     ],
 )
 def test_up_failure_is_json_with_json_logs(
     free: dict[str, str], flags: tuple[str, ...], variables: dict[str, str], said: str
 ) -> None:
-    """Before the settings are resolved, before anything starts, and by a child that cannot start."""
+    """Before the settings are resolved, before anything starts, and by a child that cannot
+    start."""
     up = run_baton("up", "--engine", "paced", *flags, **free, **variables)
     assert up.returncode == 2
     lines = [json.loads(line) for line in up.stderr.splitlines()]

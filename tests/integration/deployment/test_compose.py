@@ -1,5 +1,6 @@
-"""docker-compose.yml, run: every service of ours as a local process with its own command and environment, over each
-transport, until a request is answered through the published door; then stopped as Compose stops it."""
+"""docker-compose.yml, run: every service of ours as a local process with its own command and
+environment, over each transport, until a request is answered through the published door; then
+stopped as Compose stops it."""
 
 import asyncio
 import json
@@ -17,15 +18,24 @@ import httpx
 import pytest
 
 from tests import dockerfile
-from tests.compose_file import read_dotenv, load_compose_file
+from tests.compose_file import load_compose_file, read_dotenv
 from tests.compose_run import ROOT, ComposeRun, ServiceProcess
 from tests.models import build_model
-from tests.promql.dashboard_coverage import find_blank_queries, find_shared_names, find_unknown_selectors
+from tests.promql.dashboard_coverage import (
+    find_blank_queries,
+    find_shared_names,
+    find_unknown_selectors,
+)
 
 BUNDLED = ROOT / "models" / "demo"
 SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN", "GRAFANA_PASSWORD")
 DEFAULT_TRANSPORT = "zmq"
-SMALL_SETTINGS = {"BATON_DECODE": "2", "BATON_KV_MEMORY": "16MiB", "BATON_POOL_MEMORY": "16MiB", "BATON_THREADS": "1"}
+SMALL_SETTINGS = {
+    "BATON_DECODE": "2",
+    "BATON_KV_MEMORY": "16MiB",
+    "BATON_POOL_MEMORY": "16MiB",
+    "BATON_THREADS": "1",
+}
 CPU_PROCESSES = {"coordinator-1", "pool-1", "prefill-1", "decode-1", "decode-2"}
 
 
@@ -36,7 +46,11 @@ def bearer(token: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the image has at its default path."""
-    return BUNDLED if (BUNDLED / "config.json").exists() else build_model("llama", tmp_path_factory.mktemp("models"))
+    return (
+        BUNDLED
+        if (BUNDLED / "config.json").exists()
+        else build_model("llama", tmp_path_factory.mktemp("models"))
+    )
 
 
 @pytest.fixture
@@ -51,7 +65,9 @@ def list_files_left(folder: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def compose_up(folder: Path, volumes: Path, model: Path, *profiles: str, **own: str) -> AsyncIterator[ComposeRun]:
+async def compose_up(
+    folder: Path, volumes: Path, model: Path, *profiles: str, **own: str
+) -> AsyncIterator[ComposeRun]:
     variables = {name: secrets.token_hex(32) for name in SECRETS} | SMALL_SETTINGS | own
     target = "cuda" if "gpu" in profiles else "cpu"
     run = ComposeRun(
@@ -84,7 +100,13 @@ class ComposeClient:
         self.client = httpx.AsyncClient(timeout=100)
 
     async def complete(self, **fields: Any) -> httpx.Response:
-        body = {"prompt": "def main():", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields}
+        body = {
+            "prompt": "def main():",
+            "max_tokens": 8,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            **fields,
+        }
         headers = bearer(self.environ["BATON_API_KEY"])
         return await self.client.post(f"{self.http}/v1/completions", json=body, headers=headers)
 
@@ -94,8 +116,11 @@ class ComposeClient:
 
 
 async def check_serving(doors: ComposeClient, transport: str) -> None:
-    """Clients need the key and get an answer, which has come over the transport that was asked for."""
-    assert (await doors.client.post(f"{doors.http}/v1/completions", json={"prompt": "x"})).status_code == 401
+    """Clients need the key and get an answer, which has come over the transport that was asked
+    for."""
+    assert (
+        await doors.client.post(f"{doors.http}/v1/completions", json={"prompt": "x"})
+    ).status_code == 401
     assert (await doors.client.get(f"{doors.admin}/readyz")).status_code == 401
     answer = await doors.complete()
     assert answer.status_code == 200, answer.text
@@ -114,9 +139,17 @@ def check_healthchecks(run: ComposeRun) -> None:
 
 async def check_streams_finish_on_stop(run: ComposeRun, doors: ComposeClient) -> dict[str, int]:
     """Stop everything while an answer is being written: it comes to its end."""
-    body = {"prompt": "import os", "max_tokens": 240, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": "import os",
+        "max_tokens": 240,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     headers = bearer(doors.environ["BATON_API_KEY"])
-    async with doors.client.stream("POST", f"{doors.http}/v1/completions", json=body, headers=headers) as answer:
+    async with doors.client.stream(
+        "POST", f"{doors.http}/v1/completions", json=body, headers=headers
+    ) as answer:
         lines = answer.aiter_lines()
         assert (await anext(lines)).startswith("data: {")
         stopping = asyncio.create_task(run.stop())
@@ -137,16 +170,27 @@ async def test_compose_up_serves_and_stops(tmp_path: Path, volumes: Path, model:
             await check_serving(doors, DEFAULT_TRANSPORT)
             check_healthchecks(run)
             after = (await doors.get_admin("/metrics")).text
-            assert find_blank_queries(before, after) == find_unknown_selectors(after) == find_shared_names(after) == []
+            assert (
+                find_blank_queries(before, after)
+                == find_unknown_selectors(after)
+                == find_shared_names(after)
+                == []
+            )
             codes = await check_streams_finish_on_stop(run, doors)
         assert codes == dict.fromkeys(CPU_PROCESSES, 0)
-        assert run.run_healthcheck(run.get_process("coordinator")).returncode == 3  # and whoever asks now hears it
+        assert (
+            run.run_healthcheck(run.get_process("coordinator")).returncode == 3
+        )  # and whoever asks now hears it
     assert list_files_left(volumes) == list_files_left(run.cwd) == []
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-async def test_compose_serves_over_another_transport(tmp_path: Path, volumes: Path, model: Path, transport: str) -> None:
-    async with compose_up(tmp_path, volumes, model, BATON_TRANSPORT=transport, BATON_DECODE="1") as run:
+async def test_compose_serves_over_another_transport(
+    tmp_path: Path, volumes: Path, model: Path, transport: str
+) -> None:
+    async with compose_up(
+        tmp_path, volumes, model, BATON_TRANSPORT=transport, BATON_DECODE="1"
+    ) as run:
         doors = ComposeClient(run.get_process("coordinator"))
         async with doors.client:
             await check_serving(doors, transport)
@@ -154,9 +198,15 @@ async def test_compose_serves_over_another_transport(tmp_path: Path, volumes: Pa
     assert list_files_left(volumes) == list_files_left(run.cwd) == []
 
 
-async def test_compose_without_prefill_nodes_serves_colocated(tmp_path: Path, volumes: Path, model: Path) -> None:
+async def test_compose_without_prefill_nodes_serves_colocated(
+    tmp_path: Path, volumes: Path, model: Path
+) -> None:
     async with compose_up(tmp_path, volumes, model, BATON_PREFILL="0", BATON_DECODE="1") as run:
-        assert {container.name for container in run.processes} == {"coordinator-1", "pool-1", "decode-1"}
+        assert {container.name for container in run.processes} == {
+            "coordinator-1",
+            "pool-1",
+            "decode-1",
+        }
         doors = ComposeClient(run.get_process("coordinator"))
         async with doors.client:
             assert (await doors.complete()).status_code == 200

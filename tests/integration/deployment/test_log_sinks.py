@@ -1,4 +1,5 @@
-"""Real processes whose log lines nobody takes: a full disk, a pipe that nobody reads. Everything else goes on."""
+"""Real processes whose log lines nobody takes: a full disk, a pipe that nobody reads. Everything
+else goes on."""
 
 import asyncio
 import contextlib
@@ -58,7 +59,9 @@ async def test_unread_stdout_and_stderr_block_nothing(tmp_path: Path) -> None:
         await check_answers(cluster)
         gone = cluster.get_pids()["decode-0"]
         cluster.kill("decode-0")
-        await cluster.wait_status(lambda status: status.ready and gone not in {node.pid for node in status.nodes})
+        await cluster.wait_status(
+            lambda status: status.ready and gone not in {node.pid for node in status.nodes}
+        )
         await check_answers(cluster)
         events = await asyncio.to_thread(
             read_until, reader, "decode-0 was ended by SIGKILL: starting it again in 0.1 s"
@@ -70,7 +73,8 @@ async def test_unread_stdout_and_stderr_block_nothing(tmp_path: Path) -> None:
 
 
 def read_until(reader: int, event: str) -> list[str]:
-    """The events of the lines up to this one. Lines on standard error are JSON; the announcement is on the other."""
+    """The events of the lines up to this one. Lines on standard error are JSON; the announcement is
+    on the other."""
     events = []
     with os.fdopen(os.dup(reader), "rb") as pipe:
         for line in pipe:
@@ -89,47 +93,81 @@ async def test_full_log_disk_costs_no_request_and_no_node(tmp_path: Path) -> Non
     async with cluster:
         before = {node.name: node.incarnation for node in (await cluster.get_status()).nodes}
         await check_answers(cluster)
-        assert {node.name: node.incarnation for node in (await cluster.get_status()).nodes} == before
+        assert {
+            node.name: node.incarnation for node in (await cluster.get_status()).nodes
+        } == before
         async with httpx.AsyncClient() as client:
             metrics = (await client.get(f"{cluster.admin}/metrics")).text
-        assert float(re.findall(r"^baton_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)[0]) > 0
+        assert (
+            float(re.findall(r"^baton_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)[0]) > 0
+        )
         assert 'baton_node_log_lines_dropped_total{node="decode-0"}' in metrics
     cluster.assert_clean()
 
 
 @pytest.fixture
 def detached(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Starts `baton up --detach` with some variables; what it announces, and the pid and logs of its supervisor."""
+    """Starts `baton up --detach` with some variables; what it announces, and the pid and logs of
+    its supervisor."""
     state = tmp_path / "state"
     environ = {f"BATON_{port}": "0" for port in ("PORT", "GRPC_PORT", "ADMIN_PORT", "POOL_MEMORY")}
-    environ |= {"BATON_STATE_DIR": str(state), "BATON_SEGMENT_DIR": str(tmp_path), "BATON_KV_MEMORY": "16MiB"}
+    environ |= {
+        "BATON_STATE_DIR": str(state),
+        "BATON_SEGMENT_DIR": str(tmp_path),
+        "BATON_KV_MEMORY": "16MiB",
+    }
 
     def start(**more: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "baton.cli", "up", "--detach", "--engine", "paced", "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "baton.cli",
+            "up",
+            "--detach",
+            "--engine",
+            "paced",
+            "--log-format",
+            "json",
+        ]
         up = subprocess.run(
-            command, env=os.environ | environ | more, cwd=ROOT, capture_output=True, timeout=90, check=True
+            command,
+            env=os.environ | environ | more,
+            cwd=ROOT,
+            capture_output=True,
+            timeout=90,
+            check=True,
         )
         where: dict[str, Any] = json.loads(up.stdout)
         (pid_file,) = state.rglob("up.pid")
-        return where | {"pid": int(re.findall(r"\d+", pid_file.read_text())[0]), "logs": pid_file.parent / "logs"}
+        return where | {
+            "pid": int(re.findall(r"\d+", pid_file.read_text())[0]),
+            "logs": pid_file.parent / "logs",
+        }
 
     yield start
     down = [sys.executable, "-m", "baton.cli", "down"]
-    ended = subprocess.run(down, env=os.environ | environ, cwd=ROOT, capture_output=True, timeout=90, check=False)
+    ended = subprocess.run(
+        down, env=os.environ | environ, cwd=ROOT, capture_output=True, timeout=90, check=False
+    )
     left = find_pids("BATON_STATE_DIR", str(state))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert (ended.returncode, left) == (0, [])
 
 
-def test_log_files_rotate_and_resume_after_a_full_disk(detached: Callable[..., dict[str, Any]]) -> None:
-    """The disk is a limit on what files the supervisor may write, which its children do not have."""
+def test_log_files_rotate_and_resume_after_a_full_disk(
+    detached: Callable[..., dict[str, Any]],
+) -> None:
+    """The disk is a limit on what files the supervisor may write, which its children do not
+    have."""
     up = detached(BATON_LOG_MAX_BYTES="8192", BATON_LOG_BACKUPS="1")
     files = [up["logs"] / name for name in ("coordinator.log", "coordinator.log.1")]
     with httpx.Client(base_url=up["http"], timeout=_TIMEOUT_SECONDS) as client:
 
         def ask() -> None:
-            answer = client.post("/completions", json={"prompt": PROMPT, "max_tokens": 2, "return_token_ids": True})
+            answer = client.post(
+                "/completions", json={"prompt": PROMPT, "max_tokens": 2, "return_token_ids": True}
+            )
             assert answer.status_code == 200
 
         def told() -> str:
@@ -146,17 +184,29 @@ def test_log_files_rotate_and_resume_after_a_full_disk(detached: Callable[..., d
             ask()
     own = [json.loads(line) for line in (up["logs"] / "up.log").read_text().splitlines()]
     assert {line["node"] for line in own} == {"up"}  # no text among the lines
-    assert sorted(path.name for path in up["logs"].glob("coordinator*")) == [file.name for file in files]
-    assert all(file.stat().st_size < 3 * 8192 for file in files)  # a batch of lines may pass the bound
+    assert sorted(path.name for path in up["logs"].glob("coordinator*")) == [
+        file.name for file in files
+    ]
+    assert all(
+        file.stat().st_size < 3 * 8192 for file in files
+    )  # a batch of lines may pass the bound
 
 
 async def test_refused_joins_are_logged_at_a_bounded_rate(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, engine="paced", model="", prefill=0, cluster_token="right") as cluster:
+    async with Cluster(
+        tmp_path, engine="paced", model="", prefill=0, cluster_token="right"
+    ) as cluster:
         async with CoordinatorDialer("right").open_channel(cluster.endpoints.cluster) as channel:
             for _ in range(5 * DEFAULT_BURST):
-                call = link_codec.open_link_stream(channel, ((PROOF_METADATA_KEY, derive_link_proof("wrong")),))
+                call = link_codec.open_link_stream(
+                    channel, ((PROOF_METADATA_KEY, derive_link_proof("wrong")),)
+                )
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         counters = (await cluster.get_status()).counters
         assert counters['baton_joins_total{outcome="unauthenticated"}'] == 5 * DEFAULT_BURST
-    told = cluster.logs.log_path("coordinator").read_text().count("wrong cluster token: a node was refused")
+    told = (
+        cluster.logs.log_path("coordinator")
+        .read_text()
+        .count("wrong cluster token: a node was refused")
+    )
     assert DEFAULT_BURST <= told < 5 * DEFAULT_BURST

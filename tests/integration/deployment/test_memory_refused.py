@@ -1,4 +1,5 @@
-"""More cache memory than there is, on real processes: refused in one line with figures and the setting."""
+"""More cache memory than there is, on real processes: refused in one line with figures and the
+setting."""
 
 import os
 import subprocess
@@ -9,7 +10,18 @@ import pytest
 
 from tests.pool.harness import ROOT
 
-UP_COMMAND = ("baton.cli", "up", "--engine", "paced", "--port", "0", "--grpc-port", "0", "--admin-port", "0")
+UP_COMMAND = (
+    "baton.cli",
+    "up",
+    "--engine",
+    "paced",
+    "--port",
+    "0",
+    "--grpc-port",
+    "0",
+    "--admin-port",
+    "0",
+)
 
 
 def run_command(folder: Path, *command: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -46,7 +58,9 @@ def check_refused(ended: "subprocess.CompletedProcess[str]", folder: Path, *said
         (("--pool-memory", "900TiB"), "a smaller --pool-memory"),
     ],
 )
-def test_up_refuses_too_much_memory_before_it_starts_anything(tmp_path: Path, settings: tuple[str, str], said: str) -> None:
+def test_up_refuses_too_much_memory_before_it_starts_anything(
+    tmp_path: Path, settings: tuple[str, str], said: str
+) -> None:
     ended = run_command(tmp_path, *UP_COMMAND, *settings)
     check_refused(ended, tmp_path, said, "--kv-memory", "--shm-size")
     assert not (tmp_path / "state" / "logs").exists()
@@ -54,5 +68,11 @@ def test_up_refuses_too_much_memory_before_it_starts_anything(tmp_path: Path, se
 
 def test_node_refuses_too_much_memory_before_it_loads_its_model(tmp_path: Path) -> None:
     """There is no such model: it is not looked at."""
-    settings = {"BATON_COORDINATOR": "127.0.0.1:1", "BATON_KV_MEMORY": "900TiB", "BATON_MODEL": str(tmp_path)}
-    check_refused(run_command(tmp_path, "decode_node", **settings), tmp_path, "lower --kv-memory to")
+    settings = {
+        "BATON_COORDINATOR": "127.0.0.1:1",
+        "BATON_KV_MEMORY": "900TiB",
+        "BATON_MODEL": str(tmp_path),
+    }
+    check_refused(
+        run_command(tmp_path, "decode_node", **settings), tmp_path, "lower --kv-memory to"
+    )

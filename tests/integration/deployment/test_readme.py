@@ -1,5 +1,5 @@
-"""What README.md shows, done on a real cluster of the bundled model: its commands work, its programs print what it
-says, and its sample output has the shape of today's."""
+"""What README.md shows, done on a real cluster of the bundled model: its commands work, its
+programs print what it says, and its sample output has the shape of today's."""
 
 import json
 import os
@@ -31,19 +31,27 @@ REQUEST = "372843143f87ffad240b917ea68ebda0"  # the one that README explains
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here"),
-    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="the bundled model is not here"),
+    pytest.mark.skipif(
+        not (MODEL / "config.json").exists(), reason="the bundled model is not here"
+    ),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("readme"), model=str(MODEL), pool_memory="16MiB") as running:
+    async with Cluster(
+        tmp_path_factory.mktemp("readme"), model=str(MODEL), pool_memory="16MiB"
+    ) as running:
         yield running
 
 
 def use_cluster_ports(text: str, cluster: Cluster) -> str:
     """Its ports in place of the default ones."""
-    for port, address in ((8000, cluster.http_url), (50051, cluster.grpc_address), (9000, cluster.admin_url)):
+    for port, address in (
+        (8000, cluster.http_url),
+        (50051, cluster.grpc_address),
+        (9000, cluster.admin_url),
+    ):
         text = text.replace(f"127.0.0.1:{port}", address.removeprefix("http://"))
     return text
 
@@ -54,7 +62,9 @@ def run_command(arguments: list[str], cluster: Cluster, *, code: int = 0) -> str
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "COLUMNS": "120",
     }
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, env=environ, check=False)
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=100, env=environ, check=False
+    )
     assert done.returncode == code, done.stderr
     return done.stdout
 
@@ -76,7 +86,9 @@ def output_words(text: str) -> set[str]:
 
 def shown_output(command: str) -> str:
     """What README shows below `$ command`."""
-    match = re.search(rf"^\$ {re.escape(command)}\n(.*?)(?=^\$|^```)", README, re.MULTILINE | re.DOTALL)
+    match = re.search(
+        rf"^\$ {re.escape(command)}\n(.*?)(?=^\$|^```)", README, re.MULTILINE | re.DOTALL
+    )
     assert match, command
     return match[1]
 
@@ -85,16 +97,24 @@ async def test_curl_examples_work(cluster: Cluster) -> None:
     calls = [line for line in shell_lines("curl ") if "BATON_API_KEY" not in line]
     assert len(calls) == 3
     for line in calls:
-        told = run_command([*shlex.split(use_cluster_ports(line, cluster)), "--fail-with-body", "-s"], cluster)
+        told = run_command(
+            [*shlex.split(use_cluster_ports(line, cluster)), "--fail-with-body", "-s"], cluster
+        )
         assert told.endswith("data: [DONE]\n\n") if "stream" in line else json.loads(told)
 
 
 async def test_example_answer_is_current(cluster: Cluster) -> None:
     (shown,) = (json.loads(text) for kind, text in BLOCKS if kind == "json")
-    told = json.loads(run_command([*shlex.split(use_cluster_ports(shell_lines("curl ")[1], cluster)), "-s"], cluster))
+    told = json.loads(
+        run_command(
+            [*shlex.split(use_cluster_ports(shell_lines("curl ")[1], cluster)), "-s"], cluster
+        )
+    )
 
     def shape(value: Any) -> Any:
-        return {key: shape(item) for key, item in value.items()} if isinstance(value, dict) else None
+        return (
+            {key: shape(item) for key, item in value.items()} if isinstance(value, dict) else None
+        )
 
     assert shape(told) == shape(shown)
     assert shape(told["choices"][0]) == shape(shown["choices"][0])
@@ -103,12 +123,17 @@ async def test_example_answer_is_current(cluster: Cluster) -> None:
 
 
 async def test_python_examples_run(cluster: Cluster) -> None:
-    by_openai, by_grpc = (run_command([sys.executable, "-c", use_cluster_ports(text, cluster)], cluster) for text in PROGRAMS)
+    by_openai, by_grpc = (
+        run_command([sys.executable, "-c", use_cluster_ports(text, cluster)], cluster)
+        for text in PROGRAMS
+    )
     assert by_openai.splitlines()[:2] == [
         "I am a very small language model. I have read the Python standard library and nothing else.",
         "Test whether a path is a directory.",
     ]
-    assert by_openai in README or len(by_openai.splitlines()) == 5  # the draws of another machine's bfloat16 may differ
+    assert (
+        by_openai in README or len(by_openai.splitlines()) == 5
+    )  # the draws of another machine's bfloat16 may differ
     assert re.search(r"^[0-9a-f]{32}: first token after [0-9.]+ ms$", by_grpc, re.MULTILINE)
 
 
@@ -118,7 +143,10 @@ async def test_operator_commands_work(cluster: Cluster) -> None:
     for command in ("status", "audit", "top --once"):
         await cluster.generate("def f(x):", max_tokens=4)  # top tells of the last minute
         told = run_baton_line(command, cluster)
-        assert output_words(shown_output(f"baton {command}")) - {"prefill", "decode"} <= output_words(told) | {"service"}, command
+        assert output_words(shown_output(f"baton {command}")) - {
+            "prefill",
+            "decode",
+        } <= output_words(told) | {"service"}, command
     assert f"{name} is drained: nothing is left there" in run_baton_line(f"drain {name}", cluster)
     assert run_baton_line(f"undrain {name}", cluster) == f"{name} is in service\n"
     assert {f"baton {command}" for command in ("drain prefill-0", "undrain prefill-0")} <= {
@@ -127,8 +155,12 @@ async def test_operator_commands_work(cluster: Cluster) -> None:
 
 
 async def test_demo_resource_figures_are_current(cluster: Cluster) -> None:
-    """Memory of the processes and of their caches, and disk of the installation, as README shows them."""
-    told = describe_footprint(list(cluster.get_pids().values()), list_segment_files(cluster.segment_dir, segment.SEGMENT_PREFIX))
+    """Memory of the processes and of their caches, and disk of the installation, as README shows
+    them."""
+    told = describe_footprint(
+        list(cluster.get_pids().values()),
+        list_segment_files(cluster.segment_dir, segment.SEGMENT_PREFIX),
+    )
     shown = re.search(r"^memory: .*\ndisk: .*$", README, re.MULTILINE)
     assert shown
     expected = shown[0] if sys.prefix != sys.base_prefix else shown[0].splitlines()[0]
@@ -154,7 +186,9 @@ async def test_explain_example_is_current(cluster: Cluster) -> None:
 
 async def test_endpoint_benchmark_commands_work(cluster: Cluster, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 40, "hash_ids": [1, 2]}\n' * 3)
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 40, "hash_ids": [1, 2]}\n' * 3
+    )
     commands = shell_lines("baton bench serve")
     assert len(commands) == 3
     for line in commands[1:]:
@@ -165,6 +199,8 @@ async def test_endpoint_benchmark_commands_work(cluster: Cluster, tmp_path: Path
             .replace("--requests 8", "--requests 2")
             .replace("--ttft-slo 500ms", "--ttft-slo 60s")  # which the busiest machine keeps
         )
-        told = run_baton_line(small.removeprefix("baton ") + f" --plot {tmp_path / 'sweep.svg'}", cluster)
+        told = run_baton_line(
+            small.removeprefix("baton ") + f" --plot {tmp_path / 'sweep.svg'}", cluster
+        )
         assert "tokens/s" in told
         assert "--sweep" not in line or "ceiling with p90 TTFT within 60000 ms" in told

@@ -1,4 +1,5 @@
-"""Both front doors over a scripted brain, on real loopback ports inside the test's own event loop."""
+"""Both front doors over a scripted brain, on real loopback ports inside the test's own event
+loop."""
 
 import asyncio
 import json
@@ -13,37 +14,54 @@ import grpc.aio
 import httpx
 
 from baton.config.settings import Config
-from baton.process.descriptors import get_descriptor_limit
-from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, ServiceUnavailable
-from baton.models.generation_defaults import GenerationDefaults
+from baton.errors import BatonError, Cancelled, NotFound, Overloaded, ServiceUnavailable, SlowReader
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
+from baton.models.generation_defaults import GenerationDefaults
+from baton.pb.cluster_pb2 import (
+    DrainResponse,
+    ExplainResponse,
+    LedgerResponse,
+    Ratio,
+    RatioAdvice,
+    StatusResponse,
+)
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
+from baton.process.descriptors import get_descriptor_limit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from baton.types import FinishReason, RequestId, Principal, mint_id
-from coordinator.operators import admin_app as admin
-from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
+from baton.types import FinishReason, Principal, RequestId, mint_id
 from coordinator.core.admission.tenants import TenantTable
-from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent, PromptLogprobsEvent, Submission
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
+from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
-from coordinator.frontend.request_intake import RequestIntake
-from coordinator.operators.port_connections import PortConnections
 from coordinator.frontend.rejections import RejectionCounter
-from coordinator.text.tokenizer import NoTokenizer, Tokenizer
+from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.generation import (
+    FinishedEvent,
+    GenerationEvent,
+    PromptLogprobsEvent,
+    Submission,
+    TokensEvent,
+)
+from coordinator.operators import admin_app as admin
+from coordinator.operators.port_connections import PortConnections
+from coordinator.text.tokenizer import NoTokenizer, Tokenizer
 
-MODEL_BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
-COMPLETIONS_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"  # a head, but its end
+MODEL_BOUNDS = ModelBounds(
+    vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32"
+)
+# a head, but its end
+COMPLETIONS_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BUFFERED_EVENTS = 64  # events that a generation holds for its reader
 
 
 class FakeGeneration:
-    """A generation that a test steers: `emit_events` puts events in its bounded buffer, `cancelled` tells of its cancel."""
+    """A generation that a test steers: `emit_events` puts events in its bounded buffer, `cancelled`
+    tells of its cancel."""
 
     def __init__(self, submission: Submission) -> None:
         self.id = RequestId(mint_id())
@@ -59,7 +77,7 @@ class FakeGeneration:
             if self.is_ended:
                 return
             if len(self._events) >= BUFFERED_EVENTS:
-                event = SlowReader(f"more than {BUFFER} steps unread")
+                event = SlowReader(f"more than {BUFFERED_EVENTS} steps unread")
             self.is_ended = not isinstance(event, TokensEvent | PromptLogprobsEvent)
             self._events.append(event)
         self._filled.set()
@@ -101,7 +119,8 @@ def emit_counting_tokens(generation: FakeGeneration) -> None:
 
 @dataclass
 class FakeBackend:
-    """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps submissions waiting."""
+    """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps submissions
+    waiting."""
 
     script: Script = emit_counting_tokens
     refusal: Exception | None = None
@@ -167,7 +186,9 @@ class FakeBackend:
 
     def set_ratio(self, target: RoleSplit, patience: float | None) -> Ratio:
         self.ratio_targets.append((target, patience))
-        return Ratio(has_target=True, target_prefill=target.prefill_nodes, target_decode=target.decode_nodes)
+        return Ratio(
+            has_target=True, target_prefill=target.prefill_nodes, target_decode=target.decode_nodes
+        )
 
     def advise_ratio(self, slo: Slo | None) -> RatioAdvice:
         return RatioAdvice(slo=str(slo), prefill=2, decode=1)
@@ -212,7 +233,9 @@ class GatedText(NoTokenizer):
         self.encode_started = asyncio.Event()
         self.encode_cancelled = asyncio.Event()
 
-    async def encode(self, text: str, *, special: bool = True, limit: object = None) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, *, special: bool = True, limit: object = None
+    ) -> tuple[int, ...]:
         self.encode_started.set()
         try:
             await self.gate.wait()
@@ -275,11 +298,21 @@ async def running_frontend(
         unknown_fields=unknown_fields,
     )
     who = ClientAuthenticator(api_key, tenants)
-    metrics = app.MetricsEndpoint(brain.render_metrics, AdminAuthenticator(admin_token)) if metrics_on_http else None
-    apps = app.build_app(intake, readiness, who, metrics, origins), admin.build_admin_app(brain, readiness, admin_token, refusals)
+    metrics = (
+        app.MetricsEndpoint(brain.render_metrics, AdminAuthenticator(admin_token))
+        if metrics_on_http
+        else None
+    )
+    apps = (
+        app.build_app(intake, readiness, who, metrics, origins),
+        admin.build_admin_app(brain, readiness, admin_token, refusals),
+    )
     ports = PortConnections(Config(), get_descriptor_limit())
     tables = [ports.get_table(name) for name in ("http", "admin")]
-    listeners = [HttpServer(one, bind_http_socket("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]
+    listeners = [
+        HttpServer(one, bind_http_socket("127.0.0.1", 0, "--port"), table)
+        for one, table in zip(apps, tables, strict=True)
+    ]
     port = GrpcServer(intake, readiness, who, ports.limits["grpc"])
     port.bind("127.0.0.1", 0)
     await port.start()
@@ -291,7 +324,9 @@ async def running_frontend(
     try:
         async with (
             httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{listeners[0].port}", headers=json_body | key, timeout=30
+                base_url=f"http://127.0.0.1:{listeners[0].port}",
+                headers=json_body | key,
+                timeout=30,
             ) as http,
             httpx.AsyncClient(
                 base_url=f"http://127.0.0.1:{listeners[1].port}", headers=json_body, timeout=30

@@ -1,4 +1,5 @@
-"""One table of bad requests, two front doors: the exact status, code and field of each, and nothing submitted."""
+"""One table of bad requests, two front doors: the exact status, code and field of each, and nothing
+submitted."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -10,15 +11,24 @@ import pytest_asyncio
 
 from baton.limits import MAX_BODY_BYTES, MAX_SEED
 from baton.pb import generation_pb2 as pb
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FrontendHarness, await_grpc_error, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FrontendHarness,
+    await_grpc_error,
+    running_frontend,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 INVALID, TOO_LONG, NO_MODEL = "invalid_request", "context_length_exceeded", "model_not_found"
 GOOD_BODY: dict[str, Any] = {"prompt": [1, 2, 3]}
 # A search for the repeated name that looks at every pair would take minutes.
-MANY = b'{"prompt": [1], "logit_bias": {%b, "29999": 1}}' % b",".join(b'"%d":1' % number for number in range(30_000))
-BIASES = b'{"prompt": [1], "logit_bias": {%b}}' % b",".join(b'"%d":1' % number for number in range(380_000))
+MANY = b'{"prompt": [1], "logit_bias": {%b, "29999": 1}}' % b",".join(
+    b'"%d":1' % number for number in range(30_000)
+)
+BIASES = b'{"prompt": [1], "logit_bias": {%b}}' % b",".join(
+    b'"%d":1' % number for number in range(380_000)
+)
 VOCAB, CONTEXT = MODEL_BOUNDS.vocab_size, MODEL_BOUNDS.max_context
 
 
@@ -41,19 +51,47 @@ class BadRequestCase:
 
 
 def bad_field(name: str, value: object, told: str, **more: Any) -> BadRequestCase:
-    return BadRequestCase(f"{name}={str(value)[:40]}", GOOD_BODY | {name: value}, more.pop("param", name), told, **more)
+    return BadRequestCase(
+        f"{name}={str(value)[:40]}",
+        GOOD_BODY | {name: value},
+        more.pop("param", name),
+        told,
+        **more,
+    )
 
 
 # What both front doors can be told.
 BAD_ON_BOTH = [
     BadRequestCase("no prompt", {}, "prompt", "missing"),
     BadRequestCase("empty token ids", {"prompt": []}, "prompt", "at least one token"),
-    BadRequestCase("text without tokenizer", {"prompt": "hello"}, "prompt", "no tokenizer files: send token ids"),
+    BadRequestCase(
+        "text without tokenizer",
+        {"prompt": "hello"},
+        "prompt",
+        "no tokenizer files: send token ids",
+    ),
     BadRequestCase("empty text", {"prompt": ""}, "prompt", "prompt is empty"),
-    BadRequestCase("token id = vocabulary", {"prompt": [1, VOCAB]}, "prompt", f"token id {VOCAB}: ids are 0 to {VOCAB - 1}"),
+    BadRequestCase(
+        "token id = vocabulary",
+        {"prompt": [1, VOCAB]},
+        "prompt",
+        f"token id {VOCAB}: ids are 0 to {VOCAB - 1}",
+    ),
     BadRequestCase("token id 2**32 - 1", {"prompt": [2**32 - 1]}, "prompt", "token id 4294967295"),
-    BadRequestCase("prompt fills the context", {"prompt": [1] * CONTEXT}, "prompt", f"{CONTEXT} tokens", expected_code=TOO_LONG),
-    BadRequestCase("prompt beyond the context", {"prompt": [1] * 2000}, "prompt", "--max-model-len", expected_code=TOO_LONG),
+    BadRequestCase(
+        "prompt fills the context",
+        {"prompt": [1] * CONTEXT},
+        "prompt",
+        f"{CONTEXT} tokens",
+        expected_code=TOO_LONG,
+    ),
+    BadRequestCase(
+        "prompt beyond the context",
+        {"prompt": [1] * 2000},
+        "prompt",
+        "--max-model-len",
+        expected_code=TOO_LONG,
+    ),
     bad_field("max_tokens", 0, "max_tokens is 0: it must be at least 1"),
     bad_field("max_tokens", CONTEXT - 2, f"together the limit is {CONTEXT}", code=TOO_LONG),
     bad_field("max_tokens", 2**32 - 1, "max_tokens is 4294967295", code=TOO_LONG),
@@ -66,7 +104,13 @@ BAD_ON_BOTH = [
     bad_field("min_tokens", 17, "min_tokens is 17: it must be 0 to max_tokens (16)"),
     bad_field("stop_token_ids", [VOCAB], f"stop_token_ids has {VOCAB}"),
     bad_field("stop_token_ids", [1] * 65, "stop_token_ids has 65 ids: at most 64"),
-    bad_field("model", "gpt-5", "model is 'gpt-5': the model served here is 'demo'", status=404, code=NO_MODEL),
+    bad_field(
+        "model",
+        "gpt-5",
+        "model is 'gpt-5': the model served here is 'demo'",
+        status=404,
+        code=NO_MODEL,
+    ),
     bad_field("model", "m" * 200, "m...", status=404, code=NO_MODEL),
 ]
 
@@ -81,40 +125,94 @@ BAD_ON_HTTP = [
     BadRequestCase("an array", b"[1, 2]", None, "must be a JSON object"),
     BadRequestCase("a number", b"5", None, "must be a JSON object"),
     BadRequestCase("deep nesting", b"[" * 100_000, None, ""),
-    BadRequestCase("deep nesting in a field", b'{"prompt": [1], "suffix": ' + b"[" * 20_000, None, "not JSON"),
+    BadRequestCase(
+        "deep nesting in a field", b'{"prompt": [1], "suffix": ' + b"[" * 20_000, None, "not JSON"
+    ),
     BadRequestCase(
         "deep nesting in a text",
         b'{"prompt": [1], "user": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
         "user",
         "too deeply: Expected `str",
     ),
-    BadRequestCase("deep nesting in the prompt", b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "prompt", "too deeply"),
-    BadRequestCase("unknown field", GOOD_BODY | {"colour": "red"}, "colour", "colour is not a field"),
+    BadRequestCase(
+        "deep nesting in the prompt",
+        b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        "prompt",
+        "too deeply",
+    ),
+    BadRequestCase(
+        "unknown field", GOOD_BODY | {"colour": "red"}, "colour", "colour is not a field"
+    ),
     BadRequestCase("misspelt field", GOOD_BODY | {"max_token": 5}, "max_token", "not a field"),
     BadRequestCase("prompt is a number", {"prompt": 5}, "prompt", "wrong type"),
     BadRequestCase("prompt is null", {"prompt": None}, "prompt", "missing"),
-    BadRequestCase("list of texts", {"prompt": ["a", "b"]}, "prompt", "no tokenizer files: send token ids"),
-    BadRequestCase("a bad prompt among others", {"prompt": [[1], [2, VOCAB]]}, "prompt", f"prompt[1] has token id {VOCAB}"),
-    BadRequestCase("an empty prompt among others", {"prompt": [[1], []]}, "prompt", "prompt[1] is empty"),
-    BadRequestCase("too many prompts", {"prompt": [[1]] * 129}, "prompt", "129 prompts: it must be 1 to 128"),
-    BadRequestCase("too many choices", {"prompt": [[1]] * 17, "n": 16}, "n", "together at most 256"),
-    BadRequestCase("text among ids", {"prompt": [1, "a"]}, "prompt", "prompt[1] and prompt[0] differ"),
-    BadRequestCase("ids among texts", {"prompt": ["a", [1]]}, "prompt", "prompt[1] and prompt[0] differ"),
+    BadRequestCase(
+        "list of texts", {"prompt": ["a", "b"]}, "prompt", "no tokenizer files: send token ids"
+    ),
+    BadRequestCase(
+        "a bad prompt among others",
+        {"prompt": [[1], [2, VOCAB]]},
+        "prompt",
+        f"prompt[1] has token id {VOCAB}",
+    ),
+    BadRequestCase(
+        "an empty prompt among others", {"prompt": [[1], []]}, "prompt", "prompt[1] is empty"
+    ),
+    BadRequestCase(
+        "too many prompts", {"prompt": [[1]] * 129}, "prompt", "129 prompts: it must be 1 to 128"
+    ),
+    BadRequestCase(
+        "too many choices", {"prompt": [[1]] * 17, "n": 16}, "n", "together at most 256"
+    ),
+    BadRequestCase(
+        "text among ids", {"prompt": [1, "a"]}, "prompt", "prompt[1] and prompt[0] differ"
+    ),
+    BadRequestCase(
+        "ids among texts", {"prompt": ["a", [1]]}, "prompt", "prompt[1] and prompt[0] differ"
+    ),
     BadRequestCase("a field twice", b'{"prompt": [1], "n": 1, "n": 1}', "n", "n is given twice"),
-    BadRequestCase("a field twice, inside", b'{"prompt": [1], "logit_bias": {"5": 1, "5": 2}}', "5", "5 is given twice"),
-    BadRequestCase("a field twice, oddly spaced", b'{"prompt": [1], "n"\n:1, "n"\t:1}', "n", "n is given twice"),
+    BadRequestCase(
+        "a field twice, inside",
+        b'{"prompt": [1], "logit_bias": {"5": 1, "5": 2}}',
+        "5",
+        "5 is given twice",
+    ),
+    BadRequestCase(
+        "a field twice, oddly spaced", b'{"prompt": [1], "n"\n:1, "n"\t:1}', "n", "n is given twice"
+    ),
     BadRequestCase("a field twice, among very many", MANY, "29999", "29999 is given twice"),
     BadRequestCase("very many biases", BIASES, None, "the body has 380002 strings: at most 65536"),
     BadRequestCase(
-        "many biases", GOOD_BODY | {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "has 1025 entries"
+        "many biases",
+        GOOD_BODY | {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)},
+        "logit_bias",
+        "has 1025 entries",
     ),
-    BadRequestCase("very many names", GOOD_BODY | {"suffix": [{"a": 1}] * 33_000}, None, "names: at most 32768"),
-    BadRequestCase("very many arrays", GOOD_BODY | {"suffix": [[]] * 33_000}, None, "33003 objects and arrays: at most 32768"),
-    BadRequestCase("very many values", {"prompt": [1] * (2**20 + 2)}, None, "values: at most 1048576"),
+    BadRequestCase(
+        "very many names", GOOD_BODY | {"suffix": [{"a": 1}] * 33_000}, None, "names: at most 32768"
+    ),
+    BadRequestCase(
+        "very many arrays",
+        GOOD_BODY | {"suffix": [[]] * 33_000},
+        None,
+        "33003 objects and arrays: at most 32768",
+    ),
+    BadRequestCase(
+        "very many values", {"prompt": [1] * (2**20 + 2)}, None, "values: at most 1048576"
+    ),
     bad_field("stop", ["a"] * 17, "stop has 17 strings: at most 16"),
-    BadRequestCase("of a wrong type, then not JSON", b'{"prompt": [1], "user": 5, "n": 01}', None, "not JSON"),
-    BadRequestCase("of a wrong type, then cut off", b'{"prompt": [1], "user": [5', None, "not JSON"),
-    BadRequestCase("of a wrong type, with invalid UTF-8", b'{"prompt": [1], "user": ["\xff"]}', None, "not JSON"),
+    BadRequestCase(
+        "of a wrong type, then not JSON", b'{"prompt": [1], "user": 5, "n": 01}', None, "not JSON"
+    ),
+    BadRequestCase(
+        "of a wrong type, then cut off", b'{"prompt": [1], "user": [5', None, "not JSON"
+    ),
+    BadRequestCase(
+        "of a wrong type, with invalid UTF-8",
+        b'{"prompt": [1], "user": ["\xff"]}',
+        None,
+        "not JSON",
+    ),
     BadRequestCase("bool among ids", {"prompt": [1, True]}, "prompt", "prompt[1]"),
     BadRequestCase("float among ids", {"prompt": [1.5]}, "prompt", "prompt[0]"),
     BadRequestCase("negative id", {"prompt": [-1]}, "prompt", "token id -1"),
@@ -124,7 +222,12 @@ BAD_ON_HTTP = [
     bad_field("max_tokens", True, "max_tokens is true"),
     bad_field("max_tokens", 1.5, "max_tokens is 1.5"),
     bad_field("max_tokens", 10**30, "max_tokens is 1000000", code=TOO_LONG),
-    BadRequestCase("temperature overflows", b'{"prompt": [1], "temperature": 1e999}', "temperature", "out of range"),
+    BadRequestCase(
+        "temperature overflows",
+        b'{"prompt": [1], "temperature": 1e999}',
+        "temperature",
+        "out of range",
+    ),
     bad_field("temperature", "1", 'temperature is "1"'),
     bad_field("temperature", False, "temperature is false"),
     bad_field("top_k", -2, "top_k is -2"),
@@ -140,7 +243,12 @@ BAD_ON_HTTP = [
     bad_field("stop_token_ids", [-1], "stop_token_ids has -1"),
     bad_field("stop_token_ids", "eos", 'stop_token_ids is "eos"'),
     bad_field("stream_options", {"include_usage": True}, "stream is not true"),
-    BadRequestCase("unknown stream option", GOOD_BODY | {"stream_options": {"x": 1}}, "stream_options.x", "not a field"),
+    BadRequestCase(
+        "unknown stream option",
+        GOOD_BODY | {"stream_options": {"x": 1}},
+        "stream_options.x",
+        "not a field",
+    ),
     bad_field("stream_options", {"include_usage": 1}, 'stream_options is {"include_usage":1}'),
     BadRequestCase("id overflows", b'{"prompt": [1e999]}', "prompt", "out of range"),
     bad_field("n", True, "n is true"),
@@ -161,8 +269,18 @@ BAD_ON_HTTP = [
 
 # What only protobuf can say: JSON has no such numbers.
 BAD_ON_GRPC = [
-    BadRequestCase("temperature NaN", GOOD_BODY | {"temperature": float("nan")}, "temperature", "temperature is nan"),
-    BadRequestCase("temperature infinite", GOOD_BODY | {"temperature": float("inf")}, "temperature", "temperature is inf"),
+    BadRequestCase(
+        "temperature NaN",
+        GOOD_BODY | {"temperature": float("nan")},
+        "temperature",
+        "temperature is nan",
+    ),
+    BadRequestCase(
+        "temperature infinite",
+        GOOD_BODY | {"temperature": float("inf")},
+        "temperature",
+        "temperature is inf",
+    ),
     BadRequestCase("top_p NaN", GOOD_BODY | {"top_p": float("nan")}, "top_p", "top_p is nan"),
 ]
 
@@ -172,7 +290,9 @@ def case_name(bad: BadRequestCase) -> str:
 
 
 @pytest.mark.parametrize("bad", BAD_ON_BOTH + BAD_ON_HTTP, ids=case_name)
-async def test_http_refuses_bad_request_with_status_and_field(front: FrontendHarness, bad: BadRequestCase) -> None:
+async def test_http_refuses_bad_request_with_status_and_field(
+    front: FrontendHarness, bad: BadRequestCase
+) -> None:
     before = len(front.refused_codes)
     body = {"content": bad.body} if isinstance(bad.body, bytes) else {"json": bad.body}
     response = await front.http.post("/v1/completions", **body)
@@ -180,7 +300,11 @@ async def test_http_refuses_bad_request_with_status_and_field(front: FrontendHar
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", bad.expected_code, bad.expected_param)
+    assert (error["type"], error["code"], error["param"]) == (
+        "invalid_request_error",
+        bad.expected_code,
+        bad.expected_param,
+    )
     assert bad.expected_message in error["message"]
     assert front.backend.submissions == []
     assert front.refused_codes[before:] == [bad.expected_code]
@@ -188,10 +312,17 @@ async def test_http_refuses_bad_request_with_status_and_field(front: FrontendHar
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["once", "stream"])
 @pytest.mark.parametrize("bad", BAD_ON_BOTH + BAD_ON_GRPC, ids=case_name)
-async def test_grpc_refuses_bad_request_with_status_and_field(front: FrontendHarness, bad: BadRequestCase, streaming: bool) -> None:
+async def test_grpc_refuses_bad_request_with_status_and_field(
+    front: FrontendHarness, bad: BadRequestCase, streaming: bool
+) -> None:
     before = len(front.refused_codes)
     code, trailing, details = await grpc_refusal(front, grpc_request(bad.body), streaming)
-    assert code is {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}[bad.expected_status]
+    assert (
+        code
+        is {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}[
+            bad.expected_status
+        ]
+    )
     assert trailing.get("baton-error-code") == bad.expected_code
     assert trailing.get("baton-error-param") == bad.expected_param
     assert bad.expected_message in details
@@ -200,8 +331,12 @@ async def test_grpc_refuses_bad_request_with_status_and_field(front: FrontendHar
 
 
 async def test_grpc_refuses_unknown_fields(front: FrontendHarness) -> None:
-    raw = grpc_request(GOOD_BODY).SerializeToString() + bytes([(99 << 3 & 0x7F) | 0x80, 99 << 3 >> 7, 5])
-    code, trailing, details = await grpc_refusal(front, pb.GenerateRequest.FromString(raw), streaming=False)
+    raw = grpc_request(GOOD_BODY).SerializeToString() + bytes(
+        [(99 << 3 & 0x7F) | 0x80, 99 << 3 >> 7, 5]
+    )
+    code, trailing, details = await grpc_refusal(
+        front, pb.GenerateRequest.FromString(raw), streaming=False
+    )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert trailing["baton-error-param"] == "99"
     assert "field number 99" in details
@@ -226,10 +361,34 @@ async def test_unsupported_fields_may_be_null_or_default(front: FrontendHarness)
         "logit_bias",
         "stop",
     ]
-    nothing += ["suffix", "user", "stream_options", "min_p", "repetition_penalty", "priority", "max_tokens"]
+    nothing += [
+        "suffix",
+        "user",
+        "stream_options",
+        "min_p",
+        "repetition_penalty",
+        "priority",
+        "max_tokens",
+    ]
     nothing += ["model"]
-    nothing += ["temperature", "top_k", "top_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "stream"]
-    defaults = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
+    nothing += [
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "stream",
+    ]
+    defaults = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+    }
     defaults |= {"stop": [], "user": "me", "min_p": 0.0, "repetition_penalty": 1.0, "priority": 0}
     for fields in (dict.fromkeys([*nothing, "return_token_ids"]), defaults):
         response = await front.http.post("/v1/completions", json=GOOD_BODY | fields)
@@ -252,5 +411,7 @@ def grpc_request(body: dict[str, Any] | bytes) -> pb.GenerateRequest:
 async def grpc_refusal(
     front: FrontendHarness, request: pb.GenerateRequest, streaming: bool
 ) -> tuple[grpc.StatusCode, dict[str, str], str]:
-    error = await await_grpc_error((front.stub.Generate if streaming else front.stub.GenerateOnce)(request))
+    error = await await_grpc_error(
+        (front.stub.Generate if streaming else front.stub.GenerateOnce)(request)
+    )
     return error.code(), dict(error.trailing_metadata()), error.details()

@@ -1,4 +1,5 @@
-"""What one client's bodies may cost: bounds are checked before the work, and the work is off the event loop."""
+"""What one client's bodies may cost: bounds are checked before the work, and the work is off the
+event loop."""
 
 import asyncio
 import json
@@ -11,40 +12,57 @@ import pytest
 
 from baton.limits import (
     MAX_BODY_BYTES,
+    MAX_CHAT_MESSAGES,
     MAX_GRPC_BODIES_PER_CONNECTION,
     MAX_LOGIT_BIAS_ENTRIES,
-    MAX_CHAT_MESSAGES,
     MAX_PROMPTS,
     MAX_SMALL_BODY_BYTES,
     MAX_TOKENIZE_TOKENS,
 )
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend import body_budget as arriving_bodies
-from coordinator.text import bounded_encoder as bounded_encoding
 from coordinator.frontend.http import request_body as connection
 from coordinator.frontend.http.server import bounded_protocol as protocol
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, COMPLETIONS_HEAD, FrontendHarness, await_grpc_error, running_frontend
+from coordinator.text import bounded_encoder as bounded_encoding
+from tests.integration.frontend.frontend_harness import (
+    COMPLETIONS_HEAD,
+    MODEL_BOUNDS,
+    FrontendHarness,
+    await_grpc_error,
+    running_frontend,
+)
 from tests.small_tokenizers import byte_level_tokenizer, chat_tokenizer, hello_tokenizer
 
 GOOD = {"prompt": [1, 2], "max_tokens": 2}
 FOREIGN_ORIGIN = {"origin": "https://evil.example"}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "text/json", "application/jsonx", ""]
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+)
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "text/json", "application/jsonx", ""],
 )
 async def test_body_without_json_content_type_is_refused(path: str, kind: str) -> None:
-    """A web page of anywhere may send any other body without being asked for leave. vLLM refuses them too."""
-    async with running_frontend() as front, httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
-        answer = await client.post(path, content=json.dumps(GOOD), headers={"content-type": kind} if kind else {})
+    """A web page of anywhere may send any other body without being asked for leave. vLLM refuses
+    them too."""
+    async with (
+        running_frontend() as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
+    ):
+        answer = await client.post(
+            path, content=json.dumps(GOOD), headers={"content-type": kind} if kind else {}
+        )
         assert answer.status_code == 415
         assert answer.json()["error"]["code"] == "unsupported_media_type"
         assert (kind or "missing") in answer.json()["error"]["message"]
         assert front.backend.submissions == []
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"])
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"]
+)
 async def test_content_type_parameters_are_ignored(kind: str) -> None:
     async with running_frontend() as front:
         answer = await front.http.post("/v1/completions", json=GOOD, headers={"content-type": kind})
@@ -81,25 +99,39 @@ async def test_cross_origin_calls_need_an_api_key(origin: str) -> None:
             assert answer.json()["error"]["code"] == "foreign_origin"
             assert "--allowed-origins" in answer.json()["error"]["message"]
         else:
-            assert answer.headers.get("access-control-allow-origin") == (origin if "chat" in origin else None)
+            assert answer.headers.get("access-control-allow-origin") == (
+                origin if "chat" in origin else None
+            )
 
 
 async def test_dns_rebinding_origin_is_refused() -> None:
     async with running_frontend() as front:
         headers = {"origin": "http://evil.example", "host": "evil.example"}
-        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 403
-        headers = {"host": "inside.example"}  # no web page: a client that calls this machine by a name
-        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 200
+        assert (
+            await front.http.post("/v1/completions", json=GOOD, headers=headers)
+        ).status_code == 403
+        headers = {
+            "host": "inside.example"
+        }  # no web page: a client that calls this machine by a name
+        assert (
+            await front.http.post("/v1/completions", json=GOOD, headers=headers)
+        ).status_code == 200
 
 
 async def test_api_key_replaces_the_origin_check() -> None:
     async with running_frontend(api_key="secret") as front:
-        assert (await front.http.post("/v1/completions", json=GOOD, headers=FOREIGN_ORIGIN)).status_code == 200
+        assert (
+            await front.http.post("/v1/completions", json=GOOD, headers=FOREIGN_ORIGIN)
+        ).status_code == 200
         headers = FOREIGN_ORIGIN | {"authorization": "Bearer wrong"}
-        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 401
+        assert (
+            await front.http.post("/v1/completions", json=GOOD, headers=headers)
+        ).status_code == 401
 
 
-async def open_half_sent_body(front: FrontendHarness, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_half_sent_body(
+    front: FrontendHarness, size: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
     writer.write(COMPLETIONS_HEAD + b"content-length: %d\r\n\r\n{" % size + b" " * (size - 2))
     await writer.drain()
@@ -126,7 +158,9 @@ async def test_half_sent_bodies_are_bounded_and_displaced(monkeypatch: pytest.Mo
         refused = await front.http.post("/v1/completions", content=padded)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert refused.headers["retry-after"] == "1"
-        assert (await front.http.post("/v1/completions", content=body)).status_code == 200  # small ones have room
+        assert (
+            await front.http.post("/v1/completions", content=body)
+        ).status_code == 200  # small ones have room
         assert large.used_bytes == 9 * MAX_SMALL_BODY_BYTES - 3
         monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 0.0)
         assert (await front.http.post("/v1/completions", content=padded)).status_code == 200
@@ -141,8 +175,11 @@ async def test_half_sent_bodies_are_bounded_and_displaced(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_large_bodies_are_charged_for_received_bytes_only(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
-    """Also where nothing gives way: 40 clients that only say that they send 4 MiB keep no other out."""
+async def test_large_bodies_are_charged_for_received_bytes_only(
+    monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    """Also where nothing gives way: 40 clients that only say that they send 4 MiB keep no other
+    out."""
     monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
     padded = json.dumps(GOOD).encode() + b" " * (2 * MAX_SMALL_BODY_BYTES)
@@ -186,13 +223,18 @@ async def test_unread_body_of_a_refused_request_times_out(monkeypatch: pytest.Mo
         writer.close()
 
 
-async def test_incomplete_grpc_request_is_displaced_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_grpc_request_is_displaced_and_times_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arriving_bodies, "MAX_GRPC_BODIES", 1)
     monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
     async with running_frontend() as front:
-        room, good = front.body_budgets.grpc_budget, pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1)
+        room, good = (
+            front.body_budgets.grpc_budget,
+            pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1),
+        )
         open_call = front.channel.stream_stream("/baton.v1.Generation/Generate")()
         await wait_until(lambda: len(room) == 1)
         error = await await_grpc_error(front.stub.GenerateOnce(good))
@@ -208,14 +250,23 @@ async def test_incomplete_grpc_request_is_displaced_and_times_out(monkeypatch: p
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
-async def test_silent_calls_on_one_connection_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_calls_on_one_connection_do_not_block_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where nothing gives way and everybody waits for ever."""
     for name in ("PATIENCE", "STALLED_AFTER", "DISPLACED_AFTER"):
         monkeypatch.setattr(arriving_bodies, name, 600.0)
     async with running_frontend() as front:
-        room, good = front.body_budgets.grpc_budget, pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{front.grpc_port}", options=_OWN_CONNECTION) as channel:
-            silent = [channel.stream_unary("/baton.v1.Generation/GenerateOnce")() for _ in range(200)]
+        room, good = (
+            front.body_budgets.grpc_budget,
+            pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1),
+        )
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{front.grpc_port}", options=_OWN_CONNECTION
+        ) as channel:
+            silent = [
+                channel.stream_unary("/baton.v1.Generation/GenerateOnce")() for _ in range(200)
+            ]
             await wait_until(lambda: len(room) == MAX_GRPC_BODIES_PER_CONNECTION)
             assert len((await front.stub.GenerateOnce(good, timeout=60)).token_ids) == 1
             assert len(room) == MAX_GRPC_BODIES_PER_CONNECTION
@@ -235,12 +286,30 @@ async def test_silent_calls_without_a_key_hold_no_budget() -> None:
 
 
 OVERSIZED_MESSAGES = {
-    "prompts": (pb.GenerateRequest(prompts={"prompts": [{}] * (MAX_PROMPTS + 1)}), f"{MAX_PROMPTS + 1} prompts"),
-    "very many prompts": (pb.GenerateRequest(prompts={"prompts": [{}] * 100_000}), "more than 8192 fields"),
-    "messages": (pb.GenerateRequest(chat={"messages": [{}] * (MAX_CHAT_MESSAGES + 1)}), f"{MAX_MESSAGES + 1} messages"),
-    "very many messages": (pb.GenerateRequest(chat={"messages": [{}] * 100_000}), "more than 8192 fields"),
-    "biases": (pb.GenerateRequest(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0)), "1025 entries"),
-    "very many biases": (pb.GenerateRequest(logit_bias=dict.fromkeys(range(200_000), 1.0)), "more than 8192 fields"),
+    "prompts": (
+        pb.GenerateRequest(prompts={"prompts": [{}] * (MAX_PROMPTS + 1)}),
+        f"{MAX_PROMPTS + 1} prompts",
+    ),
+    "very many prompts": (
+        pb.GenerateRequest(prompts={"prompts": [{}] * 100_000}),
+        "more than 8192 fields",
+    ),
+    "messages": (
+        pb.GenerateRequest(chat={"messages": [{}] * (MAX_CHAT_MESSAGES + 1)}),
+        f"{MAX_CHAT_MESSAGES + 1} messages",
+    ),
+    "very many messages": (
+        pb.GenerateRequest(chat={"messages": [{}] * 100_000}),
+        "more than 8192 fields",
+    ),
+    "biases": (
+        pb.GenerateRequest(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0)),
+        "1025 entries",
+    ),
+    "very many biases": (
+        pb.GenerateRequest(logit_bias=dict.fromkeys(range(200_000), 1.0)),
+        "more than 8192 fields",
+    ),
     "stop strings": (pb.GenerateRequest(stop=["a"] * 17), "17 strings: at most 16"),
 }
 
@@ -266,7 +335,9 @@ async def test_many_unknown_grpc_fields_are_refused_unread() -> None:
         assert "field number 1023 is not a field of GenerateRequest" in error.details()
 
 
-async def test_too_long_text_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_text_is_refused_before_tokenization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     encoded: list[int] = []
     encode = bounded_encoding.BoundedEncoder.encode_text
 
@@ -281,7 +352,10 @@ async def test_too_long_text_is_refused_before_tokenization(monkeypatch: pytest.
         answers = [await front.http.post("/v1/completions", json={"prompt": text})]
         answers.append(await front.http.post("/v1/completions", json={"prompt": ["a", text]}))
         for answer in answers:
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                400,
+                "context_length_exceeded",
+            )
             assert f"{len(text)} bytes of text" in answer.json()["error"]["message"]
             assert "--max-model-len" in answer.json()["error"]["message"]
         assert answers[1].json()["error"]["message"].startswith("prompt[1] has")
@@ -301,8 +375,13 @@ async def test_too_long_conversation_is_refused_before_tokenization() -> None:
 
 async def test_detokenize_bounds_the_number_of_tokens() -> None:
     async with running_frontend(text=hello_tokenizer()) as front:
-        answer = await front.http.post("/detokenize", json={"tokens": [70] * (MAX_TOKENIZE_TOKENS + 1)})
+        answer = await front.http.post(
+            "/detokenize", json={"tokens": [70] * (MAX_TOKENIZE_TOKENS + 1)}
+        )
         assert answer.status_code == 400
-        assert f"tokens has {MAX_TOKENS_TOLD + 1} tokens: the limit is {MAX_TOKENS_TOLD}" in answer.text
+        assert (
+            f"tokens has {MAX_TOKENIZE_TOKENS + 1} tokens: the limit is {MAX_TOKENIZE_TOKENS}"
+            in answer.text
+        )
         answer = await front.http.post("/detokenize", json={"tokens": [70] * 5000})
         assert len(answer.json()["prompt"]) >= 5000

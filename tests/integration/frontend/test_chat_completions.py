@@ -10,7 +10,14 @@ import pytest_asyncio
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason, TokenLogprobs
 from coordinator.generation import TokensEvent
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FakeGeneration, FrontendHarness, emit_counting_tokens, finished_event, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FakeGeneration,
+    FrontendHarness,
+    emit_counting_tokens,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import byte_tokens, chat_tokenizer, expected_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,7 +48,9 @@ def text_script(text: str, reason: FinishReason = FinishReason.STOP, logprobs: b
 
 
 async def post_chat(front: FrontendHarness, messages: object = None, **fields: object) -> Any:
-    return await front.http.post("/v1/chat/completions", json={"messages": messages or HELLO, **fields})
+    return await front.http.post(
+        "/v1/chat/completions", json={"messages": messages or HELLO, **fields}
+    )
 
 
 async def stream_chat(front: FrontendHarness, **fields: object) -> list[dict[str, Any]]:
@@ -80,20 +89,35 @@ async def test_chat_response(front: FrontendHarness) -> None:
     }
 
 
-async def test_prompt_is_rendered_and_max_tokens_defaults_to_the_rest_of_the_context(front: FrontendHarness) -> None:
+async def test_prompt_is_rendered_and_max_tokens_defaults_to_the_rest_of_the_context(
+    front: FrontendHarness,
+) -> None:
     front.backend.script = text_script("x")
     talk = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
         {"role": "user", "content": "c", "name": "Ann"},
         {"role": "assistant", "content": "d", "tool_calls": []},
     ]
-    for fields in ({}, {"max_tokens": 3}, {"max_completion_tokens": 4}, {"add_generation_prompt": False}):
+    for fields in (
+        {},
+        {"max_tokens": 3},
+        {"max_completion_tokens": 4},
+        {"add_generation_prompt": False},
+    ):
         assert (await post_chat(front, talk, **fields)).status_code == 200
     prompts = [submission.prompt_token_ids for submission in front.backend.submissions]
     rendered = "<developer>a\nb<user>Ann: c<assistant>d"
     assert prompts == [expected_ids(f"{rendered}<assistant>")] * 3 + [expected_ids(rendered)]
     limits = [submission.sampling.max_tokens for submission in front.backend.submissions]
-    assert limits == [MODEL_BOUNDS.max_context - len(prompts[0]), 3, 4, MODEL_BOUNDS.max_context - len(prompts[3])]
+    assert limits == [
+        MODEL_BOUNDS.max_context - len(prompts[0]),
+        3,
+        4,
+        MODEL_BOUNDS.max_context - len(prompts[3]),
+    ]
 
 
 @pytest.mark.parametrize("value", ["a", 5, -(2**53), 0.5, True, None])
@@ -101,12 +125,18 @@ async def test_chat_template_kwargs_reach_the_template(front: FrontendHarness, v
     """By both front doors the template has the same value, of the same type."""
     front.backend.script = text_script("x")
     kinds = {bool: "flag", int: "whole", float: "number", str: "text"}
-    worded = pb.TemplateValue() if value is None else pb.TemplateValue(**{kinds[type(value)]: value})
-    conversation = pb.Conversation(messages=[pb.Message(**HELLO[0])], chat_template_kwargs={"opening": worded})
+    worded = (
+        pb.TemplateValue() if value is None else pb.TemplateValue(**{kinds[type(value)]: value})
+    )
+    conversation = pb.Conversation(
+        messages=[pb.Message(**HELLO[0])], chat_template_kwargs={"opening": worded}
+    )
     assert (await post_chat(front, chat_template_kwargs={"opening": value})).status_code == 200
     await front.stub.GenerateOnce(pb.GenerateRequest(chat=conversation))
     expected = expected_ids(f"{value}<user>hello<assistant>")
-    assert [submission.prompt_token_ids for submission in front.backend.submissions] == [expected] * 2
+    assert [submission.prompt_token_ids for submission in front.backend.submissions] == [
+        expected
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +157,9 @@ async def test_chat_template_kwargs_reach_the_template(front: FrontendHarness, v
         ([], "chat_template_kwargs is []"),
     ],
 )
-async def test_invalid_chat_template_kwargs_are_refused(front: FrontendHarness, arguments: Any, told: str) -> None:
+async def test_invalid_chat_template_kwargs_are_refused(
+    front: FrontendHarness, arguments: Any, told: str
+) -> None:
     response = await post_chat(front, chat_template_kwargs=arguments)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
@@ -142,7 +174,11 @@ async def test_chat_stream(front: FrontendHarness) -> None:
     assert len({(part["id"], part["created"], part["model"]) for part in parts}) == 1
     *choices, usage = parts
     deltas = [part["choices"][0]["delta"] for part in choices]
-    assert deltas == [{"role": "assistant", "content": ""}, *({"content": text} for text in ("", "é", "!")), {}]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        *({"content": text} for text in ("", "é", "!")),
+        {},
+    ]
     assert [part["choices"][0]["finish_reason"] for part in choices] == [None] * 4 + ["stop"]
     tokens = [token for part in choices for token in part["choices"][0]["token_ids"]]
     assert tokens == byte_tokens("é!".encode())
@@ -188,7 +224,11 @@ async def test_stop_strings_end_the_generation(front: FrontendHarness) -> None:
         else:
             answer = (await post_chat(front, stop=["o t", "zz"], return_token_ids=True)).json()
             (choice,) = answer["choices"]
-            text, reason, tokens = choice["message"]["content"], choice["finish_reason"], choice["token_ids"]
+            text, reason, tokens = (
+                choice["message"]["content"],
+                choice["finish_reason"],
+                choice["token_ids"],
+            )
             assert answer["usage"]["completion_tokens"] == len("one two t")
         assert (text, reason, tokens) == ("one tw", "stop", byte_tokens(b"one tw"))
         generation = front.backend.generations.get_nowait()
@@ -203,12 +243,28 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"messages": "hello"}, "messages", "messages is of the wrong type"),
     ({"messages": [{"content": "x"}]}, "messages", "missing required field `role`"),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages", "messages[0].content is of the wrong type"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages", "messages[0].role is 'king'"),
-    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "not a field"),
-    ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages", "refuses these messages: no tools here"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages",
+        "messages[0].content is of the wrong type",
+    ),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages", "messages[0].role is 'king'"),
+    (
+        {"messages": [{"role": "user", "content": "x", "colour": 1}]},
+        "messages[0].colour",
+        "not a field",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "tool", "content": "x"}]},
+        "messages",
+        "refuses these messages: no tools here",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
         "messages",
         "messages[0].content[0] has the type 'image_url'",
     ),
@@ -217,12 +273,24 @@ BAD: list[tuple[dict[str, object], str, str]] = [
         "messages",
         "messages[0].tool_calls is given",
     ),
-    ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages", "tokens: with at least one"),
+    (
+        {"messages": [{"role": "user", "content": "x" * 2000}]},
+        "messages",
+        "tokens: with at least one",
+    ),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
-    ({"max_completion_tokens": 9999}, "max_completion_tokens", "max_completion_tokens is 9999 after"),
+    (
+        {"max_completion_tokens": 9999},
+        "max_completion_tokens",
+        "max_completion_tokens is 9999 after",
+    ),
     ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens", "they mean the same"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: it must be 0 to 20"),
+    (
+        {"logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "top_logprobs is 21: it must be 0 to 20",
+    ),
     ({"logprobs": 1}, "logprobs", "logprobs is 1"),
     ({"prompt": "x"}, "prompt", "not a field"),
     ({"echo": True}, "echo", "echo is true: not available"),
@@ -233,7 +301,9 @@ BAD: list[tuple[dict[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "told"), BAD, ids=lambda value: str(value)[:40])
-async def test_bad_chat_requests_are_refused(front: FrontendHarness, fields: dict[str, object], param: str, told: str) -> None:
+async def test_bad_chat_requests_are_refused(
+    front: FrontendHarness, fields: dict[str, object], param: str, told: str
+) -> None:
     response = await front.http.post("/v1/chat/completions", json={"messages": HELLO} | fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
@@ -246,4 +316,7 @@ async def test_missing_template_or_tokenizer_is_reported() -> None:
     async with running_frontend() as bare:
         response = await post_chat(bare)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-        assert "messages are text, but demo has no tokenizer files" in response.json()["error"]["message"]
+        assert (
+            "messages are text, but demo has no tokenizer files"
+            in response.json()["error"]["message"]
+        )

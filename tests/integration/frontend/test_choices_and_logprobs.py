@@ -12,11 +12,18 @@ from baton.errors import NodeLost
 from baton.limits import MAX_PROMPT_LOGPROBS
 from baton.pb import generation_pb2 as pb
 from baton.types import SamplingParams, TokenLogprobs
-from coordinator.frontend.response_stream import ResponseStream, ChoiceStream
-from coordinator.generation import TokensEvent, PromptLogprobsEvent, Submission
 from coordinator.frontend.output import ECHO_CHUNK_TOKENS, OutputProcessor
-from tests.integration.frontend.frontend_harness import FakeGeneration, FrontendHarness, emit_counting_tokens, finished_event, await_grpc_error, running_frontend
-from tests.small_tokenizers import byte_level_tokenizer, byte_tokens, hello_tokenizer, expected_ids
+from coordinator.frontend.response_stream import ChoiceStream, ResponseStream
+from coordinator.generation import PromptLogprobsEvent, Submission, TokensEvent
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    FrontendHarness,
+    await_grpc_error,
+    emit_counting_tokens,
+    finished_event,
+    running_frontend,
+)
+from tests.small_tokenizers import byte_level_tokenizer, byte_tokens, expected_ids, hello_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOP = 7
@@ -50,11 +57,21 @@ def scored_script(generation: FakeGeneration) -> None:
     submission = generation.submission
     sampling = submission.sampling
     if sampling.prompt_logprobs is not None:
-        scores = tuple(expected_score(token, sampling.prompt_logprobs) for token in submission.prompt_token_ids[1:])
+        scores = tuple(
+            expected_score(token, sampling.prompt_logprobs)
+            for token in submission.prompt_token_ids[1:]
+        )
         generation.emit_events(PromptLogprobsEvent(scores))
     for step in range(sampling.max_tokens):
         token = expected_token(submission.choice_index, step)
-        generation.emit_events(TokensEvent((token,), (expected_score(token, sampling.logprobs),) if sampling.logprobs is not None else ()))
+        generation.emit_events(
+            TokensEvent(
+                (token,),
+                (expected_score(token, sampling.logprobs),)
+                if sampling.logprobs is not None
+                else (),
+            )
+        )
     generation.emit_events(finished_event(cached=5))
 
 
@@ -87,7 +104,11 @@ def merge_chunks(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 told["logprobs"] = told["logprobs"] or {name: [] for name in choice["logprobs"]}
                 for name, values in choice["logprobs"].items():
                     told["logprobs"][name] += values
-            if told is not choice and "token_ids" in choice and choice["token_ids"] is not told["token_ids"]:
+            if (
+                told is not choice
+                and "token_ids" in choice
+                and choice["token_ids"] is not told["token_ids"]
+            ):
                 told["token_ids"] = told["token_ids"] + choice["token_ids"]
     return [whole[index] for index in sorted(whole)]
 
@@ -113,9 +134,15 @@ async def test_choices_are_numbered_by_prompt_then_choice(front: FrontendHarness
         "total_tokens": 15,
         "prompt_tokens_details": details,
     }
-    submitted = {(submission.prompt_token_ids, submission.choice_index) for submission in front.backend.submissions}
+    submitted = {
+        (submission.prompt_token_ids, submission.choice_index)
+        for submission in front.backend.submissions
+    }
     assert submitted == {(prompt, number) for prompt in ((1, 2), (3,)) for number in (4, 5, 6)}
-    seeds = {(submission.prompt_token_ids, submission.sampling.seed) for submission in front.backend.submissions}
+    seeds = {
+        (submission.prompt_token_ids, submission.sampling.seed)
+        for submission in front.backend.submissions
+    }
     assert len(seeds) == 2
     assert len({seed for _, seed in seeds}) == 2
     streamed = await stream_completion(front, **fields)
@@ -125,10 +152,15 @@ async def test_choices_are_numbered_by_prompt_then_choice(front: FrontendHarness
 async def test_first_choice_repeats_a_single_choice(front: FrontendHarness) -> None:
     fields = {"prompt": [1, 2], "max_tokens": 2, "seed": 7, "return_token_ids": True}
     together = (await post_completion(front, n=4, **fields))["choices"]
-    alone = [(await post_completion(front, first_choice=number, **fields))["choices"][0] for number in range(4)]
+    alone = [
+        (await post_completion(front, first_choice=number, **fields))["choices"][0]
+        for number in range(4)
+    ]
     assert [choice["token_ids"] for choice in together] == [choice["token_ids"] for choice in alone]
     first, again = front.backend.submissions[:4], front.backend.submissions[4:]
-    assert [(one.choice_index, one.sampling) for one in first] == [(one.choice_index, one.sampling) for one in again]
+    assert [(one.choice_index, one.sampling) for one in first] == [
+        (one.choice_index, one.sampling) for one in again
+    ]
 
 
 async def test_each_choice_has_its_own_stop_string(front: FrontendHarness) -> None:
@@ -145,7 +177,10 @@ async def test_each_choice_has_its_own_stop_string(front: FrontendHarness) -> No
         ("three", "length"),
     ]
     assert answer["usage"]["completion_tokens"] == len("one stop") + len("three")
-    assert merge_chunks(await stream_completion(front, prompt=[1], n=2, stop="stop")) == answer["choices"]
+    assert (
+        merge_chunks(await stream_completion(front, prompt=[1], n=2, stop="stop"))
+        == answer["choices"]
+    )
 
 
 async def test_failure_of_one_choice_fails_the_request(front: FrontendHarness) -> None:
@@ -157,20 +192,26 @@ async def test_failure_of_one_choice_fails_the_request(front: FrontendHarness) -
 
     front.backend.script = script
     for streamed in (False, True):
-        response = await front.http.post("/v1/completions", json={"prompt": [1], "n": 3, "stream": streamed})
+        response = await front.http.post(
+            "/v1/completions", json={"prompt": [1], "n": 3, "stream": streamed}
+        )
         assert response.status_code == (200 if streamed else 503)
         assert '"code":"node_gone"' in response.text
         assert "[DONE]" not in response.text
         for number in range(3):
             generation = await front.backend.generations.get()
             assert generation.cancelled.is_set() == (number != 1)
-    error = await await_grpc_error(front.stub.Generate(pb.GenerateRequest(token_ids={"ids": [1]}, n=3)))
+    error = await await_grpc_error(
+        front.stub.Generate(pb.GenerateRequest(token_ids={"ids": [1]}, n=3))
+    )
     assert dict(error.trailing_metadata())["baton-error-code"] == "node_gone"
 
 
 async def test_client_disconnect_cancels_all_choices(front: FrontendHarness) -> None:
     front.backend.script = lambda generation: generation.emit_events(TokensEvent((1,)))
-    async with front.http.stream("POST", "/v1/completions", json={"prompt": [1], "n": 3, "stream": True}) as response:
+    async with front.http.stream(
+        "POST", "/v1/completions", json={"prompt": [1], "n": 3, "stream": True}
+    ) as response:
         assert response.status_code == 200
     for _ in range(3):
         async with asyncio.timeout(30):
@@ -185,10 +226,15 @@ async def test_logprobs(front: FrontendHarness) -> None:
     assert answer["logprobs"] == {
         "tokens": [first, second],
         "token_logprobs": [-float(token) for token in tokens],
-        "top_logprobs": [{text_of(TOP): -0.25, first: -tokens[0]}, {text_of(TOP): -0.25, second: -tokens[1]}],
+        "top_logprobs": [
+            {text_of(TOP): -0.25, first: -tokens[0]},
+            {text_of(TOP): -0.25, second: -tokens[1]},
+        ],
         "text_offset": [0, len(first)],
     }
-    assert merge_chunks(await stream_completion(front, prompt=[1], max_tokens=2, logprobs=1)) == [answer]
+    assert merge_chunks(await stream_completion(front, prompt=[1], max_tokens=2, logprobs=1)) == [
+        answer
+    ]
     for submission in front.backend.submissions:
         assert (submission.sampling.logprobs, submission.sampling.prompt_logprobs) == (1, None)
 
@@ -196,13 +242,22 @@ async def test_logprobs(front: FrontendHarness) -> None:
 async def test_echo(front: FrontendHarness) -> None:
     prompt = expected_ids("hello world")
     for given in ("hello world", list(prompt)):
-        answer = (await post_completion(front, prompt=given, max_tokens=1, echo=True, n=2, return_token_ids=True))["choices"]
+        answer = (
+            await post_completion(
+                front, prompt=given, max_tokens=1, echo=True, n=2, return_token_ids=True
+            )
+        )["choices"]
         assert [choice["text"] for choice in answer] == [
             "hello world" + text_of(expected_token(number, 0)) for number in (0, 1)
         ]
-        assert [choice["token_ids"] for choice in answer] == [[expected_token(0, 0)], [expected_token(1, 0)]]
+        assert [choice["token_ids"] for choice in answer] == [
+            [expected_token(0, 0)],
+            [expected_token(1, 0)],
+        ]
         assert all(choice["logprobs"] is None for choice in answer)
-        parts = await stream_completion(front, prompt=given, max_tokens=1, echo=True, n=2, return_token_ids=True)
+        parts = await stream_completion(
+            front, prompt=given, max_tokens=1, echo=True, n=2, return_token_ids=True
+        )
         assert merge_chunks(parts) == answer
 
 
@@ -211,7 +266,14 @@ async def test_echo_with_logprobs_as_lm_eval_sends_it(front: FrontendHarness) ->
     texts = ["hello world", "héllo"]
     prompts = [list(expected_ids(text)) for text in texts]
     for most in (0, 1):
-        fields = {"prompt": prompts, "max_tokens": most, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
+        fields = {
+            "prompt": prompts,
+            "max_tokens": most,
+            "echo": True,
+            "logprobs": 1,
+            "temperature": 0,
+            "seed": 1234,
+        }
         answer = await post_completion(front, **fields)
         assert answer["usage"]["completion_tokens"] == 2 * most
         for text, ids, choice in zip(texts, prompts, answer["choices"], strict=True):
@@ -223,7 +285,11 @@ async def test_echo_with_logprobs_as_lm_eval_sends_it(front: FrontendHarness) ->
             assert told["top_logprobs"][0] is None
             assert all(top[text_of(TOP)] == -0.25 for top in told["top_logprobs"][1:])
             assert len(told["tokens"]) == len(told["text_offset"]) == len(ids) + most
-            shown = [place for place, token in enumerate(told["tokens"]) if not token.startswith("bytes:")]
+            shown = [
+                place
+                for place, token in enumerate(told["tokens"])
+                if not token.startswith("bytes:")
+            ]
             for place in shown:
                 assert choice["text"].startswith(told["tokens"][place], told["text_offset"][place])
         assert merge_chunks(await stream_completion(front, **fields)) == answer["choices"]
@@ -243,7 +309,9 @@ async def test_prompt_logprobs_are_computed_once_for_all_choices(front: Frontend
             held.append(generation)
 
     front.backend.script = script
-    answer = (await post_completion(front, prompt="hello world", max_tokens=1, echo=True, logprobs=0, n=2))["choices"]
+    answer = (
+        await post_completion(front, prompt="hello world", max_tokens=1, echo=True, logprobs=0, n=2)
+    )["choices"]
     first, second = (choice["logprobs"]["token_logprobs"] for choice in answer)
     assert first[:-1] == second[:-1]
     assert len(first) == len(expected_ids("hello world")) + 1
@@ -252,7 +320,9 @@ async def test_prompt_logprobs_are_computed_once_for_all_choices(front: Frontend
 
 async def test_missing_prompt_logprobs_are_an_internal_error(front: FrontendHarness) -> None:
     front.backend.script = emit_counting_tokens
-    response = await front.http.post("/v1/completions", json={"prompt": [1, 2], "echo": True, "logprobs": 1})
+    response = await front.http.post(
+        "/v1/completions", json={"prompt": [1, 2], "echo": True, "logprobs": 1}
+    )
     assert response.status_code == 500
 
 
@@ -278,11 +348,18 @@ async def test_grpc_returns_the_same_as_http(front: FrontendHarness) -> None:
         mine = [part for part in parts if part.choice == index]
         prompt = prompts[index // 2]
         assert response.choice == index
-        assert list(response.token_ids) == [expected_token(index % 2, 0), expected_token(index % 2, 1)]
-        assert [one.logprob for one in response.scores] == [-float(token) for token in response.token_ids]
+        assert list(response.token_ids) == [
+            expected_token(index % 2, 0),
+            expected_token(index % 2, 1),
+        ]
+        assert [one.logprob for one in response.scores] == [
+            -float(token) for token in response.token_ids
+        ]
         assert list(response.scores[0].top_ids) == [TOP]
         assert tuple(response.prompt.token_ids) == prompt
-        assert [one.logprob for one in response.prompt.scores] == [-float(token) for token in prompt[1:]]
+        assert [one.logprob for one in response.prompt.scores] == [
+            -float(token) for token in prompt[1:]
+        ]
         assert mine[0].prompt == response.prompt
         assert "".join(part.text for part in mine) == response.text
         assert [token for part in mine for token in part.token_ids] == list(response.token_ids)
@@ -291,8 +368,12 @@ async def test_grpc_returns_the_same_as_http(front: FrontendHarness) -> None:
     assert parts[-1].usage == once.usage
     assert once.usage.completion_tokens == 8
     assert not any(part.HasField("usage") for part in [*parts[:-1], *once.others])
-    over_http = await post_completion(front, prompt=[list(prompt) for prompt in prompts], n=2, max_tokens=2, echo=True, seed=5)
-    assert [choice["text"] for choice in over_http["choices"]] == [one.prompt.text + one.text for one in whole]
+    over_http = await post_completion(
+        front, prompt=[list(prompt) for prompt in prompts], n=2, max_tokens=2, echo=True, seed=5
+    )
+    assert [choice["text"] for choice in over_http["choices"]] == [
+        one.prompt.text + one.text for one in whole
+    ]
 
 
 async def test_prompt_logprobs_are_bounded(front: FrontendHarness) -> None:
@@ -309,14 +390,23 @@ async def test_prompt_logprobs_are_bounded(front: FrontendHarness) -> None:
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
 async def test_long_prompt_logprobs_are_sent_in_parts(front: FrontendHarness, as_ids: bool) -> None:
-    """What names twenty tokens for each of very many takes long to word, and outgrows a gRPC message."""
+    """What names twenty tokens for each of very many takes long to word, and outgrows a gRPC
+    message."""
     texts = ["hello wörld 😀 " * 90, "hello " * 300]
     prompts = [list(expected_ids(text)) for text in texts] if as_ids else texts
-    fields: dict[str, Any] = {"prompt": prompts, "n": 2, "max_tokens": 1, "echo": True, "logprobs": 1}
+    fields: dict[str, Any] = {
+        "prompt": prompts,
+        "n": 2,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
     answer = await post_completion(front, **fields)
     parts = await stream_completion(front, **fields)
     assert merge_chunks(parts) == answer["choices"]
-    told = [part["choices"][0]["logprobs"]["tokens"] for part in parts if part["choices"][0]["logprobs"]]
+    told = [
+        part["choices"][0]["logprobs"]["tokens"] for part in parts if part["choices"][0]["logprobs"]
+    ]
     assert max(map(len, told)) == ECHO_CHUNK_TOKENS
     for choice in answer["choices"]:
         logprobs, text = choice["logprobs"], choice["text"]
@@ -335,18 +425,37 @@ async def test_long_prompt_logprobs_over_grpc(front: FrontendHarness) -> None:
     text = "hello wörld 😀 " * 90
     request = pb.GenerateRequest(text=text, max_tokens=1, echo=True, logprobs=1)
     once = await front.stub.GenerateOnce(request)
-    echoes = [message.prompt async for message in front.stub.Generate(request) if message.HasField("prompt")]
+    echoes = [
+        message.prompt
+        async for message in front.stub.Generate(request)
+        if message.HasField("prompt")
+    ]
     assert once.prompt.text == text == "".join(echo.text for echo in echoes)
-    assert tuple(once.prompt.token_ids) == expected_ids(text) == tuple(token for echo in echoes for token in echo.token_ids)
-    assert len(once.prompt.scores) == len(expected_ids(text)) - 1 == sum(len(echo.scores) for echo in echoes)
+    assert (
+        tuple(once.prompt.token_ids)
+        == expected_ids(text)
+        == tuple(token for echo in echoes for token in echo.token_ids)
+    )
+    assert (
+        len(once.prompt.scores)
+        == len(expected_ids(text)) - 1
+        == sum(len(echo.scores) for echo in echoes)
+    )
     assert max(len(echo.token_ids) for echo in echoes) == ECHO_CHUNK_TOKENS
 
 
-async def test_failure_of_one_choice_cancels_the_others_before_the_client_reads(front: FrontendHarness) -> None:
+async def test_failure_of_one_choice_cancels_the_others_before_the_client_reads(
+    front: FrontendHarness,
+) -> None:
     """The others must not run on until the client has taken the error."""
     front.backend.script = lambda generation: generation.emit_events(TokensEvent((1,)))
-    generations = await front.backend.submit_requests([Submission((1,), SamplingParams(4), 9.0, choice_index=n) for n in range(3)])
-    choices = [ChoiceStream(one, OutputProcessor(n, hello_tokenizer().create_detokenizer()), 0) for n, one in enumerate(generations)]
+    generations = await front.backend.submit_requests(
+        [Submission((1,), SamplingParams(4), 9.0, choice_index=n) for n in range(3)]
+    )
+    choices = [
+        ChoiceStream(one, OutputProcessor(n, hello_tokenizer().create_detokenizer()), 0)
+        for n, one in enumerate(generations)
+    ]
     pieces = ResponseStream("m", 0, hello_tokenizer(), [(1,)], choices).output_chunks()
     generations[1].emit_events(NodeLost("node d0 is gone"))
     with pytest.raises(NodeLost):

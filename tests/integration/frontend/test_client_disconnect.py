@@ -1,4 +1,5 @@
-"""A client that goes away, in every phase of its request, over every kind of call: the work behind it is cancelled."""
+"""A client that goes away, in every phase of its request, over every kind of call: the work behind
+it is cancelled."""
 
 import asyncio
 import contextlib
@@ -17,8 +18,8 @@ from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     FrontendHarness,
     GatedText,
-    finished_event,
     await_grpc_error,
+    finished_event,
     open_raw_post,
     running_frontend,
 )
@@ -37,15 +38,20 @@ class DisconnectPhase(Enum):
 
 @asynccontextmanager
 async def open_call(front: FrontendHarness, kind: str) -> AsyncIterator[Any]:
-    """A request whose client leaves at the end of the block. Yields an awaitable for its first byte or message."""
+    """A request whose client leaves at the end of the block. Yields an awaitable for its first byte
+    or message."""
     if kind.startswith("http"):
-        reader, writer = await open_raw_post(front, {"prompt": "hello", "stream": kind == "http stream"})
+        reader, writer = await open_raw_post(
+            front, {"prompt": "hello", "stream": kind == "http stream"}
+        )
         yield lambda: reader.readuntil(b"data: ")
         writer.close()
         await writer.wait_closed()
         return
     request = pb.GenerateRequest(text="hello")
-    rpc = front.stub.Generate(request) if kind == "grpc stream" else front.stub.GenerateOnce(request)
+    rpc = (
+        front.stub.Generate(request) if kind == "grpc stream" else front.stub.GenerateOnce(request)
+    )
     waiting = asyncio.ensure_future(rpc.read() if kind == "grpc stream" else rpc)
     yield lambda: waiting
     rpc.cancel()
@@ -118,7 +124,10 @@ async def test_grpc_deadline_cancels_the_request() -> None:
     async with running_frontend() as front:
         front.backend.script = generate_nothing
         request = pb.GenerateRequest(token_ids={"ids": [1]})
-        calls = [method(request, timeout=5.0) for method in (front.stub.Generate, front.stub.GenerateOnce)]
+        calls = [
+            method(request, timeout=5.0)
+            for method in (front.stub.Generate, front.stub.GenerateOnce)
+        ]
         for _ in calls:
             generation = await front.backend.generations.get()
             assert 0 < generation.submission.timeout_seconds <= 5.2, "gRPC rounds up on the wire"

@@ -8,13 +8,21 @@ from baton.pb import common_pb2
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason
 from coordinator.generation import TokensEvent
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FakeGeneration, FrontendHarness, finished_event, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import byte_tokens, chat_tokenizer, hello_tokenizer
 
 
 def token_script(*tokens: int, reason: FinishReason = FinishReason.LENGTH) -> Any:
     def script(generation: FakeGeneration) -> None:
-        generation.emit_events(*(TokensEvent((token,)) for token in tokens), finished_event(reason, cached=2))
+        generation.emit_events(
+            *(TokensEvent((token,)) for token in tokens), finished_event(reason, cached=2)
+        )
 
     return script
 
@@ -22,7 +30,9 @@ def token_script(*tokens: int, reason: FinishReason = FinishReason.LENGTH) -> An
 async def stream_chunks(front: FrontendHarness, **fields: object) -> list[dict[str, Any] | str]:
     """The payloads of a stream's events, in order."""
     found: list[dict[str, Any] | str] = []
-    async with front.http.stream("POST", "/v1/completions", json={"stream": True, **fields}) as response:
+    async with front.http.stream(
+        "POST", "/v1/completions", json={"stream": True, **fields}
+    ) as response:
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         async for line in response.aiter_lines():
@@ -35,7 +45,9 @@ async def stream_chunks(front: FrontendHarness, **fields: object) -> list[dict[s
 
 async def test_completion_response() -> None:
     async with running_frontend() as front:
-        response = await front.http.post("/v1/completions", json={"prompt": [7, 8, 9], "max_tokens": 4})
+        response = await front.http.post(
+            "/v1/completions", json={"prompt": [7, 8, 9], "max_tokens": 4}
+        )
         answer = response.json()
         created = answer.pop("created")
         assert isinstance(created, int)
@@ -60,7 +72,10 @@ async def test_completion_stream() -> None:
         front.backend.script = token_script(*ids, reason=FinishReason.STOP)
         *parts, end = await stream_chunks(front, prompt="hello", return_token_ids=True)
         assert end == "[DONE]"
-        assert len({(part["id"], part["created"], part["model"], part["object"]) for part in parts}) == 1
+        assert (
+            len({(part["id"], part["created"], part["model"], part["object"]) for part in parts})
+            == 1
+        )
         choices = [part["choices"][0] for part in parts]
         assert [choice["finish_reason"] for choice in choices] == [None] * len(ids) + ["stop"]
         assert (choices[-1]["text"], choices[-1]["token_ids"]) == ("", [])
@@ -81,7 +96,9 @@ async def test_stream_that_ends_inside_a_utf8_character() -> None:
 
 async def test_usage_of_a_stream_comes_last_and_is_null_before() -> None:
     async with running_frontend() as front:
-        *parts, end = await stream_chunks(front, prompt=[1, 2], max_tokens=2, stream_options={"include_usage": True})
+        *parts, end = await stream_chunks(
+            front, prompt=[1, 2], max_tokens=2, stream_options={"include_usage": True}
+        )
         assert end == "[DONE]"
         assert [part["usage"] for part in parts[:-1]] == [None, None, None]
         assert parts[-1]["choices"] == []
@@ -90,7 +107,14 @@ async def test_usage_of_a_stream_comes_last_and_is_null_before() -> None:
 
 
 async def test_http_and_grpc_submit_and_answer_the_same() -> None:
-    sampling = {"max_tokens": 5, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": -3, "min_tokens": 2}
+    sampling = {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "seed": -3,
+        "min_tokens": 2,
+    }
     sampling |= {"ignore_eos": True, "stop_token_ids": [5, 6]}
     async with running_frontend(text=hello_tokenizer()) as front:
         ids = await hello_tokenizer().encode("hello")
@@ -99,13 +123,25 @@ async def test_http_and_grpc_submit_and_answer_the_same() -> None:
             "/v1/completions", json={"prompt": "hello hello", "return_token_ids": True, **sampling}
         )
         once = await front.stub.GenerateOnce(pb.GenerateRequest(text="hello hello", **sampling))
-        stream = [part async for part in front.stub.Generate(pb.GenerateRequest(text="hello hello", **sampling))]
+        stream = [
+            part
+            async for part in front.stub.Generate(
+                pb.GenerateRequest(text="hello hello", **sampling)
+            )
+        ]
 
         first, *others = front.backend.submissions
         assert first.sampling.seed == -3
-        assert all((other.prompt_token_ids, other.sampling) == (first.prompt_token_ids, first.sampling) for other in others)
+        assert all(
+            (other.prompt_token_ids, other.sampling) == (first.prompt_token_ids, first.sampling)
+            for other in others
+        )
         choice = over_http.json()["choices"][0]
-        assert (choice["text"], choice["token_ids"]) == (once.text, list(once.token_ids)) == ("hello", list(ids))
+        assert (
+            (choice["text"], choice["token_ids"])
+            == (once.text, list(once.token_ids))
+            == ("hello", list(ids))
+        )
         assert "".join(part.text for part in stream) == "hello"
         assert [token for part in stream for token in part.token_ids] == list(ids)
         assert stream[-1].finish_reason == once.finish_reason == common_pb2.FINISH_REASON_STOP
@@ -118,7 +154,9 @@ async def test_http_and_grpc_submit_and_answer_the_same() -> None:
 async def test_default_sampling_parameters() -> None:
     async with running_frontend() as front:
         for _ in range(2):
-            await front.http.post("/v1/completions", json={"prompt": [1] * (MODEL_BOUNDS.max_context - 5)})
+            await front.http.post(
+                "/v1/completions", json={"prompt": [1] * (MODEL_BOUNDS.max_context - 5)}
+            )
         once = await front.stub.GenerateOnce(pb.GenerateRequest(token_ids={"ids": [1]}))
         short, again, other = (submission.sampling for submission in front.backend.submissions)
         assert short.max_tokens == 5  # what the context leaves of 16
@@ -136,11 +174,24 @@ async def test_generation_config_defaults() -> None:
         await front.http.post("/v1/completions", json={"prompt": [1]})
         await front.http.post("/v1/chat/completions", json={"messages": talk})
         await front.stub.GenerateOnce(pb.GenerateRequest(chat={"messages": talk}))
-        said = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 3}
+        said = {
+            "temperature": 0,
+            "top_k": 0,
+            "top_p": 1,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "max_tokens": 3,
+        }
         await front.http.post("/v1/chat/completions", json={"messages": talk, **said})
-        plain, chat, over_grpc, told = (submission.sampling for submission in front.backend.submissions)
+        plain, chat, over_grpc, told = (
+            submission.sampling for submission in front.backend.submissions
+        )
         for sampling in (plain, chat, over_grpc):
-            assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, MODEL_BOUNDS.vocab_size, 0.95)
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == (
+                0.6,
+                MODEL_BOUNDS.vocab_size,
+                0.95,
+            )
             assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
         assert (plain.max_tokens, chat.max_tokens, over_grpc.max_tokens) == (16, 7, 7)
         assert {field: getattr(told, field) for field in said} == said
@@ -148,12 +199,18 @@ async def test_generation_config_defaults() -> None:
 
 async def test_request_ids() -> None:
     async with running_frontend() as front:
-        response = await front.http.post("/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "order 66"})
+        response = await front.http.post(
+            "/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "order 66"}
+        )
         assert response.headers["x-request-id"] == "order 66"
         assert len(response.headers["x-baton-request-id"]) == 32
-        refused = await front.http.post("/v1/completions", json={}, headers={"x-request-id": "order 67"})
+        refused = await front.http.post(
+            "/v1/completions", json={}, headers={"x-request-id": "order 67"}
+        )
         assert refused.headers["x-request-id"] == "order 67"
-        bad = await front.http.post("/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "x" * 129})
+        bad = await front.http.post(
+            "/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "x" * 129}
+        )
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-id")
         call = front.stub.GenerateOnce(
             pb.GenerateRequest(token_ids={"ids": [1]}), metadata=(("x-request-id", "order 68"),)
@@ -168,8 +225,19 @@ async def test_models() -> None:
     async with running_frontend() as front:
         models = (await front.http.get("/v1/models")).json()
         assert models["object"] == "list"
-        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("demo", MODEL_BOUNDS.max_context)]
+        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [
+            ("demo", MODEL_BOUNDS.max_context)
+        ]
         listed = await front.stub.ListModels(pb.ListModelsRequest())
-        assert [(model.id, model.max_model_len) for model in listed.models] == [("demo", MODEL_BOUNDS.max_context)]
-        for told in (models["data"][0], {field.name: value for field, value in listed.models[0].ListFields()}):
-            assert (told["model_digest"], told["dtype"], told["quantization"]) == ("ab12", "float32", "none")
+        assert [(model.id, model.max_model_len) for model in listed.models] == [
+            ("demo", MODEL_BOUNDS.max_context)
+        ]
+        for told in (
+            models["data"][0],
+            {field.name: value for field, value in listed.models[0].ListFields()},
+        ):
+            assert (told["model_digest"], told["dtype"], told["quantization"]) == (
+                "ab12",
+                "float32",
+                "none",
+            )

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 from baton.types import SamplingParams
-from coordinator.frontend.response_stream import ResponseStream, ChoiceStream
-from coordinator.generation import TokensEvent, Submission
 from coordinator.frontend.http.responses.usage import partial_usage
 from coordinator.frontend.output import OutputProcessor
-from tests.integration.frontend.frontend_harness import FakeGeneration, finished_event, running_frontend
+from coordinator.frontend.response_stream import ChoiceStream, ResponseStream
+from coordinator.generation import Submission, TokensEvent
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import byte_tokens, chat_tokenizer, hello_tokenizer
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,7 +25,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def generate_tokens(generation: FakeGeneration) -> None:
-    generation.emit_events(*(TokensEvent(tuple(byte_tokens(text))) for text in (b"a", b"bc", b"d")), finished_event(cached=1))
+    generation.emit_events(
+        *(TokensEvent(tuple(byte_tokens(text))) for text in (b"a", b"bc", b"d")),
+        finished_event(cached=1),
+    )
 
 
 async def streamed(route: str, fields: dict[str, Any]) -> list[Any]:
@@ -45,9 +52,15 @@ async def test_every_event_has_the_usage_so_far(route: str, final: bool) -> None
     assert told == [*role, 1, 3, 4, 4, *([4] if final else [])]
     for chunk in chunks:
         usage = chunk["usage"]
-        assert (usage["prompt_tokens"], usage["total_tokens"]) == (prompt, prompt + usage["completion_tokens"])
+        assert (usage["prompt_tokens"], usage["total_tokens"]) == (
+            prompt,
+            prompt + usage["completion_tokens"],
+        )
     if final:
-        assert (chunks[-1]["choices"], chunks[-1]["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 1})
+        assert (chunks[-1]["choices"], chunks[-1]["usage"]["prompt_tokens_details"]) == (
+            [],
+            {"cached_tokens": 1},
+        )
 
 
 @pytest.mark.parametrize("route", list(BODIES))
@@ -60,7 +73,10 @@ async def test_usage_counts_all_choices(route: str) -> None:
 
 @pytest.mark.parametrize("route", list(BODIES))
 async def test_continuous_usage_is_off_by_default(route: str) -> None:
-    for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": False}):
+    for options in (
+        {"include_usage": True},
+        {"include_usage": True, "continuous_usage_stats": False},
+    ):
         *events, end = await streamed(route, {"stream_options": options})
         assert {json.dumps(event["usage"]) for event in events} == {"null"}
         assert end["usage"]["completion_tokens"] == 4
@@ -77,17 +93,25 @@ class CountingList(list[Any]):
 
 
 @pytest.mark.parametrize("stop", [(), ("never said",)])
-async def test_usage_cost_per_event_does_not_grow_with_prompts_and_choices(stop: tuple[str, ...]) -> None:
+async def test_usage_cost_per_event_does_not_grow_with_prompts_and_choices(
+    stop: tuple[str, ...],
+) -> None:
     """They are gone through at the start and at the end, however many events there are."""
     passes = set()
     for steps in (1, 20):
-        generations = [FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice_index=n)) for n in range(2)]
+        generations = [
+            FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice_index=n))
+            for n in range(2)
+        ]
         for generation in generations:
             generation.emit_events(*[TokensEvent((65, 66))] * steps, finished_event())
         text = hello_tokenizer()
         prompts = CountingList([(1, 2, 3)] * 2)
         choices = CountingList(
-            [ChoiceStream(one, OutputProcessor(n, text.create_detokenizer(), stop=stop), n) for n, one in enumerate(generations)]
+            [
+                ChoiceStream(one, OutputProcessor(n, text.create_detokenizer(), stop=stop), n)
+                for n, one in enumerate(generations)
+            ]
         )
         answer = ResponseStream("m", 0, text, prompts, choices)
         used = [partial_usage(answer) async for _ in answer.output_chunks()]

@@ -1,4 +1,5 @@
-"""The coordinator as a process of its own: where it listens, what it refuses to start with, how it ends."""
+"""The coordinator as a process of its own: where it listens, what it refuses to start with, how it
+ends."""
 
 import asyncio
 import json
@@ -19,12 +20,23 @@ from msgspec import structs
 
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from coordinator.text import tokenizer_loader as tokenizer
 from coordinator.assemble import Coordinator
+from coordinator.text import tokenizer_loader as tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_PORTS = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
-ANY_PORT = ("--port", "0", "--grpc-port", "0", "--admin-port", "0", "--cluster-port", "0", "--engine", "paced")
+ANY_PORT = (
+    "--port",
+    "0",
+    "--grpc-port",
+    "0",
+    "--admin-port",
+    "0",
+    "--cluster-port",
+    "0",
+    "--engine",
+    "paced",
+)
 
 
 async def start_coordinator(*flags: str) -> asyncio.subprocess.Process:
@@ -39,7 +51,9 @@ async def start_coordinator(*flags: str) -> asyncio.subprocess.Process:
 
 
 @asynccontextmanager
-async def running_process(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+async def running_process(
+    folder: Path, *flags: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     process = await start_coordinator("--state-dir", str(folder), *flags)
     try:
         async with asyncio.timeout(60):
@@ -56,15 +70,22 @@ async def running_process(folder: Path, *flags: str) -> AsyncIterator[tuple[asyn
 async def test_coordinator_starts_without_nodes(tmp_path: Path) -> None:
     async with running_process(tmp_path) as (process, where):
         assert where["pid"] == process.pid
-        async with httpx.AsyncClient(timeout=30) as http, grpc.aio.insecure_channel(where["grpc"]) as channel:
+        async with (
+            httpx.AsyncClient(timeout=30) as http,
+            grpc.aio.insecure_channel(where["grpc"]) as channel,
+        ):
             health = health_pb2_grpc.HealthStub(channel)
             served = await http.post(f"http://{where['http']}/v1/completions", json={"prompt": [1]})
             assert (served.status_code, served.headers["retry-after"]) == (503, "1")
             assert (await http.get(f"http://{where['http']}/health")).status_code == 503
             assert (await http.get(f"http://{where['admin']}/livez")).status_code == 200
             assert (await http.get(f"http://{where['admin']}/readyz")).status_code == 503
-            assert (await http.get(f"http://{where['admin']}/admin/status")).json()["ready"] is False
-            assert "baton_rejected_total" in (await http.get(f"http://{where['admin']}/metrics")).text
+            assert (await http.get(f"http://{where['admin']}/admin/status")).json()[
+                "ready"
+            ] is False
+            assert (
+                "baton_rejected_total" in (await http.get(f"http://{where['admin']}/metrics")).text
+            )
             state = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
             assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
         process.send_signal(signal.SIGTERM)
@@ -75,10 +96,15 @@ async def test_coordinator_starts_without_nodes(tmp_path: Path) -> None:
 
 async def test_unknown_fields_are_counted_in_metrics(tmp_path: Path) -> None:
     flags = ("--unknown-fields", "ignore", "--metrics-on-http")
-    async with running_process(tmp_path, *flags) as (_, where), httpx.AsyncClient(timeout=30) as http:
+    async with (
+        running_process(tmp_path, *flags) as (_, where),
+        httpx.AsyncClient(timeout=30) as http,
+    ):
         base = f"http://{where['http']}"
         body = {"prompt": [1], "colour": "red"}
-        assert (await http.post(f"{base}/v1/completions", json=body)).status_code == 503  # no node has joined
+        assert (
+            await http.post(f"{base}/v1/completions", json=body)
+        ).status_code == 503  # no node has joined
         for page in (f"{base}/metrics", f"http://{where['admin']}/metrics"):
             assert "\nbaton_ignored_fields_total 1.0\n" in (await http.get(page)).text
         refusing = await http.post(f"{base}/v1/completions", json=body | {"top_k": "x"})
@@ -94,8 +120,12 @@ async def startup_error(*flags: str) -> str:
 
 
 async def test_invalid_settings_prevent_startup() -> None:
-    exposed, bad = await asyncio.gather(startup_error("--host", "0.0.0.0"), startup_error("--set", "max_queue=0"))
-    assert exposed.startswith("error: --host 0.0.0.0 can be reached from other hosts and --api-key is not set")
+    exposed, bad = await asyncio.gather(
+        startup_error("--host", "0.0.0.0"), startup_error("--set", "max_queue=0")
+    )
+    assert exposed.startswith(
+        "error: --host 0.0.0.0 can be reached from other hosts and --api-key is not set"
+    )
     assert bad.startswith("error: max_queue is '0'")
 
 
@@ -109,7 +139,9 @@ async def test_a_port_in_use_is_named(field: str) -> None:
     assert f"--{field.replace('_', '-')}" in str(caught.value)
 
 
-async def test_a_tokenizer_that_cannot_be_used_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_cannot_be_used_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def load(model: str, engine: str, workers: object) -> None:
         raise ConfigError("the tokenizer of x cannot be loaded")
 

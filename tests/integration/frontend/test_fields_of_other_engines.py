@@ -1,5 +1,5 @@
-"""Fields of vLLM, SGLang and TensorRT-LLM: each is served, or accepted where it asks for nothing and else refused by
-name."""
+"""Fields of vLLM, SGLang and TensorRT-LLM: each is served, or accepted where it asks for nothing
+and else refused by name."""
 
 import json
 from collections.abc import AsyncIterator
@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from coordinator.frontend.http.schema.chat_request import ChatRequest, ChatMessageParam
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.schema.body_decoder import RequestBody
+from coordinator.frontend.http.schema.chat_request import ChatMessageParam, ChatRequest
 from coordinator.frontend.http.schema.common_fields import StreamOptions
+from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
 from coordinator.frontend.http.schema.unsupported_fields import with_unsupported_fields
-from tests.integration.frontend.frontend_harness import FrontendHarness, finished_event, running_frontend
-from tests.small_tokenizers import chat_tokenizer
+from tests.integration.frontend.frontend_harness import (
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
 from tests.integration.frontend.test_openai_fields import GOOD_BODIES, sampled_requests
+from tests.small_tokenizers import chat_tokenizer
 
-ENGINES = json.loads((Path(__file__).resolve().parents[1] / "data" / "engine_fields.json").read_text())
+ENGINES = json.loads(
+    (Path(__file__).resolve().parents[1] / "data" / "engine_fields.json").read_text()
+)
 BODIES: dict[str, tuple[str, type[RequestBody], dict[str, Any]]] = {
     "completions": ("/v1/completions", CompletionRequest, GOOD_BODIES["completions"]),
     "chat": ("/v1/chat/completions", ChatRequest, GOOD_BODIES["chat"]),
@@ -76,7 +82,9 @@ async def test_extra_fields_of_a_message(front: FrontendHarness) -> None:
     for name, accepted in ChatMessageParam.no_ops.items():
         for value in (None, *accepted):
             message = {"role": "user", "content": "hello", name: value}
-            assert (await front.http.post("/v1/chat/completions", json={"messages": [message]})).status_code == 200
+            assert (
+                await front.http.post("/v1/chat/completions", json={"messages": [message]})
+            ).status_code == 200
         message = {"role": "user", "content": "hello", name: UNSUPPORTED_VALUE}
         response = await front.http.post("/v1/chat/completions", json={"messages": [message]})
         assert (response.status_code, f"messages[0].{name} " in response.text) == (400, True)
@@ -85,9 +93,13 @@ async def test_extra_fields_of_a_message(front: FrontendHarness) -> None:
 @pytest.mark.parametrize(("given", "used"), [(-1, 0), (0, 0), (5, 5)])
 async def test_top_k_is_off_at_minus_one(front: FrontendHarness, given: int, used: int) -> None:
     front.backend.submissions.clear()
-    response = await front.http.post("/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": given})
+    response = await front.http.post(
+        "/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": given}
+    )
     assert (response.status_code, front.backend.submissions[0].sampling.top_k) == (200, used)
-    refused = await front.http.post("/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": -2})
+    refused = await front.http.post(
+        "/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": -2}
+    )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_k")
 
 
@@ -100,23 +112,33 @@ async def test_message_without_text_is_an_empty_one(front: FrontendHarness) -> N
         assert (await front.http.post("/v1/chat/completions", json=body)).status_code == 200
         prompts.append(front.backend.submissions[0].prompt_token_ids)
     assert prompts[0] == prompts[1]
-    silent = await front.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": None}]})
+    silent = await front.http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": None}]}
+    )
     assert (silent.status_code, "messages[0].content is missing" in silent.text) == (400, True)
 
 
 async def test_tools_that_may_not_be_called_are_accepted(front: FrontendHarness) -> None:
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-    taken = await front.http.post("/v1/chat/completions", json=GOOD_BODIES["chat"] | tools | {"tool_choice": "none"})
+    taken = await front.http.post(
+        "/v1/chat/completions", json=GOOD_BODIES["chat"] | tools | {"tool_choice": "none"}
+    )
     assert taken.status_code == 200
     for choice in ({}, {"tool_choice": None}, {"tool_choice": "auto"}):
-        refused = await front.http.post("/v1/chat/completions", json=GOOD_BODIES["chat"] | tools | choice)
+        refused = await front.http.post(
+            "/v1/chat/completions", json=GOOD_BODIES["chat"] | tools | choice
+        )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("name", ["request_id", "rid"])
 async def test_request_id_in_the_body_is_checked(front: FrontendHarness, name: str) -> None:
     for good in ("req-1", None):
-        assert (await front.http.post("/v1/completions", json=GOOD_BODIES["completions"] | {name: good})).status_code == 200
+        assert (
+            await front.http.post("/v1/completions", json=GOOD_BODIES["completions"] | {name: good})
+        ).status_code == 200
     for bad in ("", "x" * 129, "\n", 5):
-        refused = await front.http.post("/v1/completions", json=GOOD_BODIES["completions"] | {name: bad})
+        refused = await front.http.post(
+            "/v1/completions", json=GOOD_BODIES["completions"] | {name: bad}
+        )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)

@@ -23,8 +23,15 @@ def request_body(tokens: int, *, stream: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(120)
-async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(tmp_path: Path) -> None:
-    settings = {"engine": "paced", "paced_step_ms": 20.0, "drain_timeout": 4.0, "max_model_len": 1024}
+async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "engine": "paced",
+        "paced_step_ms": 20.0,
+        "drain_timeout": 4.0,
+        "max_model_len": 1024,
+    }
     async with Cluster(tmp_path, prefill=1, decode=1, **settings) as cluster:
         await cluster.arm_failpoints("decode", "decode.step.before=delay(0.5)")  # until all run
         url = f"{cluster.http}/v1/completions"
@@ -35,7 +42,9 @@ async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
             http.stream("POST", url, json=request_body(20)) as short,
         ):
             unary = asyncio.create_task(http.post(url, json=request_body(900, stream=False)))
-            call = GenerationStub(channel).Generate(pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=900))
+            call = GenerationStub(channel).Generate(
+                pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=900)
+            )
             await cluster.wait_status(lambda status: status.running == 4)
             await cluster.arm_failpoints("decode", "")
             cluster.terminate(COORDINATOR)

@@ -1,4 +1,5 @@
-"""What only gRPC has: its own words for conversations and tokens, bytes that are no message, and reflection."""
+"""What only gRPC has: its own words for conversations and tokens, bytes that are no message, and
+reflection."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +14,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.network.health_service import MAX_STREAMS_PER_CONNECTION
 from baton.pb import generation_pb2 as pb
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FrontendHarness, finished_event, await_grpc_error, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FrontendHarness,
+    await_grpc_error,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import chat_tokenizer, expected_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,9 +37,14 @@ async def front() -> AsyncIterator[FrontendHarness]:
 async def test_chat_messages_over_grpc(front: FrontendHarness) -> None:
     front.backend.script = lambda generation: generation.emit_events(finished_event())
     await front.stub.GenerateOnce(pb.GenerateRequest(chat=CHAT_MESSAGES))
-    await front.stub.GenerateOnce(pb.GenerateRequest(chat=CHAT_MESSAGES | {"add_generation_prompt": False}, max_tokens=3))
+    await front.stub.GenerateOnce(
+        pb.GenerateRequest(chat=CHAT_MESSAGES | {"add_generation_prompt": False}, max_tokens=3)
+    )
     first, second = front.backend.submissions
-    assert (first.prompt_token_ids, second.prompt_token_ids) == (expected_ids(f"{RENDERED}<assistant>"), expected_ids(RENDERED))
+    assert (first.prompt_token_ids, second.prompt_token_ids) == (
+        expected_ids(f"{RENDERED}<assistant>"),
+        expected_ids(RENDERED),
+    )
     assert first.sampling.max_tokens == MODEL_BOUNDS.max_context - len(first.prompt_token_ids)
     assert second.sampling.max_tokens == 3
 
@@ -56,32 +68,75 @@ BAD: list[tuple[str, Any, str, str]] = [
         "messages",
         "messages[0].role is 'king'",
     ),
-    ("GenerateOnce", pb.GenerateRequest(chat={"messages": [{"role": "tool"}]}), "messages", "no tools here"),
-    ("GenerateOnce", pb.GenerateRequest(prompts={}), "prompt", "a list of 0 prompts: it must be 1 to 128"),
-    ("GenerateOnce", pb.GenerateRequest(prompts={"prompts": [{"text": "x"}, {}]}), "prompt", "prompt[1] is missing"),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(chat={"messages": [{"role": "tool"}]}),
+        "messages",
+        "no tools here",
+    ),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(prompts={}),
+        "prompt",
+        "a list of 0 prompts: it must be 1 to 128",
+    ),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(prompts={"prompts": [{"text": "x"}, {}]}),
+        "prompt",
+        "prompt[1] is missing",
+    ),
     ("GenerateOnce", pb.GenerateRequest(text="x", n=0), "n", "n is 0: it must be 1 to 16"),
     ("GenerateOnce", pb.GenerateRequest(text="x", n=17), "n", "n is 17"),
     ("GenerateOnce", pb.GenerateRequest(text="x", stop=[""]), "stop", "0 characters"),
     ("GenerateOnce", pb.GenerateRequest(text="x", logprobs=21), "logprobs", "logprobs is 21"),
-    ("GenerateOnce", pb.GenerateRequest(text="x", presence_penalty=float("nan")), "presence_penalty", "is nan"),
-    ("GenerateOnce", pb.GenerateRequest(text="x", logit_bias={5: 200.0}), "logit_bias", "logit_bias is 200.0"),
-    ("GenerateOnce", pb.GenerateRequest(text="x", logit_bias={5000: 1.0}), "logit_bias", "logit_bias has 5000"),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(text="x", presence_penalty=float("nan")),
+        "presence_penalty",
+        "is nan",
+    ),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(text="x", logit_bias={5: 200.0}),
+        "logit_bias",
+        "logit_bias is 200.0",
+    ),
+    (
+        "GenerateOnce",
+        pb.GenerateRequest(text="x", logit_bias={5000: 1.0}),
+        "logit_bias",
+        "logit_bias has 5000",
+    ),
     ("Tokenize", pb.TokenizeRequest(), "prompt", "give prompt or messages"),
-    ("Detokenize", pb.DetokenizeRequest(token_ids=[MODEL_BOUNDS.vocab_size]), "tokens", "tokens has 1000"),
+    (
+        "Detokenize",
+        pb.DetokenizeRequest(token_ids=[MODEL_BOUNDS.vocab_size]),
+        "tokens",
+        "tokens has 1000",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("method", "request_", "param", "told"), BAD, ids=lambda value: str(value)[:40])
-async def test_bad_grpc_requests_are_refused(front: FrontendHarness, method: str, request_: Any, param: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "request_", "param", "told"), BAD, ids=lambda value: str(value)[:40]
+)
+async def test_bad_grpc_requests_are_refused(
+    front: FrontendHarness, method: str, request_: Any, param: str, told: str
+) -> None:
     error = await await_grpc_error(getattr(front.stub, method)(request_))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert dict(error.trailing_metadata())["baton-error-param"] == param
     assert told in error.details()
 
 
-@pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"])
+@pytest.mark.parametrize(
+    "method", ["Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"]
+)
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x12\xff", b"\x0a\x02\xff\xfe"])
-async def test_malformed_protobuf_is_refused(front: FrontendHarness, method: str, data: bytes) -> None:
+async def test_malformed_protobuf_is_refused(
+    front: FrontendHarness, method: str, data: bytes
+) -> None:
     if method == "ListModels":
         data = b"\xff\xff\xff"  # it has no fields that could be wrong
     make = front.channel.unary_stream if method == "Generate" else front.channel.unary_unary
@@ -92,7 +147,9 @@ async def test_malformed_protobuf_is_refused(front: FrontendHarness, method: str
 
 async def test_unknown_field_in_a_nested_message_is_refused(front: FrontendHarness) -> None:
     chat = pb.Conversation(
-        messages=[pb.Message.FromString(pb.Message(role="user").SerializeToString() + b"\x98\x06\x05")]
+        messages=[
+            pb.Message.FromString(pb.Message(role="user").SerializeToString() + b"\x98\x06\x05")
+        ]
     )
     error = await await_grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
     assert "field number 99 is not a field of Message" in (error.details() or "")
@@ -122,7 +179,9 @@ async def test_reflection(front: FrontendHarness) -> None:
     methods = [method.name for method in services["Generation"].method]
     assert methods == ["Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"]
     messages = {message.name: message for file in files for message in file.message_type}
-    assert {"text", "chat", "logprobs"} <= {field.name for field in messages["GenerateRequest"].field}
+    assert {"text", "chat", "logprobs"} <= {
+        field.name for field in messages["GenerateRequest"].field
+    }
 
 
 async def test_unauthenticated_streams_are_bounded(front: FrontendHarness) -> None:

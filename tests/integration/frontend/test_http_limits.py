@@ -10,16 +10,16 @@ import pytest
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
-from coordinator.generation import TokensEvent
-from coordinator.frontend.http.server import bounded_protocol as protocol
 from coordinator.frontend.http import generation_routes as routes
+from coordinator.frontend.http.server import bounded_protocol as protocol
+from coordinator.generation import TokensEvent
 from tests.integration.frontend.frontend_harness import (
     BUFFERED_EVENTS,
     COMPLETIONS_HEAD,
     FakeGeneration,
     FrontendHarness,
-    finished_event,
     await_grpc_error,
+    finished_event,
     open_raw_post,
     running_frontend,
 )
@@ -53,7 +53,10 @@ async def test_too_large_chunked_body_is_refused_while_it_is_read() -> None:
     async with running_frontend() as front:
         head = COMPLETIONS_HEAD + b"transfer-encoding: chunked\r\n\r\n"
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
-        assert error_of(await exchange_bytes(front, head, *[chunk] * 4, b"1\r\n \r\n")) == (b"413", "request_too_large")
+        assert error_of(await exchange_bytes(front, head, *[chunk] * 4, b"1\r\n \r\n")) == (
+            b"413",
+            "request_too_large",
+        )
         assert front.refused_codes == ["request_too_large"]
 
 
@@ -84,7 +87,11 @@ async def test_request_head_is_bounded(ended: bool) -> None:
     async with running_frontend() as front:
         start = b"GET /health HTTP/1.1\r\nhost: x\r\nx-filler: "
         fillers = [b"y" * (40 << 10)] * 8
-        response = await exchange_bytes(front, start, *fillers) if not ended else await exchange_bytes(front, start, *fillers, b"\r\n\r\n")
+        response = (
+            await exchange_bytes(front, start, *fillers)
+            if not ended
+            else await exchange_bytes(front, start, *fillers, b"\r\n\r\n")
+        )
         assert error_of(response) == (b"400", "invalid_request")
 
 
@@ -112,9 +119,13 @@ def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """As the event loop hands over what it has read: up to 256 KiB."""
     fed: list[int] = []
     bounded = protocol.BoundedHttpProtocol.__new__(protocol.BoundedHttpProtocol)
-    monkeypatch.setattr(protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data)))
+    monkeypatch.setattr(
+        protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data))
+    )
     refused: list[str] = []
-    monkeypatch.setattr(protocol.BoundedHttpProtocol, "send_400_response", lambda _, reason: refused.append(reason))
+    monkeypatch.setattr(
+        protocol.BoundedHttpProtocol, "send_400_response", lambda _, reason: refused.append(reason)
+    )
     bounded.transport = Mock(is_closing=lambda: False)
     bounded._in_head, bounded._head_bytes = True, 0
     bounded.data_received(b"y" * (256 << 10))
@@ -122,7 +133,9 @@ def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert len(refused) == 1
 
 
-@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"]
+)
 async def test_non_http_bytes_get_a_json_error(garbage: bytes) -> None:
     async with running_frontend() as front:
         assert error_of(await exchange_bytes(front, garbage)) == (b"400", "invalid_request")
@@ -140,7 +153,8 @@ async def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
-    """Its backlog stays in the generation's bounded buffer, not in ours; what it had coming still comes first."""
+    """Its backlog stays in the generation's bounded buffer, not in ours; what it had coming still
+    comes first."""
     async with running_frontend() as front:
         front.backend.script = lambda generation: None
         reader, writer = await open_raw_post(
@@ -149,7 +163,9 @@ async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
         writer.transport.pause_reading()
         generation = await front.backend.generations.get()
         given = await fill_buffer(generation)
-        assert given < 20_000  # steps of about 250 bytes: kernel buffers, one transport buffer, one bounded queue
+        assert (
+            given < 20_000
+        )  # steps of about 250 bytes: kernel buffers, one transport buffer, one bounded queue
         writer.transport.resume_reading()
         async with asyncio.timeout(30):
             received = await reader.read()
@@ -208,7 +224,10 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         for wanted in (2, 3):
             body = b'{"prompt": [1], "return_token_ids": true, "max_tokens": %d}' % wanted
             writer.write(COMPLETIONS_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        first, second = await reader.readuntil(b'"token_ids":[2]'), await reader.readuntil(b'"token_ids":[3]')
+        first, second = (
+            await reader.readuntil(b'"token_ids":[2]'),
+            await reader.readuntil(b'"token_ids":[3]'),
+        )
         assert (first.count(b"200 OK"), second.count(b"200 OK")) == (1, 1)
         writer.close()
 
@@ -232,7 +251,9 @@ async def test_a_slow_grpc_reader_is_cut_off_with_an_error() -> None:
         assert len(tokens) >= BUFFERED_EVENTS
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+)
 async def test_text_requests_are_unavailable_while_the_tokenizer_loads(path: str) -> None:
     bodies: dict[str, object] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -243,11 +264,15 @@ async def test_text_requests_are_unavailable_while_the_tokenizer_loads(path: str
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert "tokenizer" in answer.json()["error"]["message"]
         assert answer.headers["retry-after"] == "1"
-        error = await await_grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(text="a"), timeout=60))
+        error = await await_grpc_error(
+            front.stub.GenerateOnce(pb.GenerateRequest(text="a"), timeout=60)
+        )
         assert dict(error.trailing_metadata())["baton-error-code"] == "unavailable"
 
 
-async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
 
     @contextlib.asynccontextmanager

@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from baton.errors import ShuttingDown, NodeLost
+from baton.errors import NodeLost, ShuttingDown
 from baton.types import FinishReason, TokenLogprobs
 from coordinator.generation import TokensEvent
-from tests.integration.frontend.frontend_harness import FakeGeneration, FrontendHarness, finished_event, overloaded_error, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    overloaded_error,
+    running_frontend,
+)
 from tests.small_tokenizers import byte_tokens, chat_tokenizer, expected_ids
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = "sesame"
 OUTPUT_TEXT = "héllo 😀"
-CHAT_MESSAGES = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+CHAT_MESSAGES = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": "hello"},
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -48,12 +57,18 @@ def text_script(generation: FakeGeneration) -> None:
     """One token for each byte, so that characters come in parts."""
     wanted = generation.submission.sampling.logprobs
     for token in byte_tokens(OUTPUT_TEXT.encode()):
-        generation.emit_events(TokensEvent((token,), (TokenLogprobs(-0.5, ((token, -0.5),)),) if wanted is not None else ()))
+        generation.emit_events(
+            TokensEvent(
+                (token,), (TokenLogprobs(-0.5, ((token, -0.5),)),) if wanted is not None else ()
+            )
+        )
     generation.emit_events(finished_event(FinishReason.STOP))
 
 
 async def test_openai_client_completions(user: Any) -> None:
-    whole = await user.completions.create(model="demo", prompt="hello", max_tokens=8, temperature=0, user="me")
+    whole = await user.completions.create(
+        model="demo", prompt="hello", max_tokens=8, temperature=0, user="me"
+    )
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (OUTPUT_TEXT, "stop")
     assert whole.usage.completion_tokens == len(OUTPUT_TEXT.encode())
     stream = await user.completions.create(
@@ -67,16 +82,28 @@ async def test_openai_client_completions(user: Any) -> None:
 
 async def test_openai_client_chat(user: Any, front: FrontendHarness) -> None:
     whole = await user.chat.completions.create(
-        model="demo", messages=CHAT_MESSAGES, max_completion_tokens=64, logprobs=True, top_logprobs=1, n=2, metadata={"a": "b"}
+        model="demo",
+        messages=CHAT_MESSAGES,
+        max_completion_tokens=64,
+        logprobs=True,
+        top_logprobs=1,
+        n=2,
+        metadata={"a": "b"},
     )
     assert [choice.message.content for choice in whole.choices] == [OUTPUT_TEXT] * 2
     assert (whole.choices[0].message.role, whole.choices[0].finish_reason) == ("assistant", "stop")
     scores = whole.choices[1].logprobs.content
     assert bytes(byte for score in scores for byte in score.bytes).decode() == OUTPUT_TEXT
     assert scores[0].top_logprobs[0].logprob == -0.5
-    assert front.backend.submissions[0].prompt_token_ids == expected_ids("<developer>Be brief.<user>hello<assistant>")
+    assert front.backend.submissions[0].prompt_token_ids == expected_ids(
+        "<developer>Be brief.<user>hello<assistant>"
+    )
     stream = await user.chat.completions.create(
-        model="demo", messages=CHAT_MESSAGES, stream=True, stream_options={"include_usage": True}, max_tokens=64
+        model="demo",
+        messages=CHAT_MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=64,
     )
     parts = [part async for part in stream]
     choices = [part.choices[0] for part in parts if part.choices]
@@ -87,7 +114,9 @@ async def test_openai_client_chat(user: Any, front: FrontendHarness) -> None:
 
 
 async def test_openai_client_stream_helper(user: Any) -> None:
-    async with user.chat.completions.stream(model="demo", messages=CHAT_MESSAGES, max_tokens=64) as stream:
+    async with user.chat.completions.stream(
+        model="demo", messages=CHAT_MESSAGES, max_tokens=64
+    ) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == OUTPUT_TEXT
 
@@ -95,18 +124,28 @@ async def test_openai_client_stream_helper(user: Any) -> None:
 async def test_synchronous_openai_client(front: FrontendHarness) -> None:
     def talk() -> list[str]:
         with openai.OpenAI(base_url=url(front), api_key=KEY, max_retries=0) as client:
-            whole = client.chat.completions.create(model="demo", messages=CHAT_MESSAGES, max_tokens=64)
-            stream = client.chat.completions.create(model="demo", messages=CHAT_MESSAGES, max_tokens=64, stream=True)
+            whole = client.chat.completions.create(
+                model="demo", messages=CHAT_MESSAGES, max_tokens=64
+            )
+            stream = client.chat.completions.create(
+                model="demo", messages=CHAT_MESSAGES, max_tokens=64, stream=True
+            )
             streamed = "".join(part.choices[0].delta.content or "" for part in stream)
             completed = client.completions.create(model="demo", prompt=[[1], [2]], stop=["zzz"])
-            return [whole.choices[0].message.content, streamed, *(choice.text for choice in completed.choices)]
+            return [
+                whole.choices[0].message.content,
+                streamed,
+                *(choice.text for choice in completed.choices),
+            ]
 
     assert await asyncio.to_thread(talk) == [OUTPUT_TEXT] * 4
 
 
 async def test_openai_client_error_classes(front: FrontendHarness, user: Any) -> None:
     async def ask(who: Any, **fields: object) -> Any:
-        return await who.chat.completions.create(**{"model": "demo", "messages": CHAT_MESSAGES, "max_tokens": 64, **fields})
+        return await who.chat.completions.create(
+            **{"model": "demo", "messages": CHAT_MESSAGES, "max_tokens": 64, **fields}
+        )
 
     async with openai.AsyncOpenAI(base_url=url(front), api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError):
@@ -129,8 +168,12 @@ async def test_openai_client_error_classes(front: FrontendHarness, user: Any) ->
     assert stopping.value.status_code == 503
 
 
-async def test_a_failure_in_the_middle_of_a_stream_raises(front: FrontendHarness, user: Any) -> None:
-    front.backend.script = lambda generation: generation.emit_events(TokensEvent((1,)), NodeLost("node d0 is gone"))
+async def test_a_failure_in_the_middle_of_a_stream_raises(
+    front: FrontendHarness, user: Any
+) -> None:
+    front.backend.script = lambda generation: generation.emit_events(
+        TokensEvent((1,)), NodeLost("node d0 is gone")
+    )
     for create, prompt in (
         (user.completions.create, {"prompt": [1]}),
         (user.chat.completions.create, {"messages": CHAT_MESSAGES}),
@@ -153,9 +196,13 @@ async def curl(front: FrontendHarness, path: str, body: object, *flags: str) -> 
 
 
 async def test_curl_request(front: FrontendHarness) -> None:
-    status, told = await curl(front, "/v1/chat/completions", {"messages": CHAT_MESSAGES, "max_tokens": 64})
+    status, told = await curl(
+        front, "/v1/chat/completions", {"messages": CHAT_MESSAGES, "max_tokens": 64}
+    )
     assert (status, json.loads(told)["choices"][0]["message"]["content"]) == (200, OUTPUT_TEXT)
-    status, told = await curl(front, "/v1/chat/completions", {"messages": CHAT_MESSAGES, "max_tokens": 64, "stream": True})
+    status, told = await curl(
+        front, "/v1/chat/completions", {"messages": CHAT_MESSAGES, "max_tokens": 64, "stream": True}
+    )
     *events, end, rest = told.split("\n\n")
     assert (status, end, rest) == (200, "data: [DONE]", "")
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]

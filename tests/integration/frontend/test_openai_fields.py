@@ -1,5 +1,6 @@
-"""Every field of OpenAI's two request schemas, as the installed client has them: honoured, accepted because it asks for
-nothing, or refused by name. And every field that HTTP takes has its twin on gRPC, or a reason not to."""
+"""Every field of OpenAI's two request schemas, as the installed client has them: honoured, accepted
+because it asks for nothing, or refused by name. And every field that HTTP takes has its twin on
+gRPC, or a reason not to."""
 
 import typing
 from collections.abc import AsyncIterator
@@ -11,11 +12,16 @@ import pytest_asyncio
 
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason
-from coordinator.generation import Submission
 from coordinator.frontend.http.schema.chat_request import ChatRequest
 from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
-from tests.integration.frontend.frontend_harness import FakeGeneration, FrontendHarness, finished_event, running_frontend
+from coordinator.generation import Submission
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
 from tests.small_tokenizers import chat_tokenizer
 
 chat_params = pytest.importorskip("openai.types.chat.completion_create_params")
@@ -31,8 +37,9 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class FieldCase:
-    """`honoured_value`: a value, and where it is seen in what is submitted or told. `accepted_values` asks for nothing. `refused_values` is
-    not served. `accepts_null`: may the field be null, as one that is not there?"""
+    """`honoured_value`: a value, and where it is seen in what is submitted or told.
+    `accepted_values` asks for nothing. `refused_values` is not served. `accepts_null`: may the
+    field be null, as one that is not there?"""
 
     honoured_value: tuple[object, str, object] | None = None
     accepted_values: tuple[object, ...] = ()
@@ -44,11 +51,17 @@ COMMON_FIELDS: dict[str, FieldCase] = {
     "model": FieldCase(("demo", "told.model", "demo")),
     "frequency_penalty": FieldCase((0.5, "sampling.frequency_penalty", 0.5), (0, 0.0), (2.5, "0")),
     "presence_penalty": FieldCase((-0.5, "sampling.presence_penalty", -0.5), (0,), (-2.5,)),
-    "logit_bias": FieldCase(({"5": -3}, "sampling.logit_bias", ((5, -3.0),)), ({},), ({"5": 101}, {"x": 1}, {"5000": 1})),
+    "logit_bias": FieldCase(
+        ({"5": -3}, "sampling.logit_bias", ((5, -3.0),)), ({},), ({"5": 101}, {"x": 1}, {"5000": 1})
+    ),
     "max_tokens": FieldCase((3, "sampling.max_tokens", 3), (), (-1,)),
     "n": FieldCase((2, "choices", 2), (1,), (0, 17)),
-    "seed": FieldCase((-(2**63), "sampling.seed", -(2**63)), (2**63 - 1,), (2**63, -(2**63) - 1, 0.5)),
-    "stop": FieldCase((["\n"], "told.choices.0.finish_reason", "length"), ([],), ("", ["x"] * 17, 5)),
+    "seed": FieldCase(
+        (-(2**63), "sampling.seed", -(2**63)), (2**63 - 1,), (2**63, -(2**63) - 1, 0.5)
+    ),
+    "stop": FieldCase(
+        (["\n"], "told.choices.0.finish_reason", "length"), ([],), ("", ["x"] * 17, 5)
+    ),
     "stream": FieldCase(None, (False,), ("yes",)),
     "stream_options": FieldCase(None, (), ({"include_usage": True}, {"x": 1}, 5)),
     "temperature": FieldCase((0.5, "sampling.temperature", 0.5), (), (2.5, -1)),
@@ -82,7 +95,9 @@ CHAT_FIELDS: dict[str, FieldCase] = COMMON_FIELDS | {
     "safety_identifier": FieldCase(None, ("x",), (5,)),
     "service_tier": FieldCase(None, ("auto", "default"), ("flex", "priority")),
     "store": FieldCase(None, (False,), (True, 0)),
-    "tool_choice": FieldCase(None, ("none", "auto"), ("required", {"type": "function", "function": {"name": "f"}})),
+    "tool_choice": FieldCase(
+        None, ("none", "auto"), ("required", {"type": "function", "function": {"name": "f"}})
+    ),
     "tools": FieldCase(None, ([],), ([{"type": "function", "function": {"name": "f"}}],)),
     "top_logprobs": FieldCase(None, (0,), (2, 21)),  # without logprobs
     "verbosity": FieldCase(None, ("medium",), ("low",)),
@@ -118,9 +133,15 @@ async def post(front: FrontendHarness, route: str, fields: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize(("route", "name"), CASES)
-async def test_openai_field_is_honoured_accepted_or_refused(front: FrontendHarness, route: str, name: str) -> None:
+async def test_openai_field_is_honoured_accepted_or_refused(
+    front: FrontendHarness, route: str, name: str
+) -> None:
     field = FIELD_TABLES[route][name]
-    plain = sampled_requests(front.backend.submissions) if (await post(front, route, {"seed": 1})).status_code == 200 else ()
+    plain = (
+        sampled_requests(front.backend.submissions)
+        if (await post(front, route, {"seed": 1})).status_code == 200
+        else ()
+    )
     for value in (*field.accepted_values, *([None] if field.accepts_null else [])):
         response = await post(front, route, {"seed": 1, name: value})
         assert response.status_code == 200, response.text
@@ -149,7 +170,9 @@ def find_value(where: str, submissions: list[Submission], told: Any) -> object:
     found: Any = told if first == "told" else submissions[0]
     for part in rest if first == "told" else [first, *rest]:
         found = (
-            getattr(found, part) if not isinstance(found, dict | list) else found[int(part) if part.isdigit() else part]
+            getattr(found, part)
+            if not isinstance(found, dict | list)
+            else found[int(part) if part.isdigit() else part]
         )
     return found
 
@@ -162,7 +185,10 @@ HTTP_ONLY = {
     "best_of": "it may only repeat n",
     "max_completion_tokens": "another name for max_tokens",
     "top_logprobs": "logprobs is a number for conversations too",
-    **dict.fromkeys(CHAT_FIELDS.keys() - COMMON_FIELDS.keys() - {"messages", "logprobs"}, "there is nothing it may ask for"),
+    **dict.fromkeys(
+        CHAT_FIELDS.keys() - COMMON_FIELDS.keys() - {"messages", "logprobs"},
+        "there is nothing it may ask for",
+    ),
     **dict.fromkeys(("request_id", "rid"), "the metadata x-request-id is that id"),
     "session_id": "there is nothing it may ask for",
 }
@@ -191,7 +217,9 @@ async def test_every_http_field_exists_in_grpc(body: Any, message: Any) -> None:
         twins = set(GRPC_EQUIVALENTS.get(name, (name,)))
         if message is pb.TokenizeRequest:
             twins -= {"token_ids", "prompts"}
-        assert name in HTTP_ONLY or twins <= fields, f"{name} has no twin in {message.DESCRIPTOR.name}"
+        assert name in HTTP_ONLY or twins <= fields, (
+            f"{name} has no twin in {message.DESCRIPTOR.name}"
+        )
 
 
 async def test_every_grpc_field_exists_in_http() -> None:

@@ -1,4 +1,5 @@
-"""The OpenAPI document is valid, describes every route, and says of a body what the route says of it."""
+"""The OpenAPI document is valid, describes every route, and says of a body what the route says of
+it."""
 
 import json
 import re
@@ -8,9 +9,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.integration.frontend.frontend_harness import FrontendHarness, finished_event, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
+from tests.integration.frontend.test_openai_fields import FIELD_TABLES, GOOD_BODIES, PATHS
 from tests.small_tokenizers import chat_tokenizer
-from tests.integration.frontend.test_openai_fields import GOOD_BODIES, PATHS, FIELD_TABLES
 
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,7 +42,9 @@ def validator(document: Any, path: str, status: str = "") -> Any:
 
 
 async def test_document_has_every_route(front: FrontendHarness, document: Any) -> None:
-    served = {route.path for route in front.apps[0].routes if "docs" not in route.path} - {"/openapi.json"}
+    served = {route.path for route in front.apps[0].routes if "docs" not in route.path} - {
+        "/openapi.json"
+    }
     served = {path.replace(":path}", "}") for path in served}
     assert set(document["paths"]) == served
     references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)))
@@ -46,17 +53,35 @@ async def test_document_has_every_route(front: FrontendHarness, document: Any) -
 
 
 @pytest.mark.parametrize("route", list(PATHS))
-async def test_request_schemas_match_the_accepted_bodies(front: FrontendHarness, document: Any, route: str) -> None:
-    """What the table of fields says is taken is valid, and most of what it says is refused is not."""
+async def test_request_schemas_match_the_accepted_bodies(
+    front: FrontendHarness, document: Any, route: str
+) -> None:
+    """What the table of fields says is taken is valid, and most of what it says is refused is
+    not."""
     check = validator(document, PATHS[route])
     assert check.is_valid(GOOD_BODIES[route])
     passed = []
     for name, field in FIELD_TABLES[route].items():
-        values = [*field.accepted_values, *([field.honoured_value[0]] if field.honoured_value else []), *([None] if field.accepts_null else [])]
+        values = [
+            *field.accepted_values,
+            *([field.honoured_value[0]] if field.honoured_value else []),
+            *([None] if field.accepts_null else []),
+        ]
         for value in values:
             check.validate(GOOD_BODIES[route] | {name: value})
-        passed += [(name, value) for value in field.refused_values if check.is_valid(GOOD_BODIES[route] | {name: value})]
-    depends = {"max_completion_tokens", "best_of", "stream_options", "top_logprobs", "logit_bias", "tools"}  # on others
+        passed += [
+            (name, value)
+            for value in field.refused_values
+            if check.is_valid(GOOD_BODIES[route] | {name: value})
+        ]
+    depends = {
+        "max_completion_tokens",
+        "best_of",
+        "stream_options",
+        "top_logprobs",
+        "logit_bias",
+        "tools",
+    }  # on others
     assert {name for name, _ in passed} <= depends, passed
     assert not check.is_valid({})
     assert not check.is_valid(GOOD_BODIES[route] | {"colour": "red"})
@@ -76,7 +101,9 @@ async def test_request_schemas_match_the_accepted_bodies(front: FrontendHarness,
         ("/version", None),
     ],
 )
-async def test_response_schemas_match_the_answers(front: FrontendHarness, document: Any, path: str, body: Any) -> None:
+async def test_response_schemas_match_the_answers(
+    front: FrontendHarness, document: Any, path: str, body: Any
+) -> None:
     response = await (front.http.get(path) if body is None else front.http.post(path, json=body))
     validator(document, path, str(response.status_code)).validate(response.json())
     if body is not None:

@@ -1,5 +1,5 @@
-"""What the HTTP port answers beside generation: models by name, HEAD, /ping, /metrics where it is asked for, and /docs,
-which needs no other host."""
+"""What the HTTP port answers beside generation: models by name, HEAD, /ping, /metrics where it is
+asked for, and /docs, which needs no other host."""
 
 import re
 
@@ -21,7 +21,10 @@ async def test_model_is_found_by_its_name(name: str) -> None:
         assert (await front.http.get(f"/v1/models/{name.replace('/', '%2F')}")).json() == listed[0]
         for other in ("other", f"{name}/", f"{name}/x"):
             missing = await front.http.get(f"/v1/models/{other}")
-            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+            assert (missing.status_code, missing.json()["error"]["code"]) == (
+                404,
+                "model_not_found",
+            )
 
 
 async def test_model_lookup_without_nodes_is_unavailable() -> None:
@@ -50,7 +53,9 @@ async def test_head_is_get_without_its_body() -> None:
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 async def test_ping_is_health(method: str) -> None:
     async with running_frontend(api_key="sesame") as front:
-        assert (await front.http.request(method, "/ping", headers={"authorization": ""})).status_code == 200
+        assert (
+            await front.http.request(method, "/ping", headers={"authorization": ""})
+        ).status_code == 200
         front.readiness.set_reason("waiting for a decode node")
         assert (await front.http.request(method, "/ping")).status_code == 503
 
@@ -70,14 +75,20 @@ async def test_metrics_on_the_http_port_equal_the_admin_ports() -> None:
 
 
 async def test_metrics_need_the_admin_token_not_a_client_key() -> None:
-    async with running_frontend(metrics_on_http=True, admin_token="open", api_key="sesame") as front:
+    async with running_frontend(
+        metrics_on_http=True, admin_token="open", api_key="sesame"
+    ) as front:
         assert "/metrics" not in PUBLIC_PATHS
         told = {
-            key: (await front.http.get("/metrics", headers={"authorization": f"Bearer {key}"})).status_code
+            key: (
+                await front.http.get("/metrics", headers={"authorization": f"Bearer {key}"})
+            ).status_code
             for key in ("open", "sesame", "wrong")
         }
         assert told == {"open": 200, "sesame": 401, "wrong": 401}
-        assert (await front.http.get("/v1/models", headers={"authorization": "Bearer open"})).status_code == 401
+        assert (
+            await front.http.get("/v1/models", headers={"authorization": "Bearer open"})
+        ).status_code == 401
 
 
 async def get_text(front: FrontendHarness, path: str) -> str:

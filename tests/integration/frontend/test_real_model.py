@@ -1,4 +1,5 @@
-"""Both front doors on a real cluster with a real model: what they are told is what the model says."""
+"""Both front doors on a real cluster with a real model: what they are told is what the model
+says."""
 
 import asyncio
 import json
@@ -50,7 +51,9 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def post_request(http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object) -> Any:
+async def post_request(
+    http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
+) -> Any:
     response = await http.post(path, json=fields)
     assert response.status_code == 200, response.text
     return response.json()
@@ -65,21 +68,39 @@ async def streamed(http: httpx.AsyncClient, **fields: object) -> tuple[str, list
     *told, last = map(json.loads, parts)
     choices = [part["choices"][0] for part in told]
     tokens = [token for choice in choices for token in choice["token_ids"]]
-    return "".join(choice["text"] for choice in choices), tokens, choices[-1]["finish_reason"], last["usage"]
+    return (
+        "".join(choice["text"] for choice in choices),
+        tokens,
+        choices[-1]["finish_reason"],
+        last["usage"],
+    )
 
 
 async def test_choices_equal_separate_requests(http: httpx.AsyncClient) -> None:
-    fields = {"prompt": PROMPT, "max_tokens": 6, "seed": 11, "temperature": 1.0, "return_token_ids": True}
+    fields = {
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "seed": 11,
+        "temperature": 1.0,
+        "return_token_ids": True,
+    }
     together = (await post_request(http, n=4, **fields))["choices"]
-    alone = await asyncio.gather(*(post_request(http, first_choice=number, **fields) for number in range(4)))
-    assert [choice["token_ids"] for choice in together] == [answer["choices"][0]["token_ids"] for answer in alone]
+    alone = await asyncio.gather(
+        *(post_request(http, first_choice=number, **fields) for number in range(4))
+    )
+    assert [choice["token_ids"] for choice in together] == [
+        answer["choices"][0]["token_ids"] for answer in alone
+    ]
     assert len({tuple(choice["token_ids"]) for choice in together}) > 1
     greedy = (await post_request(http, n=4, **fields | {"temperature": 0}))["choices"]
     assert len({choice["text"] for choice in greedy}) == 1
 
 
 async def test_echoed_logprobs_equal_the_models(http: httpx.AsyncClient, model: Path) -> None:
-    tokenizer, reference = Tokenizer.from_file(str(model / "tokenizer.json")), load_reference_model(model)
+    tokenizer, reference = (
+        Tokenizer.from_file(str(model / "tokenizer.json")),
+        load_reference_model(model),
+    )
     prompts = [tokenizer.encode(text).ids for text in (PROMPT, "def handoff(blocks): return")]
     fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     answer = await post_request(http, **fields)
@@ -100,7 +121,8 @@ async def test_echoed_logprobs_equal_the_models(http: httpx.AsyncClient, model: 
 async def test_output_logprobs_equal_the_models(
     http: httpx.AsyncClient, cluster: Cluster, model: Path
 ) -> None:
-    """Of every token of every choice, over each front door, though they were drawn with penalties and temperature."""
+    """Of every token of every choice, over each front door, though they were drawn with penalties
+    and temperature."""
     reference = load_reference_model(model)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT).ids
     drawn = {"max_tokens": 9, "temperature": 1.4, "seed": 3, "n": 3, "frequency_penalty": 1.0}
@@ -108,9 +130,13 @@ async def test_output_logprobs_equal_the_models(
     def expected(tokens: list[int]) -> tuple[list[float], list[list[float]]]:
         """The log probability of each token, and those of the two best in its place."""
         with torch.inference_mode():
-            scores = torch.log_softmax(reference(torch.tensor([ids + tokens])).logits[0].double(), dim=-1)
+            scores = torch.log_softmax(
+                reference(torch.tensor([ids + tokens])).logits[0].double(), dim=-1
+            )
         rows = scores[len(ids) - 1 : -1]
-        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)], rows.topk(2).values.tolist()
+        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)], rows.topk(
+            2
+        ).values.tolist()
 
     answer = await post_request(http, prompt=ids, logprobs=2, return_token_ids=True, **drawn)
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) > 1
@@ -122,12 +148,16 @@ async def test_output_logprobs_equal_the_models(
             pytest.approx(sorted(two), abs=1e-4) for two in best
         ]
     async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
-        first = await GenerationStub(channel).GenerateOnce(pb.GenerateRequest(text=PROMPT, logprobs=2, **drawn))
+        first = await GenerationStub(channel).GenerateOnce(
+            pb.GenerateRequest(text=PROMPT, logprobs=2, **drawn)
+        )
     for one, choice in zip([first, *first.others], answer["choices"], strict=True):
         assert list(one.token_ids) == choice["token_ids"]
         exact, best = expected(list(one.token_ids))
         assert [score.logprob for score in one.scores] == pytest.approx(exact, abs=1e-4)
-        assert [list(score.top_logprobs) for score in one.scores] == [pytest.approx(two, abs=1e-4) for two in best]
+        assert [list(score.top_logprobs) for score in one.scores] == [
+            pytest.approx(two, abs=1e-4) for two in best
+        ]
     talk = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
     chat = await post_request(http, "/v1/chat/completions", return_token_ids=True, **talk, **drawn)
     ids = (await post_request(http, "/tokenize", messages=talk["messages"]))["tokens"]
@@ -146,14 +176,24 @@ async def test_explain_covers_all_choices(http: httpx.AsyncClient, cluster: Clus
         told = (await admin.get(f"/admin/explain/{response.headers['x-baton-request-id']}")).json()
     everyone = [told, *told["others"]]
     assert [(one["state"], one["output_tokens"]) for one in everyone] == [("finished", 4)] * 4
-    assert [one["attempts"][0]["prefill_node"] for one in everyone] == ["prefill-0", "", "prefill-0", ""]
+    assert [one["attempts"][0]["prefill_node"] for one in everyone] == [
+        "prefill-0",
+        "",
+        "prefill-0",
+        "",
+    ]
 
 
-async def test_explain_finds_a_request_by_each_of_its_ids(http: httpx.AsyncClient, cluster: Cluster) -> None:
-    """The header, the body's id and the client's own id; of several requests with one such id, which they are."""
+async def test_explain_finds_a_request_by_each_of_its_ids(
+    http: httpx.AsyncClient, cluster: Cluster
+) -> None:
+    """The header, the body's id and the client's own id; of several requests with one such id,
+    which they are."""
     messages = [{"role": "user", "content": PROMPT}]
     mine = {"x-request-id": "orders/66"}
-    done = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine)
+    done = await http.post(
+        "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine
+    )
     chat = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
     async with httpx.AsyncClient(base_url=cluster.admin_url) as admin:
 
@@ -163,15 +203,23 @@ async def test_explain_finds_a_request_by_each_of_its_ids(http: httpx.AsyncClien
             return str(answer.json()["request_id"])
 
         own = done.headers["x-baton-request-id"]
-        assert [await explained(name) for name in (own, done.json()["id"], "orders/66")] == [own] * 3
+        assert [await explained(name) for name in (own, done.json()["id"], "orders/66")] == [
+            own
+        ] * 3
         assert await explained(chat.json()["id"]) == chat.headers["x-baton-request-id"]
-        again = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine)
+        again = await http.post(
+            "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine
+        )
         several = await admin.get("/admin/explain/orders%2F66")
         assert several.status_code == 400
         assert own in several.text
         assert again.headers["x-baton-request-id"] in several.text
         shadow = {"x-request-id": own}
-        assert (await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=shadow)).is_success
+        assert (
+            await http.post(
+                "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=shadow
+            )
+        ).is_success
         assert await explained(own) == own, "a client's id never stands for another request's own"
 
 
@@ -181,8 +229,17 @@ async def test_short_streams_equal_whole_answers(http: httpx.AsyncClient) -> Non
         answer = await post_request(http, return_token_ids=True, **fields)
         choice = answer["choices"][0]
         text, tokens, reason, usage = await streamed(http, **fields)
-        assert (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"])
-        assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == len(tokens) <= most
+        assert (text, tokens, reason) == (
+            choice["text"],
+            choice["token_ids"],
+            choice["finish_reason"],
+        )
+        assert (
+            usage["completion_tokens"]
+            == answer["usage"]["completion_tokens"]
+            == len(tokens)
+            <= most
+        )
 
 
 async def test_stop_strings_cut_the_text(http: httpx.AsyncClient, cluster: Cluster) -> None:
@@ -200,16 +257,24 @@ async def test_stop_strings_cut_the_text(http: httpx.AsyncClient, cluster: Clust
     assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
     after = (await cluster.get_status()).counters
-    ended = {name: int(after[name] - before.get(name, 0)) for name in after if "baton_requests_total" in name}
+    ended = {
+        name: int(after[name] - before.get(name, 0))
+        for name in after
+        if "baton_requests_total" in name
+    }
     (outcome,) = ((name, count) for name, count in ended.items() if count)
     assert outcome[1] == 2
     assert "stop" in outcome[0]
 
 
-async def test_chat_equals_completion_of_the_rendered_prompt(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_chat_equals_completion_of_the_rendered_prompt(
+    http: httpx.AsyncClient, cluster: Cluster
+) -> None:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     rendered = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
-    chat = await post_request(http, "/v1/chat/completions", messages=talk, max_tokens=5, temperature=0)
+    chat = await post_request(
+        http, "/v1/chat/completions", messages=talk, max_tokens=5, temperature=0
+    )
     plain = await post_request(http, prompt=rendered, max_tokens=5, temperature=0)
     assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
     assert chat["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
@@ -224,14 +289,22 @@ async def test_chat_equals_completion_of_the_rendered_prompt(http: httpx.AsyncCl
 
 
 async def test_first_token_may_be_a_stop_token(http: httpx.AsyncClient, model: Path) -> None:
-    """A stop token is one that its client does not see the text of; what ends at once has no text."""
+    """A stop token is one that its client does not see the text of; what ends at once has no
+    text."""
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(EOS_TOKEN)
-    fields = {"prompt": PROMPT, "max_tokens": 4, "logit_bias": {str(end): 100}, "stop_token_ids": [end]}
+    fields = {
+        "prompt": PROMPT,
+        "max_tokens": 4,
+        "logit_bias": {str(end): 100},
+        "stop_token_ids": [end],
+    }
     answer = await post_request(http, return_token_ids=True, **fields)
     choice = answer["choices"][0]
     text, tokens, reason, usage = await streamed(http, **fields)
     assert (
-        (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [end], "stop")
+        (text, tokens, reason)
+        == (choice["text"], choice["token_ids"], choice["finish_reason"])
+        == ("", [end], "stop")
     )
     assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == 1
 

@@ -1,4 +1,5 @@
-"""The bodies of GuideLLM, aiperf, lm_eval, vLLM, SGLang and TensorRT-LLM are answered, in the endpoint's shape.
+"""The bodies of GuideLLM, aiperf, lm_eval, vLLM, SGLang and TensorRT-LLM are answered, in the
+endpoint's shape.
 
 Where each body comes from stands in the README.md beside them.
 """
@@ -13,9 +14,15 @@ import pytest
 import pytest_asyncio
 
 from baton.types import TokenLogprobs
+from coordinator.generation import PromptLogprobsEvent, TokensEvent
 from coordinator.text import tokenizer_loader as tokenizer_files
-from coordinator.generation import TokensEvent, PromptLogprobsEvent
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FakeGeneration, FrontendHarness, finished_event, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    running_frontend,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "data" / "client_bodies"
@@ -34,7 +41,9 @@ def scored_script(generation: FakeGeneration) -> None:
     scored = sampling.logprobs is not None
     score = TokenLogprobs(-0.5, ((100, -0.5),))
     if sampling.prompt_logprobs is not None:
-        generation.emit_events(PromptLogprobsEvent((score,) * (len(generation.submission.prompt_token_ids) - 1)))
+        generation.emit_events(
+            PromptLogprobsEvent((score,) * (len(generation.submission.prompt_token_ids) - 1))
+        )
     for token in range(100, 100 + sampling.max_tokens):
         generation.emit_events(TokensEvent((token,), (score,) if scored else ()))
     generation.emit_events(finished_event())
@@ -51,7 +60,9 @@ async def front() -> AsyncIterator[FrontendHarness]:
 
 
 async def test_every_client_has_recorded_bodies() -> None:
-    assert {f"{client}_{end}" for client in CLIENTS for end in ("completions", "chat")} <= RECORDED.keys()
+    assert {
+        f"{client}_{end}" for client in CLIENTS for end in ("completions", "chat")
+    } <= RECORDED.keys()
 
 
 @pytest.mark.parametrize("name", list(RECORDED))
@@ -88,7 +99,12 @@ def check_stream(path: str, body: dict[str, Any], text: str) -> None:
     assert last == "[DONE]"
     chunks = [json.loads(event) for event in events]
     assert {chunk["object"] for chunk in chunks} == {OBJECTS[path][1]}
-    ends = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
+    ends = [
+        choice["index"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice["finish_reason"] is not None
+    ]
     assert sorted(ends) == list(range(count_choices(body)))
     asked = body.get("stream_options") or {}
     if asked.get("include_usage"):

@@ -12,7 +12,14 @@ from baton import errors
 from baton.errors import BatonError
 from baton.pb import generation_pb2 as pb
 from coordinator.generation import TokensEvent
-from tests.integration.frontend.frontend_harness import COMPLETIONS_HEAD, FakeGeneration, FrontendHarness, await_grpc_error, overloaded_error, running_frontend
+from tests.integration.frontend.frontend_harness import (
+    COMPLETIONS_HEAD,
+    FakeGeneration,
+    FrontendHarness,
+    await_grpc_error,
+    overloaded_error,
+    running_frontend,
+)
 
 CANARY = "canary-sings-at-dawn"
 ASK = pb.GenerateRequest(token_ids={"ids": [1]})
@@ -22,24 +29,55 @@ async def post(front: FrontendHarness, **fields: Any) -> httpx.Response:
     return await front.http.post("/v1/completions", json={"prompt": [1], **fields})
 
 
-async def grpc_status(front: FrontendHarness, method: str, request: pb.GenerateRequest = ASK) -> grpc.aio.AioRpcError:
+async def grpc_status(
+    front: FrontendHarness, method: str, request: pb.GenerateRequest = ASK
+) -> grpc.aio.AioRpcError:
     return await await_grpc_error(getattr(front.stub, method)(request))
 
 
 REFUSALS = [
     (overloaded_error(), 429, "rate_limit_error", "overloaded", "3", "RESOURCE_EXHAUSTED"),
-    (errors.ShuttingDown("stopping", retry_after=0.1), 503, "server_error", "draining", "1", "UNAVAILABLE"),
-    (errors.ServiceUnavailable("no decode node", retry_after=1), 503, "server_error", "unavailable", "1", "UNAVAILABLE"),
+    (
+        errors.ShuttingDown("stopping", retry_after=0.1),
+        503,
+        "server_error",
+        "draining",
+        "1",
+        "UNAVAILABLE",
+    ),
+    (
+        errors.ServiceUnavailable("no decode node", retry_after=1),
+        503,
+        "server_error",
+        "unavailable",
+        "1",
+        "UNAVAILABLE",
+    ),
     (errors.NodeLost("node d0 is gone"), 503, "server_error", "node_gone", None, "UNAVAILABLE"),
-    (errors.DeadlineExceeded("too late"), 504, "timeout_error", "deadline_exceeded", None, "DEADLINE_EXCEEDED"),
+    (
+        errors.DeadlineExceeded("too late"),
+        504,
+        "timeout_error",
+        "deadline_exceeded",
+        None,
+        "DEADLINE_EXCEEDED",
+    ),
     (ZeroDivisionError(CANARY), 500, "server_error", "internal_error", None, "INTERNAL"),
 ]
 
 
 @pytest.mark.parametrize("stage", ["submit", "first event"])
-@pytest.mark.parametrize(("error", "status", "kind", "code", "retry", "grpc_code"), REFUSALS, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "retry", "grpc_code"), REFUSALS, ids=lambda x: str(x)[:20]
+)
 async def test_error_before_the_first_byte_has_its_status(
-    error: Exception, status: int, kind: str, code: str, retry: str | None, grpc_code: str, stage: str
+    error: Exception,
+    status: int,
+    kind: str,
+    code: str,
+    retry: str | None,
+    grpc_code: str,
+    stage: str,
 ) -> None:
     async with running_frontend() as front:
         if stage == "submit":
@@ -86,12 +124,17 @@ async def test_error_after_the_first_byte_is_an_error_event(error: Exception, co
             error.http_status if isinstance(error, BatonError) else 500,
             code,
         )
-        assert dict((await grpc_status(front, "Generate")).trailing_metadata())["baton-error-code"] == code
+        assert (
+            dict((await grpc_status(front, "Generate")).trailing_metadata())["baton-error-code"]
+            == code
+        )
 
 
 async def test_an_error_event_closes_the_connection() -> None:
     async with running_frontend() as front:
-        front.backend.script = lambda generation: generation.emit_events(TokensEvent((1,)), errors.NodeLost("gone"))
+        front.backend.script = lambda generation: generation.emit_events(
+            TokensEvent((1,)), errors.NodeLost("gone")
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         body = b'{"prompt": [1], "stream": true}'
         writer.write(COMPLETIONS_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)

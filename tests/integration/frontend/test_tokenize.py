@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, FrontendHarness, running_frontend
-from tests.small_tokenizers import EOS_TOKEN, chat_tokenizer, hello_tokenizer, expected_ids
+from tests.integration.frontend.frontend_harness import (
+    MODEL_BOUNDS,
+    FrontendHarness,
+    running_frontend,
+)
+from tests.small_tokenizers import EOS_TOKEN, chat_tokenizer, expected_ids, hello_tokenizer
 
 
 async def post(front: FrontendHarness, path: str, **fields: object) -> Any:
@@ -14,10 +18,15 @@ async def post(front: FrontendHarness, path: str, **fields: object) -> Any:
 
 async def test_tokenize_and_detokenize_round_trip() -> None:
     async with running_frontend(text=chat_tokenizer()) as front:
-        text = f"héllo {EOS} 😀"
+        text = f"héllo {EOS_TOKEN} 😀"
         ids = list(expected_ids(text))
         answer = (await post(front, "/tokenize", prompt=text, model="demo")).json()
-        expected = {"count": len(ids), "max_model_len": MODEL_BOUNDS.max_context, "tokens": ids, "token_strs": None}
+        expected = {
+            "count": len(ids),
+            "max_model_len": MODEL_BOUNDS.max_context,
+            "tokens": ids,
+            "token_strs": None,
+        }
         assert answer == expected
         named = (await post(front, "/tokenize", prompt="hello", return_token_strs=True)).json()
         assert "".join(named["token_strs"]) == "hello"
@@ -31,7 +40,10 @@ async def test_tokenize_chat_messages() -> None:
         for fields, rendered in (
             ({}, "<user>hello<assistant>"),
             ({"add_generation_prompt": False}, "<user>hello"),
-            ({"chat_template_kwargs": {"opening": "!", "enable_thinking": False}}, "!<user>hello<assistant>"),
+            (
+                {"chat_template_kwargs": {"opening": "!", "enable_thinking": False}},
+                "!<user>hello<assistant>",
+            ),
         ):
             answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
             assert tuple(answer["tokens"]) == expected_ids(rendered)
@@ -42,11 +54,26 @@ BAD: list[tuple[str, dict[str, object], str, str]] = [
     ("/tokenize", {"prompt": "x", "messages": []}, "prompt", "give prompt or messages"),
     ("/tokenize", {"prompt": [1]}, "prompt", "wrong type"),
     ("/tokenize", {"prompt": "x", "colour": 1}, "colour", "not a field"),
-    ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "no conversation"),
-    ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "messages", "the model has none"),
+    (
+        "/tokenize",
+        {"prompt": "x", "chat_template_kwargs": {"a": 1}},
+        "chat_template_kwargs",
+        "no conversation",
+    ),
+    (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "x"}]},
+        "messages",
+        "the model has none",
+    ),
     ("/detokenize", {}, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": "x"}, "tokens", "wrong type"),
-    ("/detokenize", {"tokens": [MODEL_BOUNDS.vocab_size]}, "tokens", f"ids are 0 to {BOUNDS.vocab_size - 1}"),
+    (
+        "/detokenize",
+        {"tokens": [MODEL_BOUNDS.vocab_size]},
+        "tokens",
+        f"ids are 0 to {MODEL_BOUNDS.vocab_size - 1}",
+    ),
     ("/detokenize", {"tokens": [-1]}, "tokens", "tokens has -1"),
 ]
 
@@ -61,7 +88,9 @@ async def test_bad_tokenize_requests_are_refused() -> None:
         assert (await post(front, "/tokenize", prompt="x", model="other")).status_code == 404
 
 
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})]
+)
 async def test_tokenize_without_a_tokenizer_is_refused(path: str, body: dict[str, object]) -> None:
     async with running_frontend() as front:
         response = await post(front, path, **body)

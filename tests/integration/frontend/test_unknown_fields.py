@@ -1,4 +1,5 @@
-"""--unknown-fields: what no schema has is refused by name, or dropped at any depth and counted, over both doors."""
+"""--unknown-fields: what no schema has is refused by name, or dropped at any depth and counted,
+over both doors."""
 
 import json
 from typing import Any
@@ -21,8 +22,16 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"prompt": [1], "stream": True, "stream_options": {"include_usage": True, "x": 1}},
         1,
     ),
-    "messages": ("/v1/chat/completions", {"messages": [NAMED_MESSAGE, NAMED_MESSAGE], "max_tokens": 4}, 2),
-    "parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "top": 1}, 2),
+    "messages": (
+        "/v1/chat/completions",
+        {"messages": [NAMED_MESSAGE, NAMED_MESSAGE], "max_tokens": 4},
+        2,
+    ),
+    "parts": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "top": 1},
+        2,
+    ),
     "tokenize": ("/tokenize", {"prompt": "hello", "colour": "red"}, 1),
     "detokenize": ("/detokenize", {"tokens": [1], "colour": "red"}, 1),
 }
@@ -43,7 +52,10 @@ async def test_unknown_fields_are_dropped_and_counted(name: str) -> None:
         assert (response.status_code, read_dropped_count(policy)) == (200, dropped), response.text
     async with running_frontend(text=chat_tokenizer()) as front:
         response = await front.http.post(path, json=body)
-        assert (response.status_code, "is not a field of this request" in response.text) == (400, True)
+        assert (response.status_code, "is not a field of this request" in response.text) == (
+            400,
+            True,
+        )
 
 
 async def test_known_fields_are_still_checked() -> None:
@@ -61,7 +73,11 @@ async def test_known_fields_are_still_checked() -> None:
         assert front.backend.submissions == []
         unfinished = await front.http.post("/v1/completions", content=b'{"prompt": [1], "x": 1')
         assert unfinished.status_code == 400
-        logit_bias = {"prompt": [1], "x": 1, "logit_bias": {"5": -3}}  # a table of the client's own keys
+        logit_bias = {
+            "prompt": [1],
+            "x": 1,
+            "logit_bias": {"5": -3},
+        }  # a table of the client's own keys
         assert (await front.http.post("/v1/completions", json=logit_bias)).status_code == 200
         assert front.backend.submissions[0].sampling.logit_bias == ((5, -3.0),)
 
@@ -81,7 +97,11 @@ async def test_grpc_has_the_same_policy() -> None:
 
 def test_dropped_fields_are_logged_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    log = type("Log", (), {"warning": staticmethod(lambda event, **more: lines.append(event + json.dumps(more)))})
+    log = type(
+        "Log",
+        (),
+        {"warning": staticmethod(lambda event, **more: lines.append(event + json.dumps(more)))},
+    )
     monkeypatch.setattr(unknown_fields, "_log", log)
     now = 0.0
     policy = UnknownFieldPolicy(ignored=True, clock=lambda: now)

@@ -1,4 +1,5 @@
-"""Choices of one prompt and scores, through the coordinator and its link: real nodes, and scripted ones."""
+"""Choices of one prompt and scores, through the coordinator and its link: real nodes, and scripted
+ones."""
 
 import asyncio
 import contextlib
@@ -13,16 +14,20 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_link import pb_conversion as wire
-from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.ports import Endpoints
+from baton.cluster_link import pb_conversion as wire
 from baton.config.settings import Config
 from baton.errors import Overloaded, ServiceUnavailable
 from baton.pb import cluster_pb2 as pb
 from baton.types import FinishReason, Incarnation, SamplingParams, TokenEvent, TokenLogprobs
-from coordinator.generation import TokensEvent, FinishedEvent, PromptLogprobsEvent, Submission
+from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from tests.fake_nodes import FakeNode
-from tests.integration.coordinator_harness import CoordinatorHarness, collect_stream, running_coordinator
+from tests.integration.coordinator_harness import (
+    CoordinatorHarness,
+    collect_stream,
+    running_coordinator,
+)
 from tests.models import build_model
 
 TOKEN = "of-this-cluster"
@@ -32,23 +37,38 @@ START = 60.0  # seconds that nodes may take to join
 
 
 @asynccontextmanager
-async def node_processes(bench: CoordinatorHarness, folder: Path, **settings: Any) -> AsyncIterator[None]:
+async def node_processes(
+    bench: CoordinatorHarness, folder: Path, **settings: Any
+) -> AsyncIterator[None]:
     """One prefill and one decode node, each a process, joined to the bench's coordinator."""
     config, _ = plan.complete_config(
-        Config(kv_memory="16MiB", state_dir=str(folder), segment_dir=str(folder), cluster_token=TOKEN, **settings)
+        Config(
+            kv_memory="16MiB",
+            state_dir=str(folder),
+            segment_dir=str(folder),
+            cluster_token=TOKEN,
+            **settings,
+        )
     )
     where = Endpoints(http="", grpc="", admin="", cluster=bench.cluster_port_address)
-    specs = plan.make_child_specs(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
+    specs = plan.make_child_specs(
+        config, where, environ=os.environ, cores=2, supervisor=os.getpid()
+    )
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
     processes = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", spec.module), env=spec.environ, stdout=log, stderr=subprocess.STDOUT
+            *(sys.executable, "-m", spec.module),
+            env=spec.environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         for spec, log in zip(specs, logs, strict=True)
         if spec.name != plan.COORDINATOR
     ]
     try:
-        await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == len(processes), START)
+        await bench.wait_until(
+            lambda: len(bench.dispatcher.brain.node_registry.nodes) == len(processes), START
+        )
         yield
     finally:
         for process in processes:
@@ -66,14 +86,20 @@ async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
         node_processes(bench, tmp_path, model=str(model)),
     ):
         choices = [Submission(PROMPT, SAMPLED, 30.0, choice_index=choice) for choice in range(4)]
-        answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(choices)))
+        answers = await asyncio.gather(
+            *map(collect_stream, await bench.dispatcher.submit_requests(choices))
+        )
         counted = dict(bench.dispatcher.brain.counters.prompt_tokens)
         assert counted["computed_prefill"] == len(PROMPT)
         assert counted["computed_decode"] <= 3 * 16, "no more than what does not fill a block"
         assert [done.timeline.prefill_node for _, done in answers] == ["prefill-0", "", "", ""]
         assert bench.dispatcher.brain.counters.replaced_attempts == {}
         alone = [
-            await collect_stream(await bench.dispatcher.submit_request(replace(one, cache_salt=b"cold"), internal=True))
+            await collect_stream(
+                await bench.dispatcher.submit_request(
+                    replace(one, cache_salt=b"cold"), internal=True
+                )
+            )
             for one in choices
         ]
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in alone]
@@ -82,19 +108,33 @@ async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
 
 async def test_several_prompts_with_several_choices_are_all_answered(tmp_path: Path) -> None:
     prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
-    submissions = [Submission(prompt, SAMPLED, 30.0, choice_index=choice) for prompt in prompts for choice in range(3)]
+    submissions = [
+        Submission(prompt, SAMPLED, 30.0, choice_index=choice)
+        for prompt in prompts
+        for choice in range(3)
+    ]
     async with (
         running_coordinator(engine="paced", model="paced", cluster_token=TOKEN) as bench,
         node_processes(bench, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
     ):
-        answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(submissions)))
+        answers = await asyncio.gather(
+            *map(collect_stream, await bench.dispatcher.submit_requests(submissions))
+        )
         assert [len(tokens) for tokens, _ in answers] == [12] * 9
-        assert bench.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(map(len, prompts))
-        assert bench.dispatcher.brain.queued_requests == bench.dispatcher.brain.running_requests == 0
+        assert bench.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(
+            map(len, prompts)
+        )
+        assert (
+            bench.dispatcher.brain.queued_requests == bench.dispatcher.brain.running_requests == 0
+        )
 
 
 async def test_request_group_is_admitted_as_a_whole_or_not_at_all() -> None:
-    async with running_coordinator(max_queue=4) as bench, bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
+    async with (
+        running_coordinator(max_queue=4) as bench,
+        bench.make_node("p0", "prefill"),
+        bench.make_node("d0", "decode") as decode,
+    ):
         ask = [Submission(PROMPT, SAMPLED, 5.0, choice_index=choice) for choice in range(4)]
         streams = await bench.dispatcher.submit_requests(ask)
         with pytest.raises(Overloaded):
@@ -119,7 +159,9 @@ FIRST_SCORE = TokenLogprobs(-0.5, ((5, -0.25), (6, -0.5)))
 SECOND_SCORE = TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0)))
 
 
-async def answer_with_scores(bench: CoordinatorHarness, prefill: FakeNode, decode: FakeNode) -> None:
+async def answer_with_scores(
+    bench: CoordinatorHarness, prefill: FakeNode, decode: FakeNode
+) -> None:
     """Decode's stream is the faster one: its token is there before the scores of the prompt."""
     submit = await decode.next_order("submit")
     await prefill.next_order("prefill")
@@ -147,13 +189,20 @@ async def test_logprobs_arrive_unchanged() -> None:
         sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
         stream = await bench.dispatcher.submit_request(Submission((4, 5, 6), sampling, 60.0))
         events = [event async for event in stream]
-        assert events[:2] == [PromptLogprobsEvent((FIRST_SCORE, SECOND_SCORE)), TokensEvent((5, 5), (FIRST_SCORE, FIRST_SCORE))]
+        assert events[:2] == [
+            PromptLogprobsEvent((FIRST_SCORE, SECOND_SCORE)),
+            TokensEvent((5, 5), (FIRST_SCORE, FIRST_SCORE)),
+        ]
         assert isinstance(events[2], FinishedEvent)
         assert len(events) == 3
 
 
 async def test_malformed_logprobs_end_the_nodes_stream() -> None:
-    async with running_coordinator() as bench, bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode"):
+    async with (
+        running_coordinator() as bench,
+        bench.make_node("p0", "prefill") as prefill,
+        bench.make_node("d0", "decode"),
+    ):
         sampling = SamplingParams(max_tokens=2, prompt_logprobs=2)
         await bench.dispatcher.submit_request(Submission((4, 5), sampling, 10.0))
         key = (await prefill.next_order("prefill")).work.key

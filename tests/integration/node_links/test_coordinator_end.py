@@ -6,21 +6,38 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from baton.network import cluster_certificates
 from baton.cluster_link import stream as link_codec
-from baton.errors import Cancelled, ConfigError, DeadlineExceeded, ShuttingDown, LeaseExpired, SlowReader, ServiceUnavailable
-from baton.process.failpoints import FAILPOINTS
-from baton.cluster_link.stream import SequenceNumbers
-from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, is_token_mismatch, derive_link_proof
-from baton.pb import cluster_pb2 as pb
-from baton.types import FinishReason, Incarnation
+from baton.cluster_link.dialer import (
+    PROOF_METADATA_KEY,
+    CoordinatorDialer,
+    derive_link_proof,
+    is_token_mismatch,
+)
 from baton.cluster_link.pb_conversion import attempt_key_from_pb
-from coordinator.node_links import node_link_service as node_link
+from baton.cluster_link.stream import SequenceNumbers
+from baton.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseExpired,
+    ServiceUnavailable,
+    ShuttingDown,
+    SlowReader,
+)
+from baton.network import cluster_certificates
+from baton.pb import cluster_pb2 as pb
+from baton.process.failpoints import FAILPOINTS
+from baton.types import FinishReason, Incarnation
 from coordinator.generation import TokensEvent
-from coordinator.node_links.node_link_service import JOIN_TIMEOUT_SECONDS, NodeStream
+from coordinator.node_links import node_link_service as node_link
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS
+from coordinator.node_links.node_link_service import JOIN_TIMEOUT_SECONDS, NodeStream
 from tests.fake_nodes import FakeNode, expected_tokens
-from tests.integration.coordinator_harness import CoordinatorHarness, collect_stream, running_coordinator
+from tests.integration.coordinator_harness import (
+    CoordinatorHarness,
+    collect_stream,
+    running_coordinator,
+)
 
 PROMPT = tuple(range(1, 40))
 
@@ -32,14 +49,22 @@ async def bench() -> AsyncIterator[CoordinatorHarness]:
 
 
 async def test_request_goes_through_prefill_and_decode(bench: CoordinatorHarness) -> None:
-    async with bench.run_nodes("p0", "d0", gap=0.1):  # in which prefill's report of the hand-off comes
+    async with bench.run_nodes(
+        "p0", "d0", gap=0.1
+    ):  # in which prefill's report of the hand-off comes
         tokens, done = await bench.generate(PROMPT, 10)
         assert tokens == expected_tokens(PROMPT, 10)
         assert done.finish_reason is FinishReason.LENGTH
         timeline = done.timeline
         assert (timeline.prefill_node, timeline.decode_node, timeline.attempts) == ("p0", "d0", 1)
         assert timeline.handoff.bytes == 4096
-        stages = (timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer, timeline.first_token)
+        stages = (
+            timeline.queue,
+            timeline.reserve,
+            timeline.prefill,
+            timeline.transfer,
+            timeline.first_token,
+        )
         assert sum(stages) == timeline.ttft
         sources = bench.dispatcher.brain.counters.prompt_tokens
         assert {source for source, tokens in sources.items() if tokens} == {"computed_prefill"}
@@ -49,10 +74,14 @@ async def test_request_goes_through_prefill_and_decode(bench: CoordinatorHarness
 async def test_hundred_concurrent_requests_are_answered(bench: CoordinatorHarness) -> None:
     async with bench.run_nodes("p0", "p1", "d0", "d1"):
         prompts = [tuple(range(n, n + 5 + n % 40)) for n in range(1, 101)]
-        answers = await asyncio.gather(*(bench.generate(prompt, 1 + n % 9) for n, prompt in enumerate(prompts)))
+        answers = await asyncio.gather(
+            *(bench.generate(prompt, 1 + n % 9) for n, prompt in enumerate(prompts))
+        )
         for n, (prompt, (tokens, _)) in enumerate(zip(prompts, answers, strict=True)):
             assert tokens == expected_tokens(prompt, 1 + n % 9)
-        assert bench.dispatcher.brain.running_requests == bench.dispatcher.brain.queued_requests == 0
+        assert (
+            bench.dispatcher.brain.running_requests == bench.dispatcher.brain.queued_requests == 0
+        )
 
 
 async def test_colocated_request_is_answered() -> None:
@@ -61,7 +90,10 @@ async def test_colocated_request_is_answered() -> None:
 
 
 async def test_refused_request_is_retried_when_blocks_are_free(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode") as decode:
+    async with (
+        bench.make_node("p0", "prefill") as prefill,
+        bench.make_node("d0", "decode") as decode,
+    ):
         stream = await bench.submit_request(PROMPT, 4)
         submit = await decode.next_order("submit")
         assert (await prefill.next_order("prefill")).work == submit.work
@@ -108,7 +140,11 @@ async def test_prefill_node_loss_before_the_handoff_is_retried(bench: Coordinato
 
 
 async def test_node_loss_is_announced_to_all_peers(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill") as p0, bench.make_node("d0", "decode") as d0, bench.make_node("d1", "decode") as d1:
+    async with (
+        bench.make_node("p0", "prefill") as p0,
+        bench.make_node("d0", "decode") as d0,
+        bench.make_node("d1", "decode") as d1,
+    ):
         gone = d0.incarnation
         await d0.drop_connection()
         for node in (p0, d1):
@@ -122,7 +158,11 @@ async def test_rejoin_ends_the_old_stream(bench: CoordinatorHarness) -> None:
         async with bench.make_node("d0", "decode", changes={"rejoining": old.incarnation}) as new:
             await old.wait_stream_end()
             await new.send_heartbeat()
-            assert attempt_key_from_pb((await new.next_order("submit")).work.key) == (stream.id, 2, 0)
+            assert attempt_key_from_pb((await new.next_order("submit")).work.key) == (
+                stream.id,
+                2,
+                0,
+            )
             assert new.incarnation != old.incarnation
         stream.cancel()
 
@@ -131,14 +171,18 @@ async def test_a_message_of_another_incarnation_ends_the_stream(bench: Coordinat
     async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
         stream = await bench.submit_request(PROMPT, 4)
         submit = await decode.next_order("submit")
-        await decode.send_message(incarnation="0123456789abcdef", reserved=pb.Reserved(key=submit.work.key))
+        await decode.send_message(
+            incarnation="0123456789abcdef", reserved=pb.Reserved(key=submit.work.key)
+        )
         await decode.wait_stream_end()
         assert bench.dispatcher.brain.counters.dropped_messages["stale"] == 1
         stream.cancel()
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "seçret"])
-async def test_node_with_a_wrong_token_fails_the_handshake(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_with_a_wrong_token_fails_the_handshake(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.node_links.node_link_server.PATIENCE", 0.2)
     async with running_coordinator(cluster_token="secret") as bench:
         node = FakeNode(bench.cluster_port_address, "p0", "prefill", cluster_token=token)
@@ -158,18 +202,32 @@ async def test_node_with_a_wrong_token_fails_the_handshake(token: str, monkeypat
 
 async def test_client_without_a_certificate_gets_no_stream() -> None:
     async with running_coordinator(cluster_token="secret") as bench:
-        authority = cluster_certificates._authority_certificate(cluster_certificates._derive_authority_key("secret"))
-        named = (("grpc.ssl_target_name_override", cluster_certificates.COORDINATOR_CERTIFICATE_NAME),)
-        bare = grpc.aio.secure_channel(bench.cluster_port_address, grpc.ssl_channel_credentials(authority), options=named)
+        authority = cluster_certificates._authority_certificate(
+            cluster_certificates._derive_authority_key("secret")
+        )
+        named = (
+            ("grpc.ssl_target_name_override", cluster_certificates.COORDINATOR_CERTIFICATE_NAME),
+        )
+        bare = grpc.aio.secure_channel(
+            bench.cluster_port_address, grpc.ssl_channel_credentials(authority), options=named
+        )
         for channel in (bare, grpc.aio.insecure_channel(bench.cluster_port_address)):
             async with channel:
-                call = link_codec.open_link_stream(channel, metadata=((PROOF_METADATA_KEY, derive_link_proof("secret")),))
+                call = link_codec.open_link_stream(
+                    channel, metadata=((PROOF_METADATA_KEY, derive_link_proof("secret")),)
+                )
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert bench.dispatcher.node_connections == {}
 
 
-@pytest.mark.parametrize("metadata", [(), ((PROOF_METADATA_KEY, derive_link_proof("wrong")),), ((PROOF_METADATA_KEY, b""),)], ids=len)
-async def test_certificate_without_token_proof_is_refused(metadata: tuple[tuple[str, bytes], ...]) -> None:
+@pytest.mark.parametrize(
+    "metadata",
+    [(), ((PROOF_METADATA_KEY, derive_link_proof("wrong")),), ((PROOF_METADATA_KEY, b""),)],
+    ids=len,
+)
+async def test_certificate_without_token_proof_is_refused(
+    metadata: tuple[tuple[str, bytes], ...],
+) -> None:
     async with running_coordinator(cluster_token="secret") as bench:
         async with CoordinatorDialer("secret").open_channel(bench.cluster_port_address) as channel:
             call = link_codec.open_link_stream(channel, metadata=metadata)
@@ -179,7 +237,9 @@ async def test_certificate_without_token_proof_is_refused(metadata: tuple[tuple[
 
 async def test_node_refuses_a_server_without_the_coordinator_certificate() -> None:
     server = grpc.aio.server()
-    port = server.add_secure_port("127.0.0.1:0", cluster_certificates.decode_server_credentials("secret"))
+    port = server.add_secure_port(
+        "127.0.0.1:0", cluster_certificates.decode_server_credentials("secret")
+    )
     await server.start()
     node = FakeNode(f"127.0.0.1:{port}", "d0", "decode", cluster_token="secret")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -199,9 +259,14 @@ async def test_mismatched_join_is_refused_with_a_reason(bench: CoordinatorHarnes
         assert bench.dispatcher.brain.counters.joins == {"joined": 1, "refused": 2}
 
 
-async def test_the_first_message_must_be_join_and_come_soon(bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_message_must_be_join_and_come_soon(
+    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert JOIN_TIMEOUT_SECONDS == 5.0
-    for first, patience, code in ((pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"), (None, 0.05, "DEADLINE_EXCEEDED")):
+    for first, patience, code in (
+        (pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"),
+        (None, 0.05, "DEADLINE_EXCEEDED"),
+    ):
         monkeypatch.setattr("coordinator.node_links.node_link_service.JOIN_TIMEOUT", patience)
         node = bench.make_node("p0", "prefill")
         call = node.open_stream()
@@ -214,7 +279,10 @@ async def test_the_first_message_must_be_join_and_come_soon(bench: CoordinatorHa
 
 
 async def test_silent_node_is_dropped_and_may_rejoin() -> None:
-    async with running_coordinator(silence=1.0, heartbeat=0.05) as bench, bench.make_node("d0", "decode") as decode:
+    async with (
+        running_coordinator(silence=1.0, heartbeat=0.05) as bench,
+        bench.make_node("d0", "decode") as decode,
+    ):
         await decode.wait_stream_end()
         assert bench.dispatcher.node_connections == {}
         assert bench.dispatcher.brain.counters.lost_nodes == {"node_gone": 1}
@@ -223,7 +291,9 @@ async def test_silent_node_is_dropped_and_may_rejoin() -> None:
         assert len(bench.dispatcher.node_connections) == 1
 
 
-async def test_node_that_does_not_read_is_dropped(bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_that_does_not_read_is_dropped(
+    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.node_links.node_link_service.MAX_UNSENT", 3)
     async with bench.make_node("d0", "decode") as decode:
         link = bench.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
@@ -245,7 +315,11 @@ async def test_invalid_tokens_message_fails_only_its_attempt(bench: CoordinatorH
 
 
 async def test_request_fails_after_max_attempts() -> None:
-    async with running_coordinator(max_attempts=3) as bench, bench.run_nodes("p0"), bench.make_node("d0", "decode") as decode:
+    async with (
+        running_coordinator(max_attempts=3) as bench,
+        bench.run_nodes("p0"),
+        bench.make_node("d0", "decode") as decode,
+    ):
         stream = await bench.submit_request(PROMPT, 4)
         for _ in range(3):
             key = attempt_key_from_pb((await decode.next_order("submit")).work.key)
@@ -255,7 +329,10 @@ async def test_request_fails_after_max_attempts() -> None:
 
 
 async def test_cancel_reaches_both_nodes(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode") as decode:
+    async with (
+        bench.make_node("p0", "prefill") as prefill,
+        bench.make_node("d0", "decode") as decode,
+    ):
         stream = await bench.submit_request(PROMPT, 4)
         stream.cancel()
         stream.cancel()
@@ -287,7 +364,9 @@ async def test_a_slow_reader_is_cut_off(bench: CoordinatorHarness) -> None:
             await collect_stream(stream)
 
 
-async def test_requests_wait_briefly_for_a_missing_role(bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_wait_briefly_for_a_missing_role(
+    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.core.requests.table.UNSERVED_PATIENCE", 0.2)
     with pytest.raises(ServiceUnavailable):
         bench.dispatcher.get_model_bounds()
@@ -336,7 +415,9 @@ async def test_drain_timeout_ends_running_requests(bench: CoordinatorHarness) ->
 
 
 @pytest.mark.parametrize("action", ["delay(0.01)", "duplicate*3"])
-async def test_delayed_or_repeated_messages_do_not_change_answers(bench: CoordinatorHarness, action: str) -> None:
+async def test_delayed_or_repeated_messages_do_not_change_answers(
+    bench: CoordinatorHarness, action: str
+) -> None:
     FAILPOINTS.arm(f"link.coordinator.send={action}")
     try:
         async with bench.run_nodes("p0", "d0"):
@@ -387,9 +468,14 @@ async def test_no_task_is_left_behind() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(bench: CoordinatorHarness) -> None:
+async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(
+    bench: CoordinatorHarness,
+) -> None:
     async with bench.make_node("d0", "decode") as node:
-        registry, dropped = bench.dispatcher.brain.node_registry, bench.dispatcher.brain.counters.dropped_messages
+        registry, dropped = (
+            bench.dispatcher.brain.node_registry,
+            bench.dispatcher.brain.counters.dropped_messages,
+        )
         incarnation = Incarnation(node.incarnation)
 
         def free() -> int:

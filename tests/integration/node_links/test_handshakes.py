@@ -1,4 +1,5 @@
-"""Handshakes on the cluster port that fail are counted and said, at a bounded rate, at either end."""
+"""Handshakes on the cluster port that fail are counted and said, at a bounded rate, at either
+end."""
 
 import asyncio
 
@@ -7,14 +8,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.errors import ConfigError
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure
+from baton.errors import ConfigError
 from coordinator.node_links.handshake_monitor import HandshakeMonitor
 from tests.integration.coordinator_harness import running_coordinator
 from tests.integration.node_links.test_node_end import FakeLinkMember
 
 
-async def failures(handshakes: HandshakeMonitor, counted: asyncio.Queue[int], begun: int, completed: int) -> int:
+async def failures(
+    handshakes: HandshakeMonitor, counted: asyncio.Queue[int], begun: int, completed: int
+) -> int:
     for _ in range(begun):
         handshakes.on_handshake_started()
     await asyncio.sleep(0)  # they are told from other threads
@@ -37,8 +40,15 @@ async def test_failed_handshakes_are_counted_and_logged_at_a_bounded_rate() -> N
 
 async def test_node_with_a_wrong_token_exits_with_one_line() -> None:
     async with running_coordinator(cluster_token="secret") as bench:
-        link = CoordinatorLink(FakeLinkMember(lambda _: None), address=bench.cluster_port_address, token="guess", silence=5.0)
-        with pytest.raises(ConfigError, match="wrong cluster token: give this process its --cluster-token"):
+        link = CoordinatorLink(
+            FakeLinkMember(lambda _: None),
+            address=bench.cluster_port_address,
+            token="guess",
+            silence=5.0,
+        )
+        with pytest.raises(
+            ConfigError, match="wrong cluster token: give this process its --cluster-token"
+        ):
             async with asyncio.timeout(30.0):
                 await link.run()
 

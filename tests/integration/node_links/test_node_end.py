@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link import pb_conversion as wire
-from baton.network.cluster_certificates import coordinator_server_credentials
+from baton.cluster_link import stream as link_codec
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
+from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
 from baton.types import Incarnation
@@ -25,12 +25,16 @@ from tests.fault_proxy import FaultProxy
 
 TIMEOUT_SECONDS = 30.0
 SILENCE_SECONDS = 1.0  # seconds
-AttachHandler = Callable[[int, Any], Awaitable[None]]  # number of the stream, its context after the Join was read
+AttachHandler = Callable[
+    [int, Any], Awaitable[None]
+]  # number of the stream, its context after the Join was read
 
 
 def welcome_message(number: int) -> CoordinatorMessage:
     return CoordinatorMessage(
-        welcome=pb.Welcome(incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE_SECONDS)
+        welcome=pb.Welcome(
+            incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE_SECONDS
+        )
     )
 
 
@@ -93,7 +97,9 @@ async def running_link(attach: AttachHandler) -> AsyncIterator[NodeLinkHarness]:
     await server.start()
     delivered: asyncio.Queue[object] = asyncio.Queue()
     address = f"127.0.0.1:{between.port}"
-    link = CoordinatorLink(FakeLinkMember(delivered.put_nowait), address=address, token="", silence=SILENCE_SECONDS)
+    link = CoordinatorLink(
+        FakeLinkMember(delivered.put_nowait), address=address, token="", silence=SILENCE_SECONDS
+    )
     running = asyncio.create_task(link.run())
     try:
         yield NodeLinkHarness(link, between, delivered, running, joins)
@@ -138,10 +144,14 @@ async def test_rejoin_opens_a_new_connection(monkeypatch: pytest.MonkeyPatch) ->
         first = await rig.wait_joined()
         rig.fault_proxy.strand_connections()
         assert await rig.wait_joined() != first
-        assert rig.fault_proxy.accepted_connections == next(dials) >= 2, "each has a connection of its own"
+        assert rig.fault_proxy.accepted_connections == next(dials) >= 2, (
+            "each has a connection of its own"
+        )
 
 
-async def test_malformed_message_ends_the_stream_but_not_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_malformed_message_ends_the_stream_but_not_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seal = link_codec.encode_checked
 
     def damaged(message: Any) -> bytes:
@@ -175,8 +185,12 @@ async def test_missing_welcome_ends_the_stream_but_not_the_node() -> None:
         assert not rig.link_task.done()
 
 
-async def test_stream_failing_in_two_ways_at_once_does_not_end_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+async def test_stream_failing_in_two_ways_at_once_does_not_end_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
+    )
 
     async def overflow(self: CoordinatorLink) -> None:
         raise TimeoutError
@@ -196,7 +210,8 @@ async def test_stream_failing_in_two_ways_at_once_does_not_end_the_node(monkeypa
 
 
 async def test_work_is_dropped_after_the_silence_timeout() -> None:
-    """Noticing the silence takes all of the patience there is: what is held goes then, and not after as long again."""
+    """Noticing the silence takes all of the patience there is: what is held goes then, and not
+    after as long again."""
 
     async def attach(number: int, context: Any) -> None:
         if number == 1:
@@ -236,12 +251,17 @@ async def test_refused_node_that_had_joined_retries() -> None:
 
     async with running_link(attach) as rig:
         assert await rig.wait_joined() == f"{1:016x}"
-        assert await rig.wait_joined() >= f"{4:016x}"  # later ones when this process stood still over it
+        assert (
+            await rig.wait_joined() >= f"{4:016x}"
+        )  # later ones when this process stood still over it
         assert not rig.link_task.done()
 
 
-async def test_refusal_with_a_retry_time_is_logged_once_and_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a node that was never a member, too: the holder of its name may go. All of its joins are one process's."""
+async def test_refusal_with_a_retry_time_is_logged_once_and_retried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a node that was never a member, too: the holder of its name may go. All of its joins are
+    one process's."""
     said: list[tuple[str, str]] = []
 
     async def attach(number: int, context: Any) -> None:
@@ -252,7 +272,9 @@ async def test_refusal_with_a_retry_time_is_logged_once_and_retried(monkeypatch:
         await asyncio.Event().wait()
 
     async with running_link(attach) as rig:
-        monkeypatch.setattr(rig.link._log, "error", lambda what, *, reason, **_: said.append((what, reason)))
+        monkeypatch.setattr(
+            rig.link._log, "error", lambda what, *, reason, **_: said.append((what, reason))
+        )
         await rig.wait_joined()
         assert not rig.link_task.done()
         assert len(rig.joins) >= 4
@@ -263,12 +285,14 @@ async def test_refusal_with_a_retry_time_is_logged_once_and_retried(monkeypatch:
 
 def refusal_message(retry_seconds: float = 0.0) -> CoordinatorMessage:
     error = ConfigError("dtype is bfloat16 here and float32 in the cluster")
-    return CoordinatorMessage(refusal=pb.Refusal(error=wire.error_to_pb(error), retry_seconds=retry_seconds))
+    return CoordinatorMessage(
+        refusal=pb.Refusal(error=wire.error_to_pb(error), retry_seconds=retry_seconds)
+    )
 
 
 async def test_stopping_node_exits_when_its_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual order of a cluster's end: the coordinator goes, and then its nodes are told to. What the stream was
-    broken by must not take the place of the node's own end."""
+    """The usual order of a cluster's end: the coordinator goes, and then its nodes are told to.
+    What the stream was broken by must not take the place of the node's own end."""
     breaking, ended = asyncio.Event(), asyncio.Event()
 
     async def write(self: CoordinatorLink, call: Any) -> None:

@@ -13,9 +13,19 @@ TOKEN = "open-sesame"
 async def test_state_is_protobuf_json() -> None:
     async with running_frontend() as front:
         status = (await front.admin.get("/admin/status")).json()
-        assert (status["ready"], status["queued"], status["running"], status["nodes"]) == (True, 2, 0, [])
+        assert (status["ready"], status["queued"], status["running"], status["nodes"]) == (
+            True,
+            2,
+            0,
+            [],
+        )
         ledger = (await front.admin.get("/admin/ledger")).json()["ledgers"][0]
-        assert (ledger["node"], ledger["total"], ledger["in_use"], ledger["owners"]) == ("decode-0", 10, 0, [])
+        assert (ledger["node"], ledger["total"], ledger["in_use"], ledger["owners"]) == (
+            "decode-0",
+            10,
+            0,
+            [],
+        )
         metrics = await front.admin.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain; version=")
         assert "baton_up 1.0" in metrics.text
@@ -51,7 +61,9 @@ async def test_cross_origin_drain_is_refused() -> None:
 async def test_proxied_drain_is_refused(header: str) -> None:
     """Its address is this machine's, whoever the caller was."""
     async with running_frontend() as front:
-        answer = await front.admin.post("/admin/drain", json={"node": "d0"}, headers={header: "for=203.0.113.9"})
+        answer = await front.admin.post(
+            "/admin/drain", json={"node": "d0"}, headers={header: "for=203.0.113.9"}
+        )
         assert (answer.status_code, front.backend.drain_calls) == (401, [])
         assert "--admin-token" in answer.json()["error"]["message"]
 
@@ -64,7 +76,13 @@ async def test_ratio_by_http() -> None:
         assert (answer.status_code, answer.json()["target_prefill"]) == (200, 2)
         await front.admin.post("/admin/ratio", json={"ratio": "1:2"})
         assert front.backend.ratio_targets == [(RoleSplit(2, 1), 2.5), (RoleSplit(1, 2), None)]
-        for body in (b"{", b"{}", b'{"ratio": "2"}', b'{"ratio": 2}', b'{"ratio": "2:1", "when": 1}'):
+        for body in (
+            b"{",
+            b"{}",
+            b'{"ratio": "2"}',
+            b'{"ratio": 2}',
+            b'{"ratio": "2:1", "when": 1}',
+        ):
             bad = await front.admin.post("/admin/ratio", content=body)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
 
@@ -118,7 +136,9 @@ async def test_ratio_advice_and_auto_ratio_by_http() -> None:
         assert (told["slo"], told["prefill"]) == ("ttft=1000ms", 2)
         bad = await front.admin.get("/admin/ratio/advice", params={"slo": "soon"})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "slo")
-        on = await front.admin.post("/admin/ratio", json={"auto": True, "slo": "tpot=30ms", "flip_timeout": 2.5})
+        on = await front.admin.post(
+            "/admin/ratio", json={"auto": True, "slo": "tpot=30ms", "flip_timeout": 2.5}
+        )
         assert on.json()["automatic"] is True
         await front.admin.post("/admin/ratio", json={"auto": True})
         await front.admin.post("/admin/ratio", json={"auto": False})

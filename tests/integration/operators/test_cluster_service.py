@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.process.failpoints import FAILPOINTS
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.pb.common_pb2 import Ledger
+from baton.process.failpoints import FAILPOINTS
 from coordinator.node_links import cluster_readiness as warmup
 from coordinator.operators.metrics import TTFT_STAGES
 from tests.fake_nodes import FakeNode
@@ -28,13 +28,19 @@ async def bench() -> AsyncIterator[CoordinatorHarness]:
         yield bench
 
 
-async def call_service(bench: CoordinatorHarness, method: str, request: Any, *, bearer: str = "") -> Any:
+async def call_service(
+    bench: CoordinatorHarness, method: str, request: Any, *, bearer: str = ""
+) -> Any:
     metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
     async with grpc.aio.insecure_channel(bench.cluster_service_address) as channel:
-        return await getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request, metadata=metadata)
+        return await getattr(cluster_pb2_grpc.ClusterStub(channel), method)(
+            request, metadata=metadata
+        )
 
 
-async def call_status_code(bench: CoordinatorHarness, method: str, request: Any, *, bearer: str = "") -> str:
+async def call_status_code(
+    bench: CoordinatorHarness, method: str, request: Any, *, bearer: str = ""
+) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call_service(bench, method, request, bearer=bearer)
     return str(caught.value.code().name)
@@ -45,9 +51,17 @@ async def test_status(bench: CoordinatorHarness) -> None:
         await decode.send_heartbeat(blocks_free=60, blocks_in_use=4)
         await bench.generate(PROMPT, 4)
         status = await call_service(bench, "Status", pb.StatusRequest())
-    assert [(node.name, node.role, node.placed) for node in status.nodes] == [("d0", "decode", 0), ("p0", "prefill", 0)]
+    assert [(node.name, node.role, node.placed) for node in status.nodes] == [
+        ("d0", "decode", 0),
+        ("p0", "prefill", 0),
+    ]
     assert status.nodes[0].stats.blocks_in_use == 4
-    assert (status.model, status.mode, status.queued, status.running) == ("tiny", "disaggregated", 0, 0)
+    assert (status.model, status.mode, status.queued, status.running) == (
+        "tiny",
+        "disaggregated",
+        0,
+        0,
+    )
     assert status.counters['baton_requests_total{outcome="length",class="default"}'] == 1
     assert status.counters["baton_generated_tokens_total"] == 4
     assert not status.ready
@@ -63,12 +77,16 @@ async def answer_ledgers(node: FakeNode) -> None:
     ledger = Ledger(node=node.name, total=64, free=64)
     while True:
         query = await node.next_order("ledger_query", patience=100.0)
-        await node.send_message(ledger=pb.LedgerReply(query=query.query + 1000, ledger=ledger))  # of another query: not heard
+        await node.send_message(
+            ledger=pb.LedgerReply(query=query.query + 1000, ledger=ledger)
+        )  # of another query: not heard
         await node.send_message(ledger=pb.LedgerReply(query=query.query, ledger=ledger))
         await node.send_message(ledger=pb.LedgerReply(query=query.query, ledger=ledger))
 
 
-async def test_ledger_call_returns_all_ledgers_and_names_silent_nodes(bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ledger_call_returns_all_ledgers_and_names_silent_nodes(
+    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench.ledgers.collect_ledgers.__func__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
     async with bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode"):
         prefill.run_script(answer_ledgers(prefill))
@@ -87,14 +105,22 @@ async def test_failpoints_are_armed_by_name_and_only_when_allowed() -> None:
     async with running_coordinator() as bench:
         request = pb.ArmFailpointsRequest(node="d", spec=spec)
         assert await call_status_code(bench, "ArmFailpoints", request) == "UNIMPLEMENTED"
-    async with running_coordinator(failpoints_rpc=True) as bench, bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as d0:
-        assert (await call_service(bench, "ArmFailpoints", pb.ArmFailpointsRequest(node="d", spec=spec))).nodes == 1
+    async with (
+        running_coordinator(failpoints_rpc=True) as bench,
+        bench.make_node("p0", "prefill"),
+        bench.make_node("d0", "decode") as d0,
+    ):
+        assert (
+            await call_service(bench, "ArmFailpoints", pb.ArmFailpointsRequest(node="d", spec=spec))
+        ).nodes == 1
         assert (await d0.next_order("arm")).spec == spec
         link = pb.ArmFailpointsRequest(node="coordinator", spec="link.coordinator.send=delay(0)")
         try:
             assert (await call_service(bench, "ArmFailpoints", link)).nodes == 1
             assert FAILPOINTS.is_armed("link.coordinator.send")
-            assert (await call_service(bench, "ArmFailpoints", pb.ArmFailpointsRequest())).nodes == 3
+            assert (
+                await call_service(bench, "ArmFailpoints", pb.ArmFailpointsRequest())
+            ).nodes == 3
             assert not FAILPOINTS.is_armed("link.coordinator.send")
         finally:
             FAILPOINTS.arm("")
@@ -102,35 +128,56 @@ async def test_failpoints_are_armed_by_name_and_only_when_allowed() -> None:
         assert await call_status_code(bench, "ArmFailpoints", bad) == "INVALID_ARGUMENT"
 
 
-METHODS = {"Status": pb.StatusRequest(), "Ledger": pb.LedgerRequest(), "ArmFailpoints": pb.ArmFailpointsRequest()}
+METHODS = {
+    "Status": pb.StatusRequest(),
+    "Ledger": pb.LedgerRequest(),
+    "ArmFailpoints": pb.ArmFailpointsRequest(),
+}
 RATIO = {"GetRatio", "SetRatio", "AdviseRatio", "AutoRatio", "ManualRatio"}
-TESTED_ELSEWHERE = {"Watch", "Explain", "Drain", "Undrain"} | RATIO  # tests/integration/operators/test_operator_rpcs.py
+TESTED_ELSEWHERE = {
+    "Watch",
+    "Explain",
+    "Drain",
+    "Undrain",
+} | RATIO  # tests/integration/operators/test_operator_rpcs.py
 
 
 def test_method_table_covers_every_rpc() -> None:
-    assert set(METHODS) | TESTED_ELSEWHERE == {method.name for method in pb.DESCRIPTOR.services_by_name["Cluster"].methods}
+    assert set(METHODS) | TESTED_ELSEWHERE == {
+        method.name for method in pb.DESCRIPTOR.services_by_name["Cluster"].methods
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_the_admin_token_guards_every_method(method: str) -> None:
     async with running_coordinator(admin_token="secret", failpoints_rpc=True) as bench:
         assert await call_status_code(bench, method, METHODS[method]) == "UNAUTHENTICATED"
-        assert await call_status_code(bench, method, METHODS[method], bearer="wrong") == "UNAUTHENTICATED"
+        assert (
+            await call_status_code(bench, method, METHODS[method], bearer="wrong")
+            == "UNAUTHENTICATED"
+        )
         await call_service(bench, method, METHODS[method], bearer="secret")
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_without_admin_token_only_loopback_is_allowed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_admin_token_only_loopback_is_allowed(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_coordinator(failpoints_rpc=True) as bench:
         await call_service(bench, method, METHODS[method])
-        monkeypatch.setattr("coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1")
+        monkeypatch.setattr(
+            "coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1"
+        )
         assert await call_status_code(bench, method, METHODS[method]) == "UNAUTHENTICATED"
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
 async def test_without_admin_token_proxied_calls_are_refused(header: str) -> None:
     """Its address is this machine's, whoever the caller was."""
-    async with running_coordinator() as bench, grpc.aio.insecure_channel(bench.cluster_service_address) as channel:
+    async with (
+        running_coordinator() as bench,
+        grpc.aio.insecure_channel(bench.cluster_service_address) as channel,
+    ):
         stub = cluster_pb2_grpc.ClusterStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Status(pb.StatusRequest(), metadata=((header, "203.0.113.9"),))
@@ -141,7 +188,9 @@ async def test_without_admin_token_proxied_calls_are_refused(header: str) -> Non
 # readiness
 
 
-async def test_coordinator_is_ready_after_warm_up_while_it_can_serve(bench: CoordinatorHarness) -> None:
+async def test_coordinator_is_ready_after_warm_up_while_it_can_serve(
+    bench: CoordinatorHarness,
+) -> None:
     changes: list[tuple[bool, str]] = []
     bench.readiness.on_change.append(lambda ready, reason: changes.append((ready, reason)))
     warming = asyncio.create_task(bench.readiness.run())
@@ -163,7 +212,9 @@ async def test_coordinator_is_ready_after_warm_up_while_it_can_serve(bench: Coor
             assert changes[-1] == (False, "the cluster is stopping")
 
 
-async def test_warm_up_waits_for_a_prefill_node_but_requests_do_not(bench: CoordinatorHarness) -> None:
+async def test_warm_up_waits_for_a_prefill_node_but_requests_do_not(
+    bench: CoordinatorHarness,
+) -> None:
     warming = asyncio.create_task(bench.readiness.run())
     async with bench.run_nodes("d0"):
         await bench.wait_until(lambda: "no prefill node" in bench.readiness.state()[1])
@@ -193,7 +244,9 @@ async def test_failed_warm_up_is_retried() -> None:
         async with bench.run_nodes("p0"), bench.make_node("d0", "decode") as decode:
             submit = await decode.next_order("submit")
             await decode.send_message(
-                failed=pb.AttemptFailed(key=submit.work.key, error={"code": "out_of_memory", "message": "too big"})
+                failed=pb.AttemptFailed(
+                    key=submit.work.key, error={"code": "out_of_memory", "message": "too big"}
+                )
             )
             await bench.wait_until(lambda: "too big" in bench.readiness.state()[1])
             assert not bench.readiness.state()[0]
@@ -203,7 +256,11 @@ async def test_failed_warm_up_is_retried() -> None:
 
 
 async def test_stalled_requests_make_the_coordinator_unready() -> None:
-    async with running_coordinator(stall=1.0) as bench, bench.run_nodes("p0"), bench.make_node("d0", "decode") as decode:
+    async with (
+        running_coordinator(stall=1.0) as bench,
+        bench.run_nodes("p0"),
+        bench.make_node("d0", "decode") as decode,
+    ):
         bench.readiness._not_warm_reason, began = "", time.monotonic()
         stream = await bench.submit_request(PROMPT, 4)
         await decode.send_reserved(await decode.next_order("submit"))
@@ -211,7 +268,9 @@ async def test_stalled_requests_make_the_coordinator_unready() -> None:
         async with asyncio.timeout(30):
             while bench.readiness.state()[0]:
                 await asyncio.sleep(0.05)
-        assert "1 requests run, 0 wait, and none has got any further for" in bench.readiness.state()[1]
+        assert (
+            "1 requests run, 0 wait, and none has got any further for" in bench.readiness.state()[1]
+        )
         stream.cancel()
         assert bench.readiness.state() == (True, "")
 
@@ -243,7 +302,9 @@ async def test_metrics(bench: CoordinatorHarness) -> None:
                 "bad name!": 1,
             },
         )
-        await bench.wait_until(lambda: all(node.stats for node in bench.dispatcher.brain.node_registry.nodes.values()))
+        await bench.wait_until(
+            lambda: all(node.stats for node in bench.dispatcher.brain.node_registry.nodes.values())
+        )
         found = scrape(bench)
 
     def value(name: str, **labels: str) -> float:

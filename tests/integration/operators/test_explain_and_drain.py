@@ -1,4 +1,5 @@
-"""Explaining requests and draining nodes on a real cluster under load: nothing is lost, repeated or wrong."""
+"""Explaining requests and draining nodes on a real cluster under load: nothing is lost, repeated or
+wrong."""
 
 import asyncio
 import json
@@ -14,9 +15,9 @@ from baton.cli.checks.ledger import OWNED_STATES
 from baton.cli.views.top_table import sum_counter
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
-from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
-from tests.steady_load import run_baton, steady_load, make_prompt
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.steady_load import make_prompt, run_baton, steady_load
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -24,8 +25,15 @@ STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {"paced_prefill_us_per_token": 300.0, "paced_step_ms": 10.0, "heartbeat": 0.1, "layers_per_message": 1}
-    made = Cluster(tmp_path_factory.mktemp("drain"), engine="paced", prefill=2, decode=2, **settings)
+    settings = {
+        "paced_prefill_us_per_token": 300.0,
+        "paced_step_ms": 10.0,
+        "heartbeat": 0.1,
+        "layers_per_message": 1,
+    }
+    made = Cluster(
+        tmp_path_factory.mktemp("drain"), engine="paced", prefill=2, decode=2, **settings
+    )
     async with made:
         yield made
     made.assert_clean()
@@ -40,7 +48,9 @@ async def at_rest(cluster: Cluster) -> AsyncIterator[None]:
 
 
 async def explain_request(cluster: Cluster, request: str) -> pb.ExplainResponse:
-    told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=request))
+    told: pb.ExplainResponse = await call_cluster_service(
+        cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=request)
+    )
     return told
 
 
@@ -52,7 +62,9 @@ async def ttft_sum(cluster: Cluster) -> float:
     """What the coordinator has measured as times to first token, added up, without any stage."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin}/metrics")).text
-    found = re.search(r'^baton_request_ttft_seconds_sum\{class="default"\} (\S+)$', text, re.MULTILINE)
+    found = re.search(
+        r'^baton_request_ttft_seconds_sum\{class="default"\} (\S+)$', text, re.MULTILINE
+    )
     return float(found[1]) if found else 0.0
 
 
@@ -67,7 +79,9 @@ async def check_node_is_empty(cluster: Cluster, name: str) -> None:
 
 
 @IN_MODULE
-@pytest.mark.parametrize("fault", ["", "decode.commit.before=error*1"], ids=["served", "placed again"])
+@pytest.mark.parametrize(
+    "fault", ["", "decode.commit.before=error*1"], ids=["served", "placed again"]
+)
 async def test_explain_stages_add_up_to_ttft(cluster: Cluster, fault: str) -> None:
     await cluster.arm_failpoints("decode", fault)
     before, asked = await ttft_sum(cluster), make_prompt(len(fault), 300)
@@ -94,7 +108,10 @@ async def test_explain_stages_add_up_to_ttft(cluster: Cluster, fault: str) -> No
     assert all(attempt.ended not in ("", "served") and attempt.reason for attempt in lost), lost
     assert told.timeline.queue == pytest.approx(last.placed)  # attempts that were lost are waiting
     sources = told.sources
-    assert sources.computed_prefill + sources.computed_decode + sources.local_cache + sources.pool == len(asked)
+    assert (
+        sources.computed_prefill + sources.computed_decode + sources.local_cache + sources.pool
+        == len(asked)
+    )
     assert told.attempts[-1].handoff == told.timeline.handoff
 
 
@@ -131,20 +148,32 @@ async def test_drain_under_load_finishes_requests_on_the_node(cluster: Cluster, 
 
 @IN_MODULE
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_drain_timeout_moves_remaining_requests_to_other_nodes(cluster: Cluster, role: str) -> None:
-    before = [await read_counter(cluster, "baton_replaced_total", **only) for only in ({}, {"reason": "drained"})]
+async def test_drain_timeout_moves_remaining_requests_to_other_nodes(
+    cluster: Cluster, role: str
+) -> None:
+    before = [
+        await read_counter(cluster, "baton_replaced_total", **only)
+        for only in ({}, {"reason": "drained"})
+    ]
     long = make_prompt(3, 2000)
     async with steady_load(cluster, tokens=100):
-        await cluster.arm_failpoints(role, f"{role}.{'step' if role == 'decode' else 'layer'}.before=delay(0.2)")  # it is not done
+        await cluster.arm_failpoints(
+            role, f"{role}.{'step' if role == 'decode' else 'layer'}.before=delay(0.2)"
+        )  # it is not done
         for_long = asyncio.create_task(cluster.generate(long, max_tokens=100, ignore_eos=True))
-        await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == role))
+        await cluster.wait_status(
+            lambda status: all(one.placed for one in status.nodes if one.role == role)
+        )
         code, _, err = await run_baton(cluster, "drain", f"{role}-0", "--timeout", "0")
         await cluster.arm_failpoints(role, "")
         assert code == 0, err
         await check_node_is_empty(cluster, f"{role}-0")
         assert list((await for_long).tokens) == paced_reference_tokens(long, 100)
     drained = await read_counter(cluster, "baton_replaced_total", reason="drained") - before[1]
-    assert await read_counter(cluster, "baton_replaced_total") - before[0] == drained > 0 or role == "prefill"
+    assert (
+        await read_counter(cluster, "baton_replaced_total") - before[0] == drained > 0
+        or role == "prefill"
+    )
 
 
 @IN_MODULE
@@ -156,19 +185,30 @@ async def test_restarted_drained_node_stays_drained_until_undrain(cluster: Clust
     status = await cluster.wait_status(lambda status: len(status.nodes) == 4)
     assert {node.name: node.service != "in" for node in status.nodes}["decode-1"]
     answers = [await cluster.generate(make_prompt(number), max_tokens=3) for number in range(4)]
-    assert {(await explain_request(cluster, answer.request_id)).attempts[-1].decode_node for answer in answers} == {"decode-0"}
+    assert {
+        (await explain_request(cluster, answer.request_id)).attempts[-1].decode_node
+        for answer in answers
+    } == {"decode-0"}
     assert (await run_baton(cluster, "undrain", "decode-1"))[1] == "decode-1 is in service\n"
     async with steady_load(cluster) as answers:
-        await cluster.wait_status(lambda status: all(node.placed for node in status.nodes if node.role == "decode"))
+        await cluster.wait_status(
+            lambda status: all(node.placed for node in status.nodes if node.role == "decode")
+        )
 
 
 @IN_MODULE
-async def test_draining_the_last_prefill_node_moves_prefill_to_decode_nodes(cluster: Cluster) -> None:
+async def test_draining_the_last_prefill_node_moves_prefill_to_decode_nodes(
+    cluster: Cluster,
+) -> None:
     assert (await run_baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
     asked = make_prompt(11, 6000)
-    await cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")  # it is not done before it is drained
+    await cluster.arm_failpoints(
+        "prefill", "prefill.layer.before=delay(0.2)"
+    )  # it is not done before it is drained
     waiting = asyncio.create_task(cluster.generate(asked, max_tokens=4, ignore_eos=True))
-    await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
+    await cluster.wait_status(
+        lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0")
+    )
     request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
     answer = await call_cluster_service(cluster.grpc_address, "Drain", request)
     assert answer.warning == (
@@ -177,10 +217,15 @@ async def test_draining_the_last_prefill_node_moves_prefill_to_decode_nodes(clus
     )
     served = await waiting
     assert list(served.tokens) == paced_reference_tokens(asked, 4)
-    told = await call_cluster_service(cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=served.request_id))
+    told = await call_cluster_service(
+        cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=served.request_id)
+    )
     assert (told.attempts[-1].way, told.attempts[-1].why) == ("local", "no_prefill_node")
     code, out, _ = await run_baton(cluster, "status", "--json")
-    assert (code, json.loads(out)["notices"]) == (0, ["no prefill node serves: decode nodes compute every prompt"])
+    assert (code, json.loads(out)["notices"]) == (
+        0,
+        ["no prefill node serves: decode nodes compute every prompt"],
+    )
     await cluster.arm_failpoints("prefill", "")
     await run_baton(cluster, "undrain", "prefill-0")
     assert (await cluster.get_status()).ready

@@ -1,4 +1,5 @@
-"""What operators call, over gRPC, on a coordinator with scripted nodes: explain, drain, undrain, watch."""
+"""What operators call, over gRPC, on a coordinator with scripted nodes: explain, drain, undrain,
+watch."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,28 +31,38 @@ async def bench() -> AsyncIterator[CoordinatorHarness]:
         yield bench
 
 
-async def call_service(bench: CoordinatorHarness, method: str, request: Any, bearer: str = "") -> Any:
+async def call_service(
+    bench: CoordinatorHarness, method: str, request: Any, bearer: str = ""
+) -> Any:
     metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
     async with grpc.aio.insecure_channel(bench.cluster_service_address) as channel:
-        made = getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request, metadata=metadata, timeout=30.0)
+        made = getattr(cluster_pb2_grpc.ClusterStub(channel), method)(
+            request, metadata=metadata, timeout=30.0
+        )
         return [answer async for answer in made] if method == "Watch" else await made
 
 
-async def call_error(bench: CoordinatorHarness, method: str, request: Any, bearer: str = "") -> tuple[str, str]:
+async def call_error(
+    bench: CoordinatorHarness, method: str, request: Any, bearer: str = ""
+) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call_service(bench, method, request, bearer)
     return caught.value.code().name, caught.value.details() or ""
 
 
 @pytest.mark.parametrize("method", OPERATOR_CALLS)
-async def test_every_operator_call_needs_the_admin_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_operator_call_needs_the_admin_token(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request, answer = OPERATOR_CALLS[method]
     async with running_coordinator(admin_token="secret") as bench:
         assert (await call_error(bench, method, request))[0] == "UNAUTHENTICATED"
         assert (await call_error(bench, method, request, "secret"))[0] == answer
     async with running_coordinator() as bench:
         assert (await call_error(bench, method, request))[0] == answer
-        monkeypatch.setattr("coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1")
+        monkeypatch.setattr(
+            "coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1"
+        )
         assert (await call_error(bench, method, request))[0] == "UNAUTHENTICATED"
 
 
@@ -76,26 +87,41 @@ async def test_drain_and_undrain(bench: CoordinatorHarness) -> None:
         await bench.wait_until(lambda: node_service_state(bench, "d0") == "drained")
         answer = await call_service(bench, "Drain", pb.DrainRequest(node="d1", timeout_seconds=60))
         assert "there is no decode node but drained ones (d0, d1): requests wait" in answer.warning
-        assert 0 < next(n for n in bench.service.get_status().nodes if n.name == "d1").drain_seconds_left <= 60
+        assert (
+            0
+            < next(n for n in bench.service.get_status().nodes if n.name == "d1").drain_seconds_left
+            <= 60
+        )
         assert not bench.readiness.state()[0]
         for name in ("d0", "d1"):
             answer = await call_service(bench, "Undrain", pb.UndrainRequest(node=name))
             assert (answer.service, answer.warning) == ("in", "")
         assert (await bench.generate(PROMPT, 4))[1]
-    code, message = await call_error(bench, "Drain", pb.DrainRequest(node="d0", timeout_seconds=float("nan")))
+    code, message = await call_error(
+        bench, "Drain", pb.DrainRequest(node="d0", timeout_seconds=float("nan"))
+    )
     assert (code, "timeout_seconds is nan" in message) == ("INVALID_ARGUMENT", True)
 
 
 async def test_set_ratio_is_reported_by_get_ratio(bench: CoordinatorHarness) -> None:
     async with bench.run_nodes("p0", "d0", "d1"):
         told = await call_service(bench, "GetRatio", pb.GetRatioRequest())
-        assert (told.prefill, told.decode, told.has_target, told.possible) == (1, 2, False, "1:2, 2:1")
+        assert (told.prefill, told.decode, told.has_target, told.possible) == (
+            1,
+            2,
+            False,
+            "1:2, 2:1",
+        )
         told = await call_service(bench, "SetRatio", pb.SetRatioRequest(prefill=2, decode=1))
         assert [(each.to_role, each.phase) for each in told.switches] == [("prefill", "switching")]
-        [moving] = [node for node in bench.service.get_status().nodes if node.service == "switching"]
+        [moving] = [
+            node for node in bench.service.get_status().nodes if node.service == "switching"
+        ]
         assert moving.name == told.switches[0].node
     for fields in ({"prefill": 3}, {"prefill": 2, "decode": 1, "flip_timeout_seconds": -1.0}):
-        assert (await call_error(bench, "SetRatio", pb.SetRatioRequest(**fields)))[0] == "INVALID_ARGUMENT"
+        assert (await call_error(bench, "SetRatio", pb.SetRatioRequest(**fields)))[
+            0
+        ] == "INVALID_ARGUMENT"
 
 
 async def test_ratio_advice_and_auto_ratio(bench: CoordinatorHarness) -> None:
@@ -114,7 +140,18 @@ async def test_ratio_advice_and_auto_ratio(bench: CoordinatorHarness) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "AutoRatio", "ArmFailpoints"]
+    "method",
+    [
+        "Status",
+        "Watch",
+        "Ledger",
+        "Explain",
+        "Drain",
+        "Undrain",
+        "SetRatio",
+        "AutoRatio",
+        "ArmFailpoints",
+    ],
 )
 async def test_malformed_protobuf_is_refused(bench: CoordinatorHarness, method: str) -> None:
     async with grpc.aio.insecure_channel(bench.cluster_service_address) as channel:
@@ -126,12 +163,16 @@ async def test_malformed_protobuf_is_refused(bench: CoordinatorHarness, method: 
 
 
 def node_service_state(bench: CoordinatorHarness, name: str) -> str:
-    return next((str(node.service) for node in bench.service.get_status().nodes if node.name == name), "")
+    return next(
+        (str(node.service) for node in bench.service.get_status().nodes if node.name == name), ""
+    )
 
 
 async def test_watch_sends_the_state_at_once_and_then_changes(bench: CoordinatorHarness) -> None:
     async with grpc.aio.insecure_channel(bench.cluster_service_address) as channel:
-        watch = cluster_pb2_grpc.ClusterStub(channel).Watch(pb.WatchRequest(interval_seconds=0.1), timeout=30.0)
+        watch = cluster_pb2_grpc.ClusterStub(channel).Watch(
+            pb.WatchRequest(interval_seconds=0.1), timeout=30.0
+        )
         assert len((await watch.read()).nodes) == 0
         async with bench.make_node("p0", "prefill"):
             assert [node.name for node in (await watch.read()).nodes] == ["p0"]
@@ -140,7 +181,9 @@ async def test_watch_sends_the_state_at_once_and_then_changes(bench: Coordinator
             pass
 
 
-async def test_watchers_are_bounded_and_slow_ones_get_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchers_are_bounded_and_slow_ones_get_the_newest_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchers, "MAX_WATCHERS", 1)
     counted = iter(range(1000))
     many = watchers.StatusWatchers(lambda: pb.StatusResponse(queued=next(counted)))

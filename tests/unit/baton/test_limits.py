@@ -1,4 +1,5 @@
-"""Every number that a client can send: both ends of its range are accepted, what is just beyond is refused by name."""
+"""Every number that a client can send: both ends of its range are accepted, what is just beyond is
+refused by name."""
 
 import math
 from dataclasses import replace
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, ContextLengthExceeded
+from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.limits import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -33,7 +34,11 @@ FINE: dict[str, list[Any]] = {
     "presence_penalty": [-2.0, 2.0],
     "frequency_penalty": [-2.0, 2.0],
     "repetition_penalty": [1e-6, 100.0],
-    "logit_bias": [(), ((0, -100.0), (999, 100.0)), tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIAS_ENTRIES))],
+    "logit_bias": [
+        (),
+        ((0, -100.0), (999, 100.0)),
+        tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIAS_ENTRIES)),
+    ],
     "logprobs": [None, 0, MAX_LOGPROBS],
     "prompt_logprobs": [None, 0, MAX_LOGPROBS],
 }
@@ -66,12 +71,16 @@ def test_every_sampling_field_has_a_case() -> None:
     assert set(SamplingParams.__dataclass_fields__) - {"ignore_eos"} == set(FINE) == set(WRONG)
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field in FINE for value in FINE[field]])
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in FINE for value in FINE[field]]
+)
 def test_the_ends_of_each_range_are_accepted(field: str, value: Any) -> None:
     check_sampling(replace(RIGHT, **{field: value}), 10, BOUNDS)
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]]
+)
 def test_out_of_range_value_is_rejected_naming_the_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=field) as refused:
         check_sampling(replace(RIGHT, **{field: value}), 10, BOUNDS)

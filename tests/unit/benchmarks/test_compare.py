@@ -1,4 +1,5 @@
-"""`bench compare`: what is sent, what is good, what follows, and which systems it refuses to compare."""
+"""`bench compare`: what is sent, what is good, what follows, and which systems it refuses to
+compare."""
 
 import asyncio
 import json
@@ -7,13 +8,26 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.slo import Slo
-from benchmarks.scenarios import comparison
-from benchmarks.load.run_load import endpoint_model as identity
-from benchmarks.compare import parse_workloads, parse_declared, parse_loads, parse_systems, to_rows, describe_results
-from benchmarks.scenarios.comparison import COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, ComparisonWorkload
-from benchmarks.load.http_stream import HttpTarget, parse_url
+from benchmarks.compare import (
+    describe_results,
+    parse_declared,
+    parse_loads,
+    parse_systems,
+    parse_workloads,
+    to_rows,
+)
+from benchmarks.load import endpoint_model as identity
 from benchmarks.load.endpoint_model import EndpointModel, require_same_model
+from benchmarks.load.http_stream import HttpTarget, parse_url
 from benchmarks.load.measurement import RequestMeasurement
+from benchmarks.scenarios import comparison
+from benchmarks.scenarios.comparison import (
+    COMPARISON_WORKLOADS,
+    ComparisonCell,
+    ComparisonWorkload,
+    GoodputRounds,
+    IdleLatency,
+)
 
 SHORT, MIXED, LONG = COMPARISON_WORKLOADS
 IDLE = {128: IdleLatency(0.1, 0.01), 2048: IdleLatency(1.0, 0.02)}
@@ -22,7 +36,9 @@ IDLE = {128: IdleLatency(0.1, 0.01), 2048: IdleLatency(1.0, 0.02)}
 def measured(prompt: int, ttft: float, tpot: float, error: str = "") -> RequestMeasurement:
     """Nine tokens."""
     arrivals = [(10.0 + ttft + number * tpot, 1) for number in range(9)]
-    return RequestMeasurement(10.0, 9, arrivals, ended_at=20.0, error=error, requested_prompt_tokens=prompt)
+    return RequestMeasurement(
+        10.0, 9, arrivals, ended_at=20.0, error=error, requested_prompt_tokens=prompt
+    )
 
 
 def test_every_eighth_prompt_of_the_mix_is_long_and_plans_are_the_same_for_everybody() -> None:
@@ -36,8 +52,12 @@ def test_every_eighth_prompt_of_the_mix_is_long_and_plans_are_the_same_for_every
 
 
 def test_a_load_of_one_is_a_request_in_the_time_that_one_takes() -> None:
-    assert comparison.arrival_rate(ComparisonWorkload("w", (128,), 11), 2.0, IDLE) == pytest.approx(2.0 / 0.2)
-    assert comparison.arrival_rate(ComparisonWorkload("w", (128, 2048), 11), 1.0, IDLE) == pytest.approx(1.0 / ((0.2 + 1.2) / 2))
+    assert comparison.arrival_rate(ComparisonWorkload("w", (128,), 11), 2.0, IDLE) == pytest.approx(
+        2.0 / 0.2
+    )
+    assert comparison.arrival_rate(
+        ComparisonWorkload("w", (128, 2048), 11), 1.0, IDLE
+    ) == pytest.approx(1.0 / ((0.2 + 1.2) / 2))
 
 
 def test_good_is_twice_idle_for_prompts_of_that_length() -> None:
@@ -62,30 +82,52 @@ def test_idle_figures_are_medians_and_failures_are_told() -> None:
 
 
 def test_the_bounds_are_those_of_the_better_fixed_mode() -> None:
-    arms = {"a": {128: IdleLatency(0.1, 0.03)}, "b": {128: IdleLatency(0.2, 0.02)}, "auto": {128: IdleLatency(0.05, 0.01)}}
+    arms = {
+        "a": {128: IdleLatency(0.1, 0.03)},
+        "b": {128: IdleLatency(0.2, 0.02)},
+        "auto": {128: IdleLatency(0.05, 0.01)},
+    }
     assert comparison.best_idle_latency(arms, ["a", "b"]) == {128: IdleLatency(0.1, 0.02)}
 
 
 RESULTS = {
-    "disaggregated": {ComparisonCell("short", 1.0): GoodputRounds((8.0, 9.0, 7.0)), ComparisonCell("short", 2.0): GoodputRounds((12.0,))},
-    "colocated": {ComparisonCell("short", 1.0): GoodputRounds((10.0,)), ComparisonCell("short", 2.0): GoodputRounds((6.0,))},
-    "auto": {ComparisonCell("short", 1.0): GoodputRounds((9.0,)), ComparisonCell("short", 2.0): GoodputRounds((11.4,))},
+    "disaggregated": {
+        ComparisonCell("short", 1.0): GoodputRounds((8.0, 9.0, 7.0)),
+        ComparisonCell("short", 2.0): GoodputRounds((12.0,)),
+    },
+    "colocated": {
+        ComparisonCell("short", 1.0): GoodputRounds((10.0,)),
+        ComparisonCell("short", 2.0): GoodputRounds((6.0,)),
+    },
+    "auto": {
+        ComparisonCell("short", 1.0): GoodputRounds((9.0,)),
+        ComparisonCell("short", 2.0): GoodputRounds((11.4,)),
+    },
 }
 
 
 def test_the_verdict_names_the_best_and_where_disaggregation_loses() -> None:
-    assert list(comparison.losing_cells(RESULTS, "disaggregated", "colocated")) == [(ComparisonCell("short", 1.0), 0.8)]
+    assert list(comparison.losing_cells(RESULTS, "disaggregated", "colocated")) == [
+        (ComparisonCell("short", 1.0), 0.8)
+    ]
     lines = describe_results(RESULTS, [SHORT], "auto")
     assert lines == [
         "short: auto has 0.95 of the peak goodput of disaggregated (11.40 of 12.00 requests/s)",
         "disaggregation loses at: short/1 (80% of colocated)",
     ]
-    assert describe_results({"a": RESULTS["auto"], "b": RESULTS["colocated"]}, [SHORT], "a")[-1].startswith("short: a has 1.14")
+    assert describe_results({"a": RESULTS["auto"], "b": RESULTS["colocated"]}, [SHORT], "a")[
+        -1
+    ].startswith("short: a has 1.14")
 
 
 def test_rows_carry_medians_their_spread_and_the_ratios() -> None:
     local = {ComparisonCell("short", 1.0): 0.25}
-    rows = {one.name: one.value for one in to_rows(RESULTS, local, comparison.slos_by_length(IDLE), [SHORT], "auto", "command")}
+    rows = {
+        one.name: one.value
+        for one in to_rows(
+            RESULTS, local, comparison.slos_by_length(IDLE), [SHORT], "auto", "command"
+        )
+    }
     assert rows["compare/short/1/disaggregated/goodput"] == 8.0
     assert rows["compare/short/1/disaggregated/spread"] == 0.25
     assert rows["compare/short/1/auto_of_best"] == 0.9
@@ -95,7 +137,10 @@ def test_rows_carry_medians_their_spread_and_the_ratios() -> None:
 
 
 def test_zero_goodput_everywhere_counts_as_equal() -> None:
-    nothing = {name: {ComparisonCell("long", 1.0): GoodputRounds((0.0,))} for name in ("disaggregated", "colocated", "auto")}
+    nothing = {
+        name: {ComparisonCell("long", 1.0): GoodputRounds((0.0,))}
+        for name in ("disaggregated", "colocated", "auto")
+    }
     assert describe_results(nothing, [LONG], "auto")[0].startswith("long: auto has 1.00")
     assert list(comparison.losing_cells(nothing, "disaggregated", "colocated")) == []
 
@@ -133,7 +178,9 @@ ONE = EndpointModel("m", "float32", "none", "d1")
         (EndpointModel("n", "float32", "none", ""), "model"),
     ],
 )
-def test_unequal_systems_are_refused_naming_what_differs(other: EndpointModel, differs: str) -> None:
+def test_unequal_systems_are_refused_naming_what_differs(
+    other: EndpointModel, differs: str
+) -> None:
     with pytest.raises(ValueError, match=f"a and b do not compare: {differs} is"):
         require_same_model({"a": ONE, "b": other})
 
@@ -167,7 +214,9 @@ async def test_an_endpoint_says_what_it_serves_or_somebody_declares_it(target: H
     with pytest.raises(ValueError, match="does not say its dtype and quantization: declare it"):
         await identity.fetch_endpoint_model(target, "", "bare", {})
     declared = {"dtype": "float32", "quantization": "none"}
-    assert await identity.fetch_endpoint_model(target, "", "bare", declared) == EndpointModel("bare", "float32", "none")
+    assert await identity.fetch_endpoint_model(target, "", "bare", declared) == EndpointModel(
+        "bare", "float32", "none"
+    )
     with pytest.raises(ValueError, match="says dtype=float32"):
         await identity.fetch_endpoint_model(target, "", "m", {"dtype": "bfloat16"})
     with pytest.raises(ValueError, match="does not serve 'other'"):

@@ -6,14 +6,24 @@ import os
 import pytest
 
 from baton.types import SamplingParams
-from benchmarks.coordinator import CoordinatorFigures, cpu_seconds, to_rows
 from benchmarks.clusters.instant_nodes import run_instant_nodes
+from benchmarks.coordinator import CoordinatorFigures, cpu_seconds, to_rows
 from coordinator.generation import Submission
 from tests.integration.coordinator_harness import collect_stream, running_coordinator
 
 
 def test_rows() -> None:
-    rows = to_rows("http", CoordinatorFigures(6000, busy_seconds=0.5, wall_seconds=2.0, ttft_seconds=[0.001, 0.003, 0.009], bare_ttft_seconds=[0.001, 0.001]), "it")
+    rows = to_rows(
+        "http",
+        CoordinatorFigures(
+            6000,
+            busy_seconds=0.5,
+            wall_seconds=2.0,
+            ttft_seconds=[0.001, 0.003, 0.009],
+            bare_ttft_seconds=[0.001, 0.001],
+        ),
+        "it",
+    )
     assert {one.name: (one.value, one.limit) for one in rows} == {
         "coordinator/http/throughput": (12_000.0, 3000.0),
         "coordinator/http/cost": (pytest.approx(500 / 6), None),
@@ -38,8 +48,12 @@ async def test_instant_nodes_serve(step: float) -> None:
         await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 2)
         for count in (1, 2, 30):
             asked = [Submission((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
-            answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(asked)))
-            assert [tokens for tokens, _ in answers] == [tuple(n * 7 % 100 for n in range(count))] * 3
+            answers = await asyncio.gather(
+                *map(collect_stream, await bench.dispatcher.submit_requests(asked))
+            )
+            assert [tokens for tokens, _ in answers] == [
+                tuple(n * 7 % 100 for n in range(count))
+            ] * 3
         assert bench.dispatcher.brain.counters.replaced_attempts == {}
         assert bench.dispatcher.brain.running_requests == 0
         nodes.cancel()

@@ -4,7 +4,14 @@ from benchmarks import engine
 
 
 def test_every_figure_stands_beside_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"_HIDDEN": 32, "_INNER": 64, "_LAYERS": 2, "_HEADS": 4, "_VOCABULARY": 64, "_LAYER_WEIGHTS": 9000}
+    tiny = {
+        "_HIDDEN": 32,
+        "_INNER": 64,
+        "_LAYERS": 2,
+        "_HEADS": 4,
+        "_VOCABULARY": 64,
+        "_LAYER_WEIGHTS": 9000,
+    }
     for name, value in tiny.items():
         monkeypatch.setattr(engine, name, value)
     rows = engine.measure_engine("some command", rounds=1)

@@ -5,13 +5,22 @@ import asyncio
 import pytest
 
 from baton.errors import NodeFailed
-from benchmarks.interference import WINDOW_KINDS, InterferenceSamples, DecodeStream, WindowSample, to_rows
+from benchmarks.interference import (
+    WINDOW_KINDS,
+    DecodeStream,
+    InterferenceSamples,
+    WindowSample,
+    to_rows,
+)
 
 IDLE = [WindowSample(0.010, 0.008), WindowSample(0.020, 0.008), WindowSample(0.010, 0.008)]
 
 
 def seen(computed: list[WindowSample], moved: float = 8e6) -> dict[str, InterferenceSamples]:
-    return {name: InterferenceSamples(computed if name == "computed" else IDLE, IDLE, moved) for name in WINDOW_KINDS}
+    return {
+        name: InterferenceSamples(computed if name == "computed" else IDLE, IDLE, moved)
+        for name in WINDOW_KINDS
+    }
 
 
 def test_gaps_are_those_whose_ends_both_lie_in_the_window() -> None:
@@ -25,7 +34,12 @@ def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
     rows = {
         one.name: one
         for one in to_rows(
-            "zmq", seen([WindowSample(0.011, 0.009), WindowSample(0.030, 0.010), WindowSample(0.013, 0.012)]), 2.0, "command"
+            "zmq",
+            seen(
+                [WindowSample(0.011, 0.009), WindowSample(0.030, 0.010), WindowSample(0.013, 0.012)]
+            ),
+            2.0,
+            "command",
         )
     }
     computed = rows["interference/zmq/computed"]

@@ -8,8 +8,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks import pool
-from benchmarks.scenarios.pool_replay import POLICIES, TracePrompts, replay_belady, compute_partial_gain, replay_policy
 from benchmarks.load.traces import TraceRequest
+from benchmarks.scenarios.pool_replay import (
+    POLICIES,
+    TracePrompts,
+    compute_partial_gain,
+    replay_belady,
+    replay_policy,
+)
 
 
 def recorded(at: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
@@ -17,7 +23,8 @@ def recorded(at: float, *blocks: int, tokens: int | None = None) -> TraceRequest
 
 
 def conversations(seed: int, requests: int) -> list[TraceRequest]:
-    """Over one system prompt: some conversations go on after a while, most do not. Ids are the trace's own."""
+    """Over one system prompt: some conversations go on after a while, most do not. Ids are the
+    trace's own."""
     drawn, trace, fresh = random.Random(seed), [], iter(range(1, 1 << 30))
     going: list[tuple[int, ...]] = []
     for number in range(requests):
@@ -44,11 +51,17 @@ def test_cost_finds_no_less_than_lru_and_no_more_than_belady() -> None:
     work = TracePrompts(conversations(1, 1500))
     gained = 0.0
     for capacity in (100, 300, 1000, 3000):
-        lru, cost = (replay_policy(work, capacity, policy).block_hit_ratio for policy in ("lru", "cost"))
+        lru, cost = (
+            replay_policy(work, capacity, policy).block_hit_ratio for policy in ("lru", "cost")
+        )
         assert lru <= cost <= replay_belady(work, capacity).block_hit_ratio
         gained = max(gained, cost - lru)
     assert gained > 0.01, "where capacity binds it finds more"
-    assert replay_policy(work, work.distinct_block_count, "cost") == replay_policy(work, work.distinct_block_count, "lru") == replay_belady(work, work.distinct_block_count)
+    assert (
+        replay_policy(work, work.distinct_block_count, "cost")
+        == replay_policy(work, work.distinct_block_count, "lru")
+        == replay_belady(work, work.distinct_block_count)
+    )
 
 
 def test_policies_are_deterministic() -> None:
@@ -63,7 +76,11 @@ def test_a_prompt_that_does_not_fit_is_kept_in_part() -> None:
 
 
 def test_partial_blocks_count_where_a_prompt_goes_on_from_an_earlier_end() -> None:
-    trace = [recorded(0, 1, 2, 3, tokens=1024 + 100), recorded(1, 1, 2, 4, 5, tokens=2000), recorded(2, 1, 9)]
+    trace = [
+        recorded(0, 1, 2, 3, tokens=1024 + 100),
+        recorded(1, 1, 2, 4, 5, tokens=2000),
+        recorded(2, 1, 9),
+    ]
     tokens = sum(one.prompt_tokens for one in trace)
     assert compute_partial_gain(trace, 16) == pytest.approx((96 / tokens, 4 / tokens))
 
@@ -83,7 +100,9 @@ def test_bench_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     trace, picture = tmp_path / "trace.jsonl", tmp_path / "hits.svg"
     trace.write_text("\n".join(lines))
     options = _options("--trace", str(trace), "--capacities", "20,0", "--plot", str(picture))
-    rows = {one.name: one for one in pool.main(options, Console(width=160), "python -m benchmarks pool")}
+    rows = {
+        one.name: one for one in pool.main(options, Console(width=160), "python -m benchmarks pool")
+    }
     assert rows["pool/cost/unlimited/hit_ratio"].share == pytest.approx(1)
     assert "no limit" in capsys.readouterr().out
     assert picture.read_text().startswith("<?xml")

@@ -4,7 +4,10 @@ from benchmarks.routing import DECISION_LIMIT, measure_routing
 
 
 def test_every_figure_is_measured_on_a_small_cluster() -> None:
-    rows = {one.name: one for one in measure_routing(nodes=2, blocks=5120, depth=4, decisions=4, command="here")}
+    rows = {
+        one.name: one
+        for one in measure_routing(nodes=2, blocks=5120, depth=4, decisions=4, command="here")
+    }
     assert list(rows) == [
         "routing/decision",
         "routing/auto",

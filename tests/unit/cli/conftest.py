@@ -1,4 +1,5 @@
-"""A coordinator that is all front: canned answers behind real gRPC, and the command line run in this process."""
+"""A coordinator that is all front: canned answers behind real gRPC, and the command line run in
+this process."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,13 @@ Run = Callable[..., int]
 
 
 @dataclass
-class FakeCoordinatorServer(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.ClusterServicer):
+class FakeCoordinatorServer(
+    generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.ClusterServicer
+):
     answers: list[generation_pb2.GenerateResponse] = field(default_factory=list)
-    status: cluster_pb2.StatusResponse = field(default_factory=lambda: cluster_pb2.StatusResponse(ready=True))
+    status: cluster_pb2.StatusResponse = field(
+        default_factory=lambda: cluster_pb2.StatusResponse(ready=True)
+    )
     ledger: cluster_pb2.LedgerResponse = field(default_factory=cluster_pb2.LedgerResponse)
     explanation: cluster_pb2.ExplainResponse = field(default_factory=cluster_pb2.ExplainResponse)
     drain_response: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
@@ -30,7 +35,9 @@ class FakeCoordinatorServer(generation_pb2_grpc.GenerationServicer, cluster_pb2_
     metadata: dict[str, str] = field(default_factory=dict)
     endpoint: str = ""
 
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[generation_pb2.GenerateResponse]:
+    def Generate(
+        self, request: Any, context: grpc.ServicerContext
+    ) -> Iterator[generation_pb2.GenerateResponse]:
         self._record_call(request, context)
         yield from self.answers
 
@@ -74,13 +81,17 @@ class FakeCoordinatorServer(generation_pb2_grpc.GenerationServicer, cluster_pb2_
         self._record_call(request, context)
         return self.ratio
 
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[cluster_pb2.StatusResponse]:
+    def Watch(
+        self, request: Any, context: grpc.ServicerContext
+    ) -> Iterator[cluster_pb2.StatusResponse]:
         self._record_call(request, context)
         yield from self.watch_responses
 
     def _record_call(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
-        self.metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        self.metadata = {
+            key: value for key, value in context.invocation_metadata() if isinstance(value, str)
+        }
         if self.error:
             context.abort(*self.error)
 
@@ -106,7 +117,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer leaves its own behind
         with pytest.raises(SystemExit) as end:
             main()
-        return end.value.code if isinstance(end.value.code, int) else int(end.value.code is not None)
+        return (
+            end.value.code if isinstance(end.value.code, int) else int(end.value.code is not None)
+        )
 
     return run_main
 

@@ -49,9 +49,14 @@ def event(handler: BaseHTTPRequestHandler, data: Any) -> None:
 
 
 def answer(*pieces: str, finish: str = "stop", done: bool = True) -> Script:
-    def script(endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def script(
+        endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]
+    ) -> None:
         begin(handler)
-        event(handler, {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]})
+        event(
+            handler,
+            {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]},
+        )
         for piece in pieces:
             event(handler, delta(piece))
         event(handler, delta("", finish))
@@ -64,7 +69,9 @@ def answer(*pieces: str, finish: str = "stop", done: bool = True) -> Script:
 
 
 def refuse(status: int, **error: str) -> Script:
-    def script(endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def script(
+        endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]
+    ) -> None:
         reply(handler, status, {"error": error} if error else "<html>")
 
     return script
@@ -127,7 +134,9 @@ def endpoint() -> Iterator[ScriptedChatEndpoint]:
 
 
 @pytest.fixture
-def talk(endpoint: ScriptedChatEndpoint, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def talk(
+    endpoint: ScriptedChatEndpoint, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
     def with_input(lines: str, *options: str) -> int:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         return run("chat", "--url", endpoint.url, *options)
@@ -139,26 +148,46 @@ def contents(body: dict[str, Any]) -> list[str]:
     return [f"{message['role']}: {message['content']}" for message in body["messages"]]
 
 
-def test_a_conversation_carries_its_history(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_a_conversation_carries_its_history(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
+) -> None:
     endpoint.scripts = [answer("Hel", "lo"), answer("wörld")]
-    options = ("--system", "be brief", "--temperature", "0.5", "--max-tokens", "9", "--api-key", "sesame")
+    options = (
+        "--system",
+        "be brief",
+        "--temperature",
+        "0.5",
+        "--max-tokens",
+        "9",
+        "--api-key",
+        "sesame",
+    )
     assert talk("hi\n\nand?\n", *options) == 0
     assert capsys.readouterr() == ("Hello\nwörld\n", "")
     first, second = endpoint.bodies
     assert contents(first) == ["system: be brief", "user: hi"]
     assert contents(second) == ["system: be brief", "user: hi", "assistant: Hello", "user: and?"]
-    assert (first["model"], first["stream"], first["temperature"], first["max_tokens"]) == ("demo", True, 0.5, 9)
+    assert (first["model"], first["stream"], first["temperature"], first["max_tokens"]) == (
+        "demo",
+        True,
+        0.5,
+        9,
+    )
     assert set(endpoint.keys) == {"Bearer sesame"}
 
 
-def test_unset_options_are_not_sent(endpoint: ScriptedChatEndpoint, talk: Callable[..., int]) -> None:
+def test_unset_options_are_not_sent(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int]
+) -> None:
     endpoint.scripts = [answer("x")]
     assert talk("hi\n", "--model", "other") == 0
     assert endpoint.bodies[0].keys() == {"model", "messages", "stream"}
     assert endpoint.bodies[0]["model"] == "other"
 
 
-def test_reset_quit_and_unknown_commands(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_reset_quit_and_unknown_commands(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
+) -> None:
     endpoint.scripts = [answer("x")]
     assert talk("one\n/reset\n/what\ntwo\n/quit\nthree\n", "--system", "s") == 0
     assert [contents(body)[1:] for body in endpoint.bodies] == [["user: one"], ["user: two"]]
@@ -187,20 +216,26 @@ def test_a_question_that_never_fits_is_an_error_and_forgotten(
     assert contents(endpoint.bodies[-1]) == ["user: b"]
 
 
-def failing_midway(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def failing_midway(
+    endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]
+) -> None:
     begin(handler)
     event(handler, delta("half"))
     event(handler, {"error": {"message": "the node is gone", "code": "node_gone"}})
     chunk(handler, "")
 
 
-def cut_off(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def cut_off(
+    endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]
+) -> None:
     begin(handler)
     event(handler, delta("half"))
     handler.close_connection = True
 
 
-def gibberish(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def gibberish(
+    endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]
+) -> None:
     begin(handler)
     event(handler, "{oops")
     chunk(handler, "")
@@ -209,7 +244,10 @@ def gibberish(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, b
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (refuse(429, message="1024 requests are waiting", code="overloaded"), "error: 1024 requests are waiting"),
+        (
+            refuse(429, message="1024 requests are waiting", code="overloaded"),
+            "error: 1024 requests are waiting",
+        ),
         (refuse(502), "error: the endpoint answers 502"),
         (failing_midway, "error: the node is gone"),
         (cut_off, "was lost"),
@@ -218,7 +256,11 @@ def gibberish(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, b
     ],
 )
 def test_an_error_ends_the_answer_and_not_the_conversation(
-    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture, script: Script, message: str
+    endpoint: ScriptedChatEndpoint,
+    talk: Callable[..., int],
+    capsys: Capture,
+    script: Script,
+    message: str,
 ) -> None:
     endpoint.scripts = [script, answer("fine")]
     assert talk("a\nb\n") == 0
@@ -228,19 +270,25 @@ def test_an_error_ends_the_answer_and_not_the_conversation(
     assert contents(endpoint.bodies[-1]) == ["user: b"]
 
 
-def test_an_answer_that_was_cut_says_so(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_an_answer_that_was_cut_says_so(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
+) -> None:
     endpoint.scripts = [answer("x", finish="length")]
     assert talk("a\n") == 0
     assert "--max-tokens" in capsys.readouterr().err
 
 
-def test_answers_do_not_steer_the_terminal(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_answers_do_not_steer_the_terminal(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
+) -> None:
     endpoint.scripts = [answer("a\x1b[2Jb\tc\n\x07\x9bd")]
     assert talk("a\n") == 0
     assert capsys.readouterr().out == "a[2Jb\tc\nd\n"
 
 
-def test_unreachable_and_invalid_urls(endpoint: ScriptedChatEndpoint, run: Run, capsys: Capture) -> None:
+def test_unreachable_and_invalid_urls(
+    endpoint: ScriptedChatEndpoint, run: Run, capsys: Capture
+) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         assert run("chat", "--url", f"http://127.0.0.1:{held.getsockname()[1]}") == 3
@@ -249,9 +297,12 @@ def test_unreachable_and_invalid_urls(endpoint: ScriptedChatEndpoint, run: Run, 
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(endpoint: ScriptedChatEndpoint) -> None:
-    """A process of its own, which gets a real SIGINT while its answer comes; what came stays in the conversation."""
+    """A process of its own, which gets a real SIGINT while its answer comes; what came stays in the
+    conversation."""
 
-    def endless(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def endless(
+        endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]
+    ) -> None:
         begin(handler)
         event(handler, delta("so far"))
         handler.rfile.read(1)  # until the client hangs up

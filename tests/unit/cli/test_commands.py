@@ -27,13 +27,30 @@ def answers() -> list[generation_pb2.GenerateResponse]:
     return [generation_pb2.GenerateResponse(request_id="r", text="Hal", token_ids=[1, 2]), last]
 
 
-def test_generate_writes_the_answer_and_nothing_else(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_generate_writes_the_answer_and_nothing_else(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.answers = answers()
-    options = ("--max-tokens", "3", "--temperature", "0.5", "--seed", "7", "--ignore-eos", "--top-k", "5")
-    assert run("generate", "Say hi", *options, "--endpoint", front.endpoint, "--api-key", "sesame") == 0
+    options = (
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "0.5",
+        "--seed",
+        "7",
+        "--ignore-eos",
+        "--top-k",
+        "5",
+    )
+    assert (
+        run("generate", "Say hi", *options, "--endpoint", front.endpoint, "--api-key", "sesame")
+        == 0
+    )
     assert capsys.readouterr() == ("Hal lô\n", "")
     assert front.requests == [
-        generation_pb2.GenerateRequest(text="Say hi", max_tokens=3, temperature=0.5, seed=7, top_k=5, ignore_eos=True)
+        generation_pb2.GenerateRequest(
+            text="Say hi", max_tokens=3, temperature=0.5, seed=7, top_k=5, ignore_eos=True
+        )
     ]
     assert front.metadata["authorization"] == "Bearer sesame"
 
@@ -42,19 +59,29 @@ def test_generate_omits_unset_sampling_fields(front: FakeCoordinatorServer, run:
     front.answers = answers()
     assert run("generate", "x", "--endpoint", front.endpoint) == 0
     [request] = front.requests
-    assert not any(request.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"))
+    assert not any(
+        request.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    )
 
 
-def test_generate_json_is_one_object_with_numbers_as_numbers(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_generate_json_is_one_object_with_numbers_as_numbers(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.answers = answers()
     assert run("generate", "x", "--json", "--endpoint", front.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == ("Hal lô", [1, 2, 3], "length")
+    assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == (
+        "Hal lô",
+        [1, 2, 3],
+        "length",
+    )
     assert shown["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 0}
     assert shown["timeline"]["handoff"]["bytes"] == 2**40
 
 
-def test_generate_timeline_goes_beside_the_answer(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_generate_timeline_goes_beside_the_answer(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.answers = answers()
     assert run("generate", "x", "--timeline", "--endpoint", front.endpoint) == 0
     out, err = capsys.readouterr()
@@ -63,15 +90,22 @@ def test_generate_timeline_goes_beside_the_answer(front: FakeCoordinatorServer, 
     assert "75% landed before" in re.sub(r"\s+", " ", err)
 
 
-def test_an_error_of_the_cluster_is_one_line_and_exit_1(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_an_error_of_the_cluster_is_one_line_and_exit_1(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.error = (grpc.StatusCode.INVALID_ARGUMENT, "temperature is 9: it must be 0 to 2")
     assert run("generate", "x", "--endpoint", front.endpoint) == 1
-    assert capsys.readouterr() == ("", "error: temperature is 9: it must be 0 to 2 (invalid_argument)\n")
+    assert capsys.readouterr() == (
+        "",
+        "error: temperature is 9: it must be 0 to 2 (invalid_argument)\n",
+    )
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("status",), ("audit",)])
 def test_unreachable_cluster_is_exit_3(run: Run, capsys: Capture, command: tuple[str, ...]) -> None:
-    with socket.socket() as held:  # bound, not listening: nobody answers, and nobody else takes the port
+    with (
+        socket.socket() as held
+    ):  # bound, not listening: nobody answers, and nobody else takes the port
         held.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
         assert run(*command, "--endpoint", endpoint) == 3
@@ -79,10 +113,14 @@ def test_unreachable_cluster_is_exit_3(run: Run, capsys: Capture, command: tuple
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_status_tells_readiness_by_exit_code(front: FakeCoordinatorServer, run: Run, capsys: Capture, ready: bool) -> None:
+def test_status_tells_readiness_by_exit_code(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture, ready: bool
+) -> None:
     stats = cluster_pb2.NodeStats(blocks_total=64, blocks_free=60)
     node = cluster_pb2.NodeStatus(name="decode-0", role="decode", pid=42, stats=stats)
-    front.status = cluster_pb2.StatusResponse(ready=ready, reason="" if ready else "no decode node", nodes=[node])
+    front.status = cluster_pb2.StatusResponse(
+        ready=ready, reason="" if ready else "no decode node", nodes=[node]
+    )
     assert run("status", "--endpoint", front.endpoint, "--admin-token", "t") == (0 if ready else 1)
     out = capsys.readouterr().out
     assert "decode-0" in out
@@ -92,22 +130,30 @@ def test_status_tells_readiness_by_exit_code(front: FakeCoordinatorServer, run: 
     assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
 
 
-def test_status_says_how_full_a_pools_disk_is(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_status_says_how_full_a_pools_disk_is(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     counters = {"baton_pool_disk_slots": 640.0, "baton_pool_disk_slots_used": 100.0}
-    pool = cluster_pb2.NodeStatus(name="pool-0", role="pool", stats=cluster_pb2.NodeStats(counters=counters))
+    pool = cluster_pb2.NodeStatus(
+        name="pool-0", role="pool", stats=cluster_pb2.NodeStats(counters=counters)
+    )
     front.status = cluster_pb2.StatusResponse(ready=True, nodes=[pool])
     assert run("status", "--endpoint", front.endpoint) == 0
     assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
 
 
-def test_status_shows_degradation_steps(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_status_shows_degradation_steps(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.status = cluster_pb2.StatusResponse(
         ready=True,
         pressure=1.25,
         notices=["degraded (shed_lowest): new requests of the lowest class are refused"],
         degradation=[
             cluster_pb2.DegradationStep(step="shed_lowest", active=True, seconds=7.0),
-            cluster_pb2.DegradationStep(step="smaller_token_budget", cannot_help="no tenant has tokens_per_second"),
+            cluster_pb2.DegradationStep(
+                step="smaller_token_budget", cannot_help="no tenant has tokens_per_second"
+            ),
             cluster_pb2.DegradationStep(step="capped_output"),
         ],
     )
@@ -129,13 +175,17 @@ def audit_json(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> tuple
     return code, json.loads(capsys.readouterr().out)["faults"]
 
 
-def test_audit_passes_a_ledger_that_balances(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_audit_passes_a_ledger_that_balances(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, cached=6)])
     assert audit_json(front, run, capsys) == (0, [])
 
 
 def test_audit_names_what_is_wrong(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, in_use=5)], silent=["prefill-0"])
+    front.ledger = cluster_pb2.LedgerResponse(
+        ledgers=[ledger(free=4, in_use=5)], silent=["prefill-0"]
+    )
     code, faults = audit_json(front, run, capsys)
     assert code == 1
     assert [line.split(":")[0] for line in faults] == ["prefill-0", "decode-0", "decode-0"]
@@ -143,7 +193,9 @@ def test_audit_names_what_is_wrong(front: FakeCoordinatorServer, run: Run, capsy
     assert "5 blocks in_use, owners account for 0" in faults[2]
 
 
-def test_audit_finds_blocks_whose_request_is_gone(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_audit_finds_blocks_whose_request_is_gone(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     held = ledger(free=7, in_use=3)
     held.owners.add(owner="r/1.0", state="in_use", blocks=3, age_seconds=60)
     node = cluster_pb2.NodeStatus(name="decode-0", incarnation="i", placed=0)
@@ -165,7 +217,9 @@ def test_unavailable_commands(run: Run, capsys: Capture, command: str) -> None:
 @pytest.mark.parametrize("option", [("--quantize", "int8")])
 def test_unavailable_options(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
     assert run("up", *option) == 1
-    assert re.fullmatch(f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,9 +249,21 @@ def test_an_unknown_option_is_exit_2(run: Run) -> None:
 
 def test_the_client_is_thin() -> None:
     """Neither a process of ours nor a library that takes seconds comes with the command line."""
-    code = "import sys, baton.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    code = (
+        "import sys, baton.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
     root = Path(__file__).resolve().parents[3]
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     heavy = {"torch", "transformers", "grpc", "uvloop", "numpy", "fastapi", "zmq", "structlog"}
-    ours = {"coordinator", "prefill_node", "decode_node", "node_engine", "kv_transfer", "kv_kernels", "benchmarks"}
+    ours = {
+        "coordinator",
+        "prefill_node",
+        "decode_node",
+        "node_engine",
+        "kv_transfer",
+        "kv_kernels",
+        "benchmarks",
+    }
     assert not (heavy | ours) & set(loaded.split())

@@ -13,21 +13,26 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.shared_memory import segment
 from baton.cli.checks import machine, network, shared_memory
 from baton.cli.checks import model as model_folder
 from baton.cli.checks.finding import Finding
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.shared_memory.memory_map import HUGE_PAGE
-from baton.shared_memory.available_memory import AvailableMemory
 from baton.pb import cluster_pb2
+from baton.shared_memory import segment
+from baton.shared_memory.available_memory import AvailableMemory
+from baton.shared_memory.memory_map import HUGE_PAGE
 from node_engine import probe
 from tests.models import build_model
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run
 
 GIB = 1 << 30
-PROBE_RESULT: dict[str, Any] = {"torch": {"version": "2"}, "triton": {"version": "3"}, "gpus": [], "model": ""}
+PROBE_RESULT: dict[str, Any] = {
+    "torch": {"version": "2"},
+    "triton": {"version": "3"},
+    "gpus": [],
+    "model": "",
+}
 
 
 def assert_finding(finding: Finding, level: str, *words: str) -> None:
@@ -44,7 +49,12 @@ def test_python() -> None:
 
 def test_torch() -> None:
     assert_finding(machine.check_torch({"error": "it died"}), "bad", "it died")
-    assert_finding(machine.check_torch({"torch": {"error": "ImportError: libc10"}}), "bad", "libc10", "pip install")
+    assert_finding(
+        machine.check_torch({"torch": {"error": "ImportError: libc10"}}),
+        "bad",
+        "libc10",
+        "pip install",
+    )
     assert_finding(machine.check_torch(PROBE_RESULT), "ok", "2")
 
 
@@ -56,28 +66,52 @@ def test_device() -> None:
 
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
-    assert_finding(machine.check_triton({**broken, "gpus": ["H200"]}), "bad", "ImportError", "CUDA build of torch")
+    assert_finding(
+        machine.check_triton({**broken, "gpus": ["H200"]}),
+        "bad",
+        "ImportError",
+        "CUDA build of torch",
+    )
     assert_finding(machine.check_triton(broken), "ok", "a CPU needs none")
 
 
 def test_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_finding(machine.check_curve("4.3", False), "bad", "without CURVE", "--force-reinstall pyzmq")
+    assert_finding(
+        machine.check_curve("4.3", False), "bad", "without CURVE", "--force-reinstall pyzmq"
+    )
     assert_finding(machine.check_encryption(), "ok", "with CURVE")
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert_finding(machine.check_encryption(), "bad", "pyzmq cannot be loaded")
 
 
 def test_cores() -> None:
-    assert_finding(machine.check_cores(Config(prefill=4, decode=4), 2), "warning", "2 cores, 8 nodes", "--prefill")
+    assert_finding(
+        machine.check_cores(Config(prefill=4, decode=4), 2),
+        "warning",
+        "2 cores, 8 nodes",
+        "--prefill",
+    )
     assert_finding(machine.check_cores(Config(threads="many"), 2), "bad", "'many'")
     assert_finding(machine.check_cores(Config(prefill=4, decode=4, engine="paced"), 2), "ok")
 
 
 def test_open_files() -> None:
     assert_finding(machine.check_open_files(Config(), 100), "bad", "100 per process", "ulimit -n")
-    assert_finding(machine.check_open_files(Config(), 1024), "warning", "--max-queue", "http 298", "grpc 224", "ulimit -n")
+    assert_finding(
+        machine.check_open_files(Config(), 1024),
+        "warning",
+        "--max-queue",
+        "http 298",
+        "grpc 224",
+        "ulimit -n",
+    )
     assert_finding(machine.check_open_files(Config(), 65536), "ok", "connections at most: http ")
-    assert_finding(machine.check_open_files(Config(max_connections=5000), 1024), "bad", "max_connections is 5000", "ulimit -n")
+    assert_finding(
+        machine.check_open_files(Config(max_connections=5000), 1024),
+        "bad",
+        "max_connections is 5000",
+        "ulimit -n",
+    )
 
 
 def test_connections_that_were_closed_are_shown() -> None:
@@ -86,7 +120,9 @@ def test_connections_that_were_closed_are_shown() -> None:
     (finding,) = network.check_connections(status)
     assert_finding(finding, "warning", 'port="http": 17', "--max-connections")
     assert "grpc" not in finding.detail
-    assert network.check_connections(cluster_pb2.StatusResponse(counters={refused % "http": 0})) == []
+    assert (
+        network.check_connections(cluster_pb2.StatusResponse(counters={refused % "http": 0})) == []
+    )
     assert network.check_connections(None) == []
 
 
@@ -95,8 +131,12 @@ def test_unusable_segment_folder(tmp_path: Path) -> None:
     assert_finding(only, "bad", "No such file", "--segment-dir")
 
 
-@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "--shm-size"), (errno.EOPNOTSUPP, "--segment-dir")])
-def test_full_segment_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.ENOSPC, "--shm-size"), (errno.EOPNOTSUPP, "--segment-dir")]
+)
+def test_full_segment_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
+) -> None:
     def refuse(fd: int, offset: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -115,9 +155,21 @@ def test_memory() -> None:
         "2 nodes with 4.0GiB each are 8.0GiB; 8.0GiB free, 1.0GiB kept in reserve",
         "--kv-memory 3.1GiB",
     )
-    assert_finding(shared_memory.check_memory(Config(kv_memory="1GiB", pool_memory="7GiB"), room(8 * GIB)), "bad", "", "--pool-memory")
-    assert_finding(shared_memory.check_memory(Config(kv_memory="lots"), room(8 * GIB)), "bad", "'lots'")
-    assert_finding(shared_memory.check_memory(Config(), room(64 << 20)), "warning", "2 nodes with 6MiB", "--shm-size")
+    assert_finding(
+        shared_memory.check_memory(Config(kv_memory="1GiB", pool_memory="7GiB"), room(8 * GIB)),
+        "bad",
+        "",
+        "--pool-memory",
+    )
+    assert_finding(
+        shared_memory.check_memory(Config(kv_memory="lots"), room(8 * GIB)), "bad", "'lots'"
+    )
+    assert_finding(
+        shared_memory.check_memory(Config(), room(64 << 20)),
+        "warning",
+        "2 nodes with 6MiB",
+        "--shm-size",
+    )
     assert_finding(shared_memory.check_memory(Config(), room(24 * GIB)), "ok")
 
 
@@ -169,7 +221,11 @@ def model(tmp_path: Path) -> Path:
 def check_model_in_process(config: Config) -> list[Finding]:
     """By the code that will load it, in this process."""
     arguments = model_folder.probe_arguments(config)
-    found = {"model": probe.check_model_folder(arguments[0], weights=len(arguments) == 1)} if arguments else {}
+    found = (
+        {"model": probe.check_model_folder(arguments[0], weights=len(arguments) == 1)}
+        if arguments
+        else {}
+    )
     return model_folder.check_model(config, found)
 
 
@@ -178,18 +234,24 @@ def test_valid_model(model: Path) -> None:
     assert_finding(first, "ok", "sound")
     assert_finding(second, "ok", "tokenizer.json")
     (model / "tokenizer.json").unlink()
-    assert_finding(check_model_in_process(Config(model=str(model)))[1], "warning", "has none of tokenizer.json")
+    assert_finding(
+        check_model_in_process(Config(model=str(model)))[1], "warning", "has none of tokenizer.json"
+    )
 
 
 def test_broken_models(model: Path, tmp_path: Path) -> None:
-    assert_finding(check_model_in_process(Config(model=str(tmp_path / "nowhere")))[0], "bad", "there is no")
+    assert_finding(
+        check_model_in_process(Config(model=str(tmp_path / "nowhere")))[0], "bad", "there is no"
+    )
     assert_finding(check_model_in_process(Config(model="somebody/something"))[0], "warning", "hub")
     weights = next(model.glob("*.safetensors"))
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "safetensors")
     weights.unlink()
-    assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "--load-format dummy")
+    assert_finding(
+        check_model_in_process(Config(model=str(model)))[0], "bad", "--load-format dummy"
+    )
     assert_finding(check_model_in_process(Config(model=str(model), load_format="dummy"))[0], "ok")
     (model / "config.json").write_text("{")
     assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "config.json")
@@ -214,23 +276,35 @@ def test_a_port_in_use() -> None:
         config = Config(port=listening.getsockname()[1], grpc_port=0, admin_port=0)
         assert_finding(network.check_ports(config, occupied=False), "bad", "choose another --port")
         assert_finding(network.check_ports(config, occupied=True), "ok", "a cluster runs here")
-    assert_finding(network.check_ports(Config(port=0, grpc_port=0, admin_port=0), occupied=False), "ok")
+    assert_finding(
+        network.check_ports(Config(port=0, grpc_port=0, admin_port=0), occupied=False), "ok"
+    )
 
 
 def test_the_cluster_that_answers(front: FakeCoordinatorServer) -> None:
     assert_finding(network.check_cluster("here:1", None), "ok", "none answers")
-    front.status = cluster_pb2.StatusResponse(ready=False, reason="there is no decode node", version="9")
+    front.status = cluster_pb2.StatusResponse(
+        ready=False, reason="there is no decode node", version="9"
+    )
     config = Config(port=0, grpc_port=0, admin_port=0)
-    assert_finding(network.check_network(config, front.endpoint)[0], "warning", "there is no decode node")
+    assert_finding(
+        network.check_network(config, front.endpoint)[0], "warning", "there is no decode node"
+    )
     front.status.ready = True
-    assert_finding(network.check_network(config, front.endpoint)[0], "warning", "version 9", "the same version")
+    assert_finding(
+        network.check_network(config, front.endpoint)[0], "warning", "version 9", "the same version"
+    )
     front.status.version = network._our_version()
     assert_finding(network.check_network(config, front.endpoint)[0], "ok", "ready")
 
 
 def test_cluster_that_refuses_status(front: FakeCoordinatorServer) -> None:
     front.error = (grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
-    assert_finding(network.check_network(Config(port=0, grpc_port=0, admin_port=0), front.endpoint)[0], "warning", "--admin-token")
+    assert_finding(
+        network.check_network(Config(port=0, grpc_port=0, admin_port=0), front.endpoint)[0],
+        "warning",
+        "--admin-token",
+    )
 
 
 # the command
@@ -247,7 +321,9 @@ def test_doctor_exits_by_what_is_bad(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     nobody = ("--endpoint", "127.0.0.1:1", "--port", "0", "--grpc-port", "0", "--admin-port", "0")
-    assert run("doctor", "--segment-dir", str(tmp_path), "--prefill", "3", *nobody) == 0  # warnings do not count
+    assert (
+        run("doctor", "--segment-dir", str(tmp_path), "--prefill", "3", *nobody) == 0
+    )  # warnings do not count
     assert "slow each other down" in capsys.readouterr().out
     assert run("doctor", "--json", "--segment-dir", str(tmp_path / "no"), *nobody) == 1
     shown = json.loads(capsys.readouterr().out)

@@ -7,10 +7,10 @@ import re
 import grpc
 import pytest
 
+from baton.cli.views.explanation import _waterfall_bar
 from baton.cli.views.pool_text import sum_counter
 from baton.cli.views.progress_line import ProgressLine
 from baton.cli.views.top_table import compute_rates
-from baton.cli.views.explanation import _waterfall_bar
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run, make_timeline
@@ -31,9 +31,13 @@ def explanation() -> pb.ExplainResponse:
             predicted_seconds=0.25,
         ),
         pb.Candidate(node="decode-1", role="decode", attempts=4, room=1),
-        pb.Candidate(node="prefill-0", role="prefill", uncomputed_tokens=300, room=3, able=True, chosen=True),
+        pb.Candidate(
+            node="prefill-0", role="prefill", uncomputed_tokens=300, room=3, able=True, chosen=True
+        ),
     ]
-    refused = pb.AttemptReport(number=1, decode_node="decode-1", over=0.01, ended="refused", needed=8, free=1)
+    refused = pb.AttemptReport(
+        number=1, decode_node="decode-1", over=0.01, ended="refused", needed=8, free=1
+    )
     served = pb.AttemptReport(
         number=2, prefill_node="prefill-0", decode_node="decode-0", placed=0.01, over=0.5, ended="served",
         context_tokens=512, considered=considered, prefill_ended=0.11,
@@ -51,7 +55,9 @@ def plain(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def test_explain_shows_the_waterfall(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_explain_shows_the_waterfall(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.explanation = explanation()
     assert run("explain", "r1", "--endpoint", front.endpoint, "--admin-token", "t") == 0
     out = plain(capsys.readouterr().out)
@@ -77,8 +83,11 @@ def test_explain_shows_the_waterfall(front: FakeCoordinatorServer, run: Run, cap
         assert expected in out
 
 
-def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    """Decode held the context: the node that was chosen has no part in the answer, and the way is decode's own."""
+def test_explain_says_that_a_prefill_node_was_not_needed(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
+    """Decode held the context: the node that was chosen has no part in the answer, and the way is
+    decode's own."""
     front.explanation = explanation()
     attempt = front.explanation.attempts[-1]
     attempt.way, attempt.why = "local", "held"
@@ -89,10 +98,14 @@ def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeCoordinatorS
     assert "prompt computed by: the decode node itself (its cache has the context)" in out
 
 
-def test_explain_says_what_spoke_against_a_node(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_explain_says_what_spoke_against_a_node(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     told = explanation()
     for because in ("failed before", "newcomer", "kept apart"):
-        told.attempts[1].considered.add(node=because.replace(" ", "-"), role="prefill", able=True, because=because)
+        told.attempts[1].considered.add(
+            node=because.replace(" ", "-"), role="prefill", able=True, because=because
+        )
     told.attempts[1].held_back, told.attempts[1].probe = 1.5, True
     front.explanation = told
     assert run("explain", "r1", "--endpoint", front.endpoint) == 0
@@ -106,9 +119,13 @@ def test_explain_says_what_spoke_against_a_node(front: FakeCoordinatorServer, ru
         assert expected in out, out
 
 
-def test_explain_lists_all_choices_of_an_answer(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_explain_lists_all_choices_of_an_answer(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     told = explanation()
-    failed = pb.ExplainResponse(request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m"))
+    failed = pb.ExplainResponse(
+        request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m")
+    )
     told.others.extend([failed, pb.ExplainResponse(request_id="r3")])
     front.explanation = told
     assert run("explain", "r1", "--endpoint", front.endpoint) == 0
@@ -122,7 +139,9 @@ def test_explain_lists_all_choices_of_an_answer(front: FakeCoordinatorServer, ru
         assert expected in out, out
 
 
-def test_explain_json_has_every_field(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_explain_json_has_every_field(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.explanation = explanation()
     assert run("explain", "r1", "--json", "--endpoint", front.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -130,16 +149,22 @@ def test_explain_json_has_every_field(front: FakeCoordinatorServer, run: Run, ca
     assert [attempt["ended"] for attempt in shown["attempts"]] == ["refused", "served"]
 
 
-def test_a_request_that_failed_before_its_first_token(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_a_request_that_failed_before_its_first_token(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     error = common_pb2.Error(code="deadline_exceeded", message="took [too] long")
-    front.explanation = pb.ExplainResponse(request_id="r1", state="failed", error=error, prompt_tokens=3, max_tokens=4)
+    front.explanation = pb.ExplainResponse(
+        request_id="r1", state="failed", error=error, prompt_tokens=3, max_tokens=4
+    )
     assert run("explain", "r1", "--endpoint", front.endpoint) == 0
     out = plain(capsys.readouterr().out)
     assert "failed: deadline_exceeded: took [too] long" in out
     assert "no token yet 0.0" in out
 
 
-def test_an_unknown_request_is_exit_1(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_an_unknown_request_is_exit_1(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.error = (grpc.StatusCode.NOT_FOUND, "there is no request 'r9'")
     assert run("explain", "r9", "--endpoint", front.endpoint) == 1
     assert capsys.readouterr().err == "error: there is no request 'r9' (not_found)\n"
@@ -156,15 +181,26 @@ def test_a_bar_shows_what_took_time_and_nothing_else(begun: float, share: float)
 
 def node(service: str, placed: int = 0, blocks: int = 0, left: float = 0.0) -> pb.NodeStatus:
     stats = pb.NodeStats(blocks_total=8, blocks_in_use=blocks)
-    return pb.NodeStatus(name="d0", role="decode", service=service, placed=placed, stats=stats, drain_seconds_left=left)
+    return pb.NodeStatus(
+        name="d0",
+        role="decode",
+        service=service,
+        placed=placed,
+        stats=stats,
+        drain_seconds_left=left,
+    )
 
 
 def statuses(*nodes: pb.NodeStatus | None) -> list[pb.StatusResponse]:
     return [pb.StatusResponse(ready=True, nodes=[one] if one else []) for one in nodes]
 
 
-def test_drain_waits_until_the_node_is_empty(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.drain_response = pb.DrainResponse(node="d0", service="draining", warning="there is no decode node")
+def test_drain_waits_until_the_node_is_empty(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
+    front.drain_response = pb.DrainResponse(
+        node="d0", service="draining", warning="there is no decode node"
+    )
     front.watch_responses = statuses(
         node("draining", 2, 5, 9.0), node("draining", 2, 5, 9.0), node("draining"), node("drained")
     )
@@ -179,7 +215,9 @@ def test_drain_waits_until_the_node_is_empty(front: FakeCoordinatorServer, run: 
     assert out == "d0 is drained: nothing is left there\n"
 
 
-def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_drain_without_a_time_sends_none_and_need_not_wait(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.drain_response = pb.DrainResponse(node="d0", service="draining")
     assert run("drain", "d0", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
     assert [request.HasField("timeout_seconds") for request in front.requests] == [False]
@@ -188,10 +226,19 @@ def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeCoordinato
 
 @pytest.mark.parametrize(
     ("last", "code", "words"),
-    [(None, 0, "has left the cluster"), (node("in"), 1, "put back into service"), (node("draining"), 1, "stopped")],
+    [
+        (None, 0, "has left the cluster"),
+        (node("in"), 1, "put back into service"),
+        (node("draining"), 1, "stopped"),
+    ],
 )
 def test_drain_that_is_interrupted_or_undone(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture, last: pb.NodeStatus | None, code: int, words: str
+    front: FakeCoordinatorServer,
+    run: Run,
+    capsys: Capture,
+    last: pb.NodeStatus | None,
+    code: int,
+    words: str,
 ) -> None:
     front.watch_responses = statuses(node("draining", 1), last)
     assert run("drain", "d0", "--endpoint", front.endpoint) == code
@@ -231,10 +278,17 @@ def status(seconds: float, tokens: float, **changes: object) -> pb.StatusRespons
         'baton_handoffs_total{outcome="stale",transport="shm"}': 7,
         'baton_handoff_bytes_total{transport="shm"}': tokens * 1e6,
     }
-    latency = pb.Latency(window_seconds=60, requests=4, ttft_p50=0.1, ttft_p90=0.2, tpot_p50=0.01, tpot_p90=0.02)
+    latency = pb.Latency(
+        window_seconds=60, requests=4, ttft_p50=0.1, ttft_p90=0.2, tpot_p50=0.01, tpot_p90=0.02
+    )
     nodes = [node("draining", 3, 4)]
     return pb.StatusResponse(
-        ready=True, model="m", clock_seconds=seconds, counters=counters, latency=latency, nodes=nodes
+        ready=True,
+        model="m",
+        clock_seconds=seconds,
+        counters=counters,
+        latency=latency,
+        nodes=nodes,
     )
 
 
@@ -248,12 +302,19 @@ def test_rates_are_differences() -> None:
     assert compute_rates(status(10.0, 300), status(12.0, 100)).tokens == 0
 
 
-def test_top_once_without_a_terminal(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_top_once_without_a_terminal(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.watch_responses = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
     assert run("top", "--once", "--interval", "0.5", "--endpoint", front.endpoint) == 0
     out = plain(capsys.readouterr().out)
     assert front.requests == [pb.WatchRequest(interval_seconds=0.5)]
-    for expected in ("100.0 tokens/s", "TTFT p50 100.0 p90 200.0 ms", "d0 decode draining 3", "4+0+0 of 8"):
+    for expected in (
+        "100.0 tokens/s",
+        "TTFT p50 100.0 p90 200.0 ms",
+        "d0 decode draining 3",
+        "4+0+0 of 8",
+    ):
         assert expected in out
 
 
@@ -268,14 +329,24 @@ def pool_status(seconds: float, lookups: float) -> pb.StatusResponse:
         "baton_pool_publications_total": lookups,
         "baton_pool_publish_lag_seconds_total": lookups * 0.005,
     }
-    own = {'baton_pool_evictions_total{tier="memory"}': lookups / 2, "baton_pool_pins": 3, "baton_pool_bytes": 5e6}
-    stats = pb.NodeStats(blocks_total=100, blocks_free=50, blocks_cached=30, blocks_in_use=20, counters=own)
-    found.nodes.add(name="d1", role="decode", service="in", incarnation="1", stats=pb.NodeStats(counters=asking))
+    own = {
+        'baton_pool_evictions_total{tier="memory"}': lookups / 2,
+        "baton_pool_pins": 3,
+        "baton_pool_bytes": 5e6,
+    }
+    stats = pb.NodeStats(
+        blocks_total=100, blocks_free=50, blocks_cached=30, blocks_in_use=20, counters=own
+    )
+    found.nodes.add(
+        name="d1", role="decode", service="in", incarnation="1", stats=pb.NodeStats(counters=asking)
+    )
     found.nodes.add(name="pool-0", role="pool", service="in", incarnation="2", stats=stats)
     return found
 
 
-def test_top_has_a_line_of_the_pool(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_top_has_a_line_of_the_pool(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.watch_responses = [pool_status(10.0, 100), pool_status(12.0, 140)]
     assert run("top", "--once", "--endpoint", front.endpoint) == 0
     out = plain(capsys.readouterr().out)
@@ -296,9 +367,13 @@ def test_a_node_that_has_restarted_counts_from_nothing() -> None:
     assert compute_rates(before, pool_status(12.0, 140)).pool.lookups == 0
 
 
-def test_top_json_is_an_object_a_line(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_top_json_is_an_object_a_line(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.watch_responses = [status(10.0, 100), status(12.0, 300)]
-    assert run("top", "--json", "--endpoint", front.endpoint) == 3  # the watch ended: nobody is there any more
+    assert (
+        run("top", "--json", "--endpoint", front.endpoint) == 3
+    )  # the watch ended: nobody is there any more
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["rates"]["tokens"] for line in lines] == [0.0, 100.0]
     assert lines[0]["nodes"][0]["service"] == "draining"

@@ -29,7 +29,9 @@ def watched(*ratios: pb.Ratio) -> list[pb.StatusResponse]:
     return [pb.StatusResponse(ready=True, ratio=each) for each in ratios]
 
 
-def test_set_waits_shows_progress_and_reports_each_switch(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_set_waits_shows_progress_and_reports_each_switch(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.ratio = ratio(False, 2)
     going = ratio(False, 2, switches=[switch("draining", placed=3)])
     done = ratio(True, over=[switch("done", generation=3), switch("done")])
@@ -44,7 +46,9 @@ def test_set_waits_shows_progress_and_reports_each_switch(front: FakeCoordinator
     ]
 
 
-def test_set_json_and_without_waiting(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_set_json_and_without_waiting(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     front.ratio = ratio(False, 2, over=[switch("done", generation=3)])
     assert run("ratio", "set", "3:1", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
     assert [request.HasField("flip_timeout_seconds") for request in front.requests] == [False]
@@ -52,8 +56,13 @@ def test_set_json_and_without_waiting(front: FakeCoordinatorServer, run: Run, ca
     assert (told["target_prefill"], told["settled"], told["over"]) == (3, False, [])
 
 
-def test_impossible_ratio_is_a_usage_error(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.error = (grpc.StatusCode.INVALID_ARGUMENT, "ratio 9:1 is not possible: possible are 1:3, 2:2, 3:1")
+def test_impossible_ratio_is_a_usage_error(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
+    front.error = (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "ratio 9:1 is not possible: possible are 1:3, 2:2, 3:1",
+    )
     assert run("ratio", "set", "9:1", "--endpoint", front.endpoint) == 2
     assert "possible are 1:3, 2:2, 3:1" in capsys.readouterr().err
     assert run("ratio", "set", "nine", "--endpoint", front.endpoint) == 2
@@ -63,7 +72,11 @@ def test_impossible_ratio_is_a_usage_error(front: FakeCoordinatorServer, run: Ru
 
 
 @pytest.mark.parametrize(
-    ("last", "words"), [(ratio(True, generation=5), "another ratio was asked for meanwhile"), (None, "stopped before")]
+    ("last", "words"),
+    [
+        (ratio(True, generation=5), "another ratio was asked for meanwhile"),
+        (None, "stopped before"),
+    ],
 )
 def test_wait_fails_when_superseded_or_coordinator_stops(
     front: FakeCoordinatorServer, run: Run, capsys: Capture, last: pb.Ratio | None, words: str
@@ -93,7 +106,9 @@ def test_ratio_show(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> 
     assert json.loads(capsys.readouterr().out)["decode"] == 2
 
 
-def test_status_and_top_show_the_ratio(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+def test_status_and_top_show_the_ratio(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
     told = ratio(False, 2, switches=[switch("switching")])
     front.status = pb.StatusResponse(ready=True, ratio=told)
     assert run("status", "--endpoint", front.endpoint) == 0
@@ -151,14 +166,31 @@ def test_advice_as_json_and_none(front: FakeCoordinatorServer, run: Run, capsys:
     assert run("ratio", "advise", "--json", "--endpoint", front.endpoint) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["command"], told["forecasts"][2]["prefill"]) == ("baton ratio set 6:2", 6)
-    front.error = (grpc.StatusCode.UNAVAILABLE, "3 requests came in the last 60 s: advice needs 20 at least")
+    front.error = (
+        grpc.StatusCode.UNAVAILABLE,
+        "3 requests came in the last 60 s: advice needs 20 at least",
+    )
     assert run("ratio", "advise", "--endpoint", front.endpoint) in (1, 3)
     assert "advice needs 20" in capsys.readouterr().err
 
 
 def test_auto_and_manual(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.ratio = ratio(True, automatic=True, slo="tpot=30ms", reason="kept: 98% are predicted", ended=50, good=49)
-    assert run("ratio", "auto", "--slo", "tpot=30ms", "--flip-timeout", "2", "--endpoint", front.endpoint) == 0
+    front.ratio = ratio(
+        True, automatic=True, slo="tpot=30ms", reason="kept: 98% are predicted", ended=50, good=49
+    )
+    assert (
+        run(
+            "ratio",
+            "auto",
+            "--slo",
+            "tpot=30ms",
+            "--flip-timeout",
+            "2",
+            "--endpoint",
+            front.endpoint,
+        )
+        == 0
+    )
     assert front.requests[-1] == pb.AutoRatioRequest(slo="tpot=30ms", flip_timeout_seconds=2.0)
     assert capsys.readouterr().out.splitlines() == [
         "ratio 3:1, as asked for",

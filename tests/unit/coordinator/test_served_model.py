@@ -18,7 +18,9 @@ from coordinator.core.membership.join_checks import ServedModel
         ({"engine": "model", "model": ""}, ""),
     ],
 )
-def test_without_a_model_folder_only_the_engine_is_known(settings: dict[str, str], engine: str) -> None:
+def test_without_a_model_folder_only_the_engine_is_known(
+    settings: dict[str, str], engine: str
+) -> None:
     assert read_served_model(Config(**settings)) == ServedModel(engine)  # type: ignore[arg-type]
 
 

@@ -19,16 +19,27 @@ ALERTS = load_alerts(RULES)
 EXPECTED_ALERTS = list(load_rule_tests(RULE_TESTS))
 
 
-@pytest.mark.parametrize("look", EXPECTED_ALERTS, ids=[f"{look.alert}, {look.test}, {look.at:g} s" for look in EXPECTED_ALERTS])
+@pytest.mark.parametrize(
+    "look",
+    EXPECTED_ALERTS,
+    ids=[f"{look.alert}, {look.test}, {look.at:g} s" for look in EXPECTED_ALERTS],
+)
 def test_alerts_fire_when_they_should(look: ExpectedAlert) -> None:
-    assert find_firing(ALERTS[look.alert_name], look.store, look.at_seconds, look.interval_seconds) == look.firing_labels
+    assert (
+        find_firing(ALERTS[look.alert_name], look.store, look.at_seconds, look.interval_seconds)
+        == look.firing_labels
+    )
 
 
 def test_promtool_accepts_the_rule_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not here (it comes with Prometheus): only our own evaluation has looked at the rules")
-    done = subprocess.run([promtool, "test", "rules", str(RULE_TESTS)], capture_output=True, text=True, check=False)
+        pytest.skip(
+            "promtool is not here (it comes with Prometheus): only our own evaluation has looked at the rules"
+        )
+    done = subprocess.run(
+        [promtool, "test", "rules", str(RULE_TESTS)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -41,7 +52,9 @@ def test_alerts_about_requests_have_no_class_of_their_own() -> None:
     """Classes are names that the file of tenants gives; the cluster's own requests are the one
     class to leave out."""
     for alert in ALERTS.values():
-        for selector in re.findall(r"baton_(?:requests|rejected|request_\w+)\w*\{([^}]*)\}", alert.expression):
+        for selector in re.findall(
+            r"baton_(?:requests|rejected|request_\w+)\w*\{([^}]*)\}", alert.expression
+        ):
             assert 'class!="internal"' in selector, alert.name
             assert not re.search(r'class(=|=~)"', selector), alert.name
 
@@ -53,5 +66,8 @@ def test_rates_are_extrapolated_as_prometheus_does() -> None:
     store.add_series("steady", "0+10x40", 15)
     store.add_series("reset", "0+10x10 0+10x29", 15)
     store.add_series("late", "_x10 5+10x29", 15)
-    figures = {name: evaluate(f"increase({name}[5m])", store, 307)[()] for name in ("steady", "reset", "late")}
+    figures = {
+        name: evaluate(f"increase({name}[5m])", store, 307)[()]
+        for name in ("steady", "reset", "late")
+    }
     assert figures == pytest.approx({"steady": 200.0, "reset": 189.473684, "late": 109.666667})

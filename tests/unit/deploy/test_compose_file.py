@@ -1,5 +1,5 @@
-"""docker-compose.yml as a document: it is one by the published schema, needs secrets and has none, and keeps what it
-promises about rights, sizes, ports and time."""
+"""docker-compose.yml as a document: it is one by the published schema, needs secrets and has none,
+and keeps what it promises about rights, sizes, ports and time."""
 
 import json
 import os
@@ -14,7 +14,15 @@ import pytest
 
 from baton.config.settings import Config
 from tests import dockerfile
-from tests.compose_file import ComposeFile, MissingVariable, ComposeService, read_dotenv, load_compose_file, parse_size, list_variables
+from tests.compose_file import (
+    ComposeFile,
+    ComposeService,
+    MissingVariable,
+    list_variables,
+    load_compose_file,
+    parse_size,
+    read_dotenv,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "docker-compose.yml"
@@ -58,14 +66,19 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
 
 
-@pytest.mark.parametrize("variables", [{}, {"BATON_PREFILL": "3", "BATON_DECODE": "4", "BATON_KV_MEMORY": "1GiB"}])
+@pytest.mark.parametrize(
+    "variables", [{}, {"BATON_PREFILL": "3", "BATON_DECODE": "4", "BATON_KV_MEMORY": "1GiB"}]
+)
 def test_file_matches_the_compose_schema(variables: dict[str, str]) -> None:
     assert [error.message for error in validator().iter_errors(load_compose(**variables).raw)] == []
 
 
 def test_misspelt_key_is_detected() -> None:
     raw = dict(load_compose().raw)
-    raw["services"] = {**raw["services"], "decode": {**raw["services"]["decode"], "stop_grace": "1s"}}
+    raw["services"] = {
+        **raw["services"],
+        "decode": {**raw["services"]["decode"], "stop_grace": "1s"},
+    }
     assert len(list(validator().iter_errors(raw))) == 1
 
 
@@ -85,8 +98,13 @@ def test_replicas_come_from_variables() -> None:
     wanted = load_compose(BATON_PREFILL="2", BATON_DECODE="3")
     assert (wanted.services["prefill"].replicas, wanted.services["decode"].replicas) == (2, 3)
     assert wanted.services["coordinator"].environ["BATON_PREFILL"] == "2"
-    on_gpus = load_compose(BATON_PREFILL="2", BATON_DECODE="3", **read_dotenv(ROOT / "deploy" / "gpu.env"))
-    assert [on_gpus.services[name].replicas for name in ("prefill", "decode", "prefill-gpu", "decode-gpu")] == [
+    on_gpus = load_compose(
+        BATON_PREFILL="2", BATON_DECODE="3", **read_dotenv(ROOT / "deploy" / "gpu.env")
+    )
+    assert [
+        on_gpus.services[name].replicas
+        for name in ("prefill", "decode", "prefill-gpu", "decode-gpu")
+    ] == [
         0,
         0,
         2,
@@ -119,7 +137,9 @@ def test_environments_hold_settings_only() -> None:
 @pytest.mark.parametrize("value", [None, ""])
 def test_it_does_not_start_without_secrets(missing: str, value: str | None) -> None:
     variables = {name: secret for name, secret in SECRETS.items() if name != missing}
-    with pytest.raises(MissingVariable, match=rf"^{missing} is not set. Make .env with 'sh deploy/new-env.sh'$"):
+    with pytest.raises(
+        MissingVariable, match=rf"^{missing} is not set. Make .env with 'sh deploy/new-env.sh'$"
+    ):
         load_compose_file(FILE, variables if value is None else {**variables, missing: value})
 
 
@@ -130,16 +150,27 @@ def test_each_process_gets_only_the_secrets_it_needs() -> None:
     assert holders == {"coordinator", "prometheus"}
     knowing = {s.name for s in all_services() if SECRETS["GRAFANA_PASSWORD"] in s.environ.values()}
     assert knowing == {"grafana"}, "whoever reads dashboards is no operator by that"
-    words = [word for service in all_services() for word in (*service.command, *service.raw.get("entrypoint", ()))]
+    words = [
+        word
+        for service in all_services()
+        for word in (*service.command, *service.raw.get("entrypoint", ()))
+    ]
     assert not any(secret in word for secret in SECRETS.values() for word in words)
 
 
 def test_the_example_names_every_variable_and_its_default() -> None:
     text = FILE.read_text()
-    passed_on = {name for s in our_services() for name, value in s.raw["environment"].items() if value is None}
+    passed_on = {
+        name
+        for s in our_services()
+        for name, value in s.raw["environment"].items()
+        if value is None
+    }
     example = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", EXAMPLE.read_text(), re.MULTILINE))
     assert example.keys() == list_variables(text) | passed_on
-    assert {name for name, value in example.items() if not value and name not in passed_on} == SECRETS.keys()
+    assert {
+        name for name, value in example.items() if not value and name not in passed_on
+    } == SECRETS.keys()
     plain = dict(re.findall(r"\$\{(\w+):-([^${}]*)\}", text))
     assert {name: example[name] for name in plain} == plain
     set_so = {name: value for name, value in example.items() if value and name not in passed_on}
@@ -175,7 +206,9 @@ def test_third_party_images_can_be_pinned_by_digest(tmp_path: Path) -> None:
     digest = "sha256:" + "ab" * 32
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
-    docker.write_text(f'#!/bin/sh\ncase "$*" in *@*) exit 1 ;; "buildx imagetools inspect "*) echo {digest} ;; esac\n')
+    docker.write_text(
+        f'#!/bin/sh\ncase "$*" in *@*) exit 1 ;; "buildx imagetools inspect "*) echo {digest} ;; esac\n'
+    )
     docker.chmod(0o755)
 
     def run(script: str) -> subprocess.CompletedProcess[str]:
@@ -196,7 +229,10 @@ def test_third_party_images_can_be_pinned_by_digest(tmp_path: Path) -> None:
     theirs = {
         raw["services"]["prometheus"]["image"],
         raw["services"]["grafana"]["image"],
-        *(raw["services"][name]["build"]["args"]["PYTHON_IMAGE"] for name in ("coordinator", "decode-gpu")),
+        *(
+            raw["services"][name]["build"]["args"]["PYTHON_IMAGE"]
+            for name in ("coordinator", "decode-gpu")
+        ),
     }
     assert len(theirs) == 3
     assert all(image.endswith(f"@{digest}") and image.count("@") == 1 for image in theirs)
@@ -206,7 +242,9 @@ def test_every_third_party_image_has_a_variable() -> None:
     stages = dockerfile.parse_stages(DOCKERFILE)
     bases = {stage.base for stage in stages.values()} - stages.keys()
     assert bases == {"${PYTHON_IMAGE}"}
-    assert not re.search(r"^# *syntax=", DOCKERFILE.read_text(), re.MULTILINE), "it is an image of others, too"
+    assert not re.search(r"^# *syntax=", DOCKERFILE.read_text(), re.MULTILINE), (
+        "it is an image of others, too"
+    )
     images = re.findall(r"^ +image: (.*)$", FILE.read_text(), re.MULTILINE)
     assert all(re.match(r"baton-serve:|\$\{\w+_IMAGE:-", image) for image in images)
 
@@ -231,7 +269,13 @@ def test_containers_have_few_rights(service: ComposeService) -> None:
 
 def test_ports_are_published_to_this_machine_only() -> None:
     published = [port for service in all_services() for port in service.raw.get("ports", ())]
-    assert sorted(port.split(":")[-1] for port in published) == ["3000", "50051", "8000", "9000", "9090"]
+    assert sorted(port.split(":")[-1] for port in published) == [
+        "3000",
+        "50051",
+        "8000",
+        "9000",
+        "9090",
+    ]
     assert all(port.startswith("127.0.0.1:") for port in published)
 
 
@@ -259,11 +303,17 @@ def test_nodes_start_before_the_coordinator_and_outlive_it() -> None:
 
 
 def test_the_segment_volume_holds_the_caches_of_the_defaults() -> None:
-    options = dict(re.findall(r"(\w+)=(\w+)", load_compose().raw["volumes"]["segments"]["driver_opts"]["o"]))
+    options = dict(
+        re.findall(r"(\w+)=(\w+)", load_compose().raw["volumes"]["segments"]["driver_opts"]["o"])
+    )
     by_default = {service.name: service for service in load_compose().startup_order()}
     in_it = (by_default["prefill"], by_default["decode"])
-    caches = sum(service.replicas * parse_size(service.environ["BATON_KV_MEMORY"]) for service in in_it)
-    assert parse_size(options["size"]) >= 2 * caches + parse_size(by_default["pool"].environ["BATON_POOL_MEMORY"])
+    caches = sum(
+        service.replicas * parse_size(service.environ["BATON_KV_MEMORY"]) for service in in_it
+    )
+    assert parse_size(options["size"]) >= 2 * caches + parse_size(
+        by_default["pool"].environ["BATON_POOL_MEMORY"]
+    )
     assert f"{options['uid']}:{options['gid']}" == dockerfile.image_user(DOCKERFILE, "cpu")
     assert options["mode"] == "0700"
     for node in node_services():

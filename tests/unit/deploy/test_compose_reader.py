@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose_file import MissingVariable, load_compose_file, parse_duration, parse_size, substitute_variables, list_variables
+from tests.compose_file import (
+    MissingVariable,
+    list_variables,
+    load_compose_file,
+    parse_duration,
+    parse_size,
+    substitute_variables,
+)
 
 VARIABLES = {"A": "one", "EMPTY": ""}
 
@@ -29,7 +36,9 @@ def test_variables_are_interpolated(text: str, wanted: str) -> None:
     assert substitute_variables(text, VARIABLES) == wanted
 
 
-@pytest.mark.parametrize("text", ["${B:?set it}", "${B?set it}", "${EMPTY:?set it}", "${A:-x}${B:-${C:?set it}}"])
+@pytest.mark.parametrize(
+    "text", ["${B:?set it}", "${B?set it}", "${EMPTY:?set it}", "${A:-x}${B:-${C:?set it}}"]
+)
 def test_missing_required_variable_is_an_error(text: str) -> None:
     with pytest.raises(MissingVariable, match="set it"):
         substitute_variables(text, VARIABLES)
@@ -47,7 +56,12 @@ def test_variables_are_found() -> None:
 
 def test_durations_and_sizes_are_parsed() -> None:
     assert (parse_duration("45s"), parse_duration("1m30s"), parse_duration("2h")) == (45, 90, 7200)
-    assert (parse_size("512m"), parse_size("1g"), parse_size("512MiB"), parse_size("1.5GiB")) == (512 << 20, 1 << 30, 512 << 20, 3 << 29)
+    assert (parse_size("512m"), parse_size("1g"), parse_size("512MiB"), parse_size("1.5GiB")) == (
+        512 << 20,
+        1 << 30,
+        512 << 20,
+        3 << 29,
+    )
 
 
 FILE = """

@@ -22,11 +22,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_dockerfile_has_the_expected_stages() -> None:
     stages = dockerfile.parse_stages(FILE)
     assert list(stages)[-1] == "cpu"  # what is built when no target is named
-    assert {name: stage.base for name, stage in stages.items() if stage.base in stages} == dict.fromkeys(
-        TARGETS, "runtime"
-    )
+    assert {
+        name: stage.base for name, stage in stages.items() if stage.base in stages
+    } == dict.fromkeys(TARGETS, "runtime")
     assert {stages[name].base for name in ("build", "runtime")} == {"${PYTHON_IMAGE}"}
-    assert "-slim" in re.search(r"^ARG PYTHON_IMAGE=python:(\S+)", FILE.read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    assert (
+        "-slim" in re.search(r"^ARG PYTHON_IMAGE=python:(\S+)", FILE.read_text(), re.MULTILINE)[1]
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -40,7 +42,9 @@ def test_processes_are_not_root(target: str) -> None:
 def test_no_compiler_and_no_package_installer_in_the_cpu_image() -> None:
     steps = [words for step, words in dockerfile.list_steps(FILE, "cpu") if step == "RUN"]
     assert not any(re.search(r"\b(apt-get|gcc|pip|curl|wget)\b", words) for words in steps)
-    copied = [words for step, words in dockerfile.list_steps(FILE, "cpu") if step in ("COPY", "ADD")]
+    copied = [
+        words for step, words in dockerfile.list_steps(FILE, "cpu") if step in ("COPY", "ADD")
+    ]
     assert copied == ["--from=build /opt/baton /opt/baton"]
 
 
@@ -50,7 +54,12 @@ def test_the_file_names_no_secret() -> None:
 
 def test_services_use_targets_and_ports_that_exist() -> None:
     compose = load_compose_file(ROOT / "docker-compose.yml", SECRETS)
-    exposed = {port for step, words in dockerfile.list_steps(FILE, "cpu") if step == "EXPOSE" for port in words.split()}
+    exposed = {
+        port
+        for step, words in dockerfile.list_steps(FILE, "cpu")
+        if step == "EXPOSE"
+        for port in words.split()
+    }
     for service in compose.services.values():
         if "build" in service.raw:
             assert service.raw["build"]["target"] in TARGETS
@@ -77,21 +86,38 @@ def is_ignored(path: str) -> bool:
 
 
 def test_build_context_has_what_the_wheel_needs_and_nothing_private() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
     if not tracked:
         pytest.skip("not a git checkout")
-    packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = [
+        name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
     tops = [f"kernels/{name}" if name == "kv_kernels" else name for name in packages]
     needed = [path for path in tracked if path.startswith(tuple(f"{top}/" for top in tops))]
-    assert [path for path in (*needed, "pyproject.toml", "README.md", "deploy/requirements.py") if is_ignored(path)] == []
-    private = (".env", ".git/config", ".venv/bin/python", "tests/models.py", "shared.key", "baton/__pycache__/x.pyc")
+    assert [
+        path
+        for path in (*needed, "pyproject.toml", "README.md", "deploy/requirements.py")
+        if is_ignored(path)
+    ] == []
+    private = (
+        ".env",
+        ".git/config",
+        ".venv/bin/python",
+        "tests/models.py",
+        "shared.key",
+        "baton/__pycache__/x.pyc",
+    )
     assert [path for path in private if not is_ignored(path)] == []
 
 
 def test_requirements_are_those_of_the_project() -> None:
     def printed(*names: str) -> list[str]:
         command = [sys.executable, "deploy/requirements.py", *names]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
 
     wanted = PROJECT["project"]["dependencies"]
     assert printed() == wanted

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.fault_proxy import BOTH_DIRECTIONS, FaultProxy, Direction, LinkConditions
+from tests.fault_proxy import BOTH_DIRECTIONS, Direction, FaultProxy, LinkConditions
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 TIMEOUT_SECONDS = 30.0
@@ -14,7 +14,9 @@ SHORT_WAIT_SECONDS = 0.2  # seconds in which what is not held back would have co
 
 
 @asynccontextmanager
-async def proxied_echo_server() -> AsyncIterator[tuple[FaultProxy, Callable[[], Awaitable[Streams]]]]:
+async def proxied_echo_server() -> AsyncIterator[
+    tuple[FaultProxy, Callable[[], Awaitable[Streams]]]
+]:
     """A link to a server that sends back what it gets, and a way to dial it."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,9 +8,9 @@ from baton.pb.common_pb2 import Ledger, LedgerOwner
 from baton.types import TokenLogprobs
 from tests.history import (
     GRACE_SECONDS,
+    ClientApi,
     ClientCall,
     Closed,
-    ClientApi,
     EchoedPrompt,
     Event,
     Failed,
@@ -22,10 +22,10 @@ from tests.history import (
     RequestIdentity,
     Tokens,
     Unanswered,
-    find_violations,
     find_held_blocks,
     find_mixed_models,
     find_unbalanced_ledgers,
+    find_violations,
 )
 
 TIMEOUT = 5.0
@@ -42,21 +42,35 @@ def operation(*events: Event, door: ClientApi = ClientApi.SSE, last_at: float = 
 
 
 def violations_of(*events: Event, cut_excused: bool = False, last_at: float = 1.0) -> list[str]:
-    return find_violations([operation(*events, last_at=last_at)], reference, cut_excused=cut_excused)
+    return find_violations(
+        [operation(*events, last_at=last_at)], reference, cut_excused=cut_excused
+    )
 
 
 def test_mixed_models_are_found_in_one_answer_and_between_answers() -> None:
-    one, other, both = RequestIdentity("a", ("m",)), RequestIdentity("b", ("n",)), RequestIdentity("c", ("m", "n"))
+    one, other, both = (
+        RequestIdentity("a", ("m",)),
+        RequestIdentity("b", ("n",)),
+        RequestIdentity("c", ("m", "n")),
+    )
     assert find_mixed_models([one, one, None, RequestIdentity("d")]) == []
-    assert find_mixed_models([one, one, both]) == ["I7: request c was placed on nodes of model m and n, others on m"]
-    assert find_mixed_models([one, one, other]) == ["I7: request b was placed on nodes of model n, others on m"]
-    assert violations_of(*RIGHT[:2], both, *RIGHT[2:]) == ["I7: request c was placed on nodes of model m and n, others on m"]
+    assert find_mixed_models([one, one, both]) == [
+        "I7: request c was placed on nodes of model m and n, others on m"
+    ]
+    assert find_mixed_models([one, one, other]) == [
+        "I7: request b was placed on nodes of model n, others on m"
+    ]
+    assert violations_of(*RIGHT[:2], both, *RIGHT[2:]) == [
+        "I7: request c was placed on nodes of model m and n, others on m"
+    ]
     assert violations_of(*RIGHT[:2], one, *RIGHT[2:]) == []
 
 
 @pytest.mark.parametrize("door", list(ClientApi))
 @pytest.mark.parametrize("served", [(), (RequestIdentity("a"),)], ids=["nothing", "no-model"])
-def test_grpc_answer_without_a_model_is_a_violation(door: ClientApi, served: tuple[Event, ...]) -> None:
+def test_grpc_answer_without_a_model_is_a_violation(
+    door: ClientApi, served: tuple[Event, ...]
+) -> None:
     silent = operation(*RIGHT[:2], *served, *RIGHT[2:], door=door)
     tells = door in (ClientApi.GRPC_STREAM, ClientApi.GRPC_ONCE)
     assert [line.partition(": ")[2] for line in find_violations([silent], reference)] == (
@@ -88,12 +102,18 @@ def test_right_answers_and_excused_errors_pass(events: tuple[Event, ...]) -> Non
 @pytest.mark.parametrize(
     ("events", "complaint"),
     [
-        ((Tokens((30, 99, 32)), Finished("length", 2, 3), Closed(True)), "I2: token 1 of 3 is wrong"),
+        (
+            (Tokens((30, 99, 32)), Finished("length", 2, 3), Closed(True)),
+            "I2: token 1 of 3 is wrong",
+        ),
         ((Tokens((31,)), Failed("UNAVAILABLE")), "I2: token 0 of 3 is wrong"),
         ((Tokens((99,)), GaveUp()), "I2: token 0 of 3 is wrong"),
         ((Tokens((30, 31, 32, 33)), Failed("UNAVAILABLE")), "I2: token 3 of 3 is wrong"),
         ((Tokens((30, 30)), Failed("UNAVAILABLE")), "I2: token 1 of 3 is wrong"),
-        ((Tokens((30, 31)), Finished("length", 2, 2), Closed(True)), "I2: finished (length) with 2 of 3"),
+        (
+            (Tokens((30, 31)), Finished("length", 2, 2), Closed(True)),
+            "I2: finished (length) with 2 of 3",
+        ),
         ((Finished("length", 2, 3), Closed(True)), "I2: finished (length) with 0 of 3"),
         ((Tokens((30, 31, 32)), Finished("length", 5, 3), Closed(True)), "I2: usage says (5, 3)"),
         ((), "I3: has no end"),
@@ -117,7 +137,10 @@ def test_every_violation_is_found(events: tuple[Event, ...], complaint: str) -> 
 
 def test_late_end_is_a_violation() -> None:
     assert violations_of(*RIGHT, last_at=TIMEOUT + GRACE_SECONDS - 0.1) == []
-    assert any("after its deadline" in line for line in violations_of(*RIGHT, last_at=TIMEOUT + GRACE_SECONDS + 0.1))
+    assert any(
+        "after its deadline" in line
+        for line in violations_of(*RIGHT, last_at=TIMEOUT + GRACE_SECONDS + 0.1)
+    )
 
 
 def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:
@@ -135,7 +158,12 @@ def test_stopping_coordinator_need_not_answer_late_clients() -> None:
 
 def test_outcomes_are_counted_by_their_ends() -> None:
     history = History()
-    history.operations = [operation(*RIGHT), operation(Failed("UNAVAILABLE")), operation(GaveUp()), operation()]
+    history.operations = [
+        operation(*RIGHT),
+        operation(Failed("UNAVAILABLE")),
+        operation(GaveUp()),
+        operation(),
+    ]
     assert history.count_outcomes() == {"finished": 1, "UNAVAILABLE": 1, "gaveup": 1, "open": 1}
 
 
@@ -174,7 +202,9 @@ def violations_of_call(call: ClientCall, *events: Event) -> list[str]:
     return find_violations([made], reference, scorer=scorer)
 
 
-TWO_CHOICES = ClientCall(ClientApi.GRPC_STREAM, (10, 20), 3, TIMEOUT, n=2, stop_token_ids=(31,), logprobs=0, echo=True)
+TWO_CHOICES = ClientCall(
+    ClientApi.GRPC_STREAM, (10, 20), 3, TIMEOUT, n=2, stop_token_ids=(31,), logprobs=0, echo=True
+)
 SCORED = (TokenLogprobs(-30.0), TokenLogprobs(-31.0))
 PARTS: tuple[Event, ...] = (
     EchoedPrompt((10, 20), 0, (TokenLogprobs(-20.0),)),
@@ -200,7 +230,11 @@ def test_choices_that_stop_with_scores_behind_their_prompt_pass() -> None:
     [
         (0, (), "choice 0: 0 tokens of the prompt were given back in 0 parts"),
         (0, (PARTS[0], PARTS[0]), "choice 0: 4 tokens of the prompt were given back in 2 parts"),
-        (1, (EchoedPrompt((10, 20), 1),), "choice 1: 2 tokens of the prompt were given back in 1 parts, or not as it was"),
+        (
+            1,
+            (EchoedPrompt((10, 20), 1),),
+            "choice 1: 2 tokens of the prompt were given back in 1 parts, or not as it was",
+        ),
         (2, (Tokens((30, 32), 1, SCORED),), "choice 1: token 1 of 2 is wrong"),
         (2, (Tokens((30, 31), 2, SCORED),), "choices [2] were not asked for"),
         (2, (Tokens((30, 31), 1, SCORED[:1]),), "choice 1: the scores of 2 tokens are wrong: 1"),
@@ -210,6 +244,8 @@ def test_choices_that_stop_with_scores_behind_their_prompt_pass() -> None:
     ],
     ids=str,
 )
-def test_every_violation_of_request_options_is_found(place: int, instead: tuple[Event, ...], complaint: str) -> None:
+def test_every_violation_of_request_options_is_found(
+    place: int, instead: tuple[Event, ...], complaint: str
+) -> None:
     lines = violations_of_call(TWO_CHOICES, *PARTS[:place], *instead, *PARTS[place + 1 :])
     assert any(complaint in line for line in lines), lines

@@ -52,7 +52,13 @@ async def test_cut_before_the_response_is_reported(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [OK + b"content-length: 5\r\n\r\nhell", CHUNKED, CHUNKED + b"5\r\nhell", CHUNKED + b"5\r\nhello\r\n"]
+    "data",
+    [
+        OK + b"content-length: 5\r\n\r\nhell",
+        CHUNKED,
+        CHUNKED + b"5\r\nhell",
+        CHUNKED + b"5\r\nhello\r\n",
+    ],
 )
 async def test_cut_in_the_response_is_reported(data: bytes) -> None:
     with pytest.raises(ConnectionCut) as cut:
@@ -62,7 +68,9 @@ async def test_cut_in_the_response_is_reported(data: bytes) -> None:
 
 async def test_lines_are_whole_however_chunks_are_cut() -> None:
     pieces = (b"data: a", b"\n\nda", b"ta: b\n", b"\n")
-    data = CHUNKED + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    data = (
+        CHUNKED + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    )
     async with fixed_answer_server(data) as address, post(address, "/", {}, {}) as answer:
         assert [line async for line in answer.read_lines()] == [b"data: a", b"", b"data: b", b""]
 

@@ -1,4 +1,5 @@
-"""The torch kernels of attention against attention written out, sequence by sequence, in double precision."""
+"""The torch kernels of attention against attention written out, sequence by sequence, in double
+precision."""
 
 import itertools
 
@@ -6,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.reference import attention
 from kv_kernels.reference.attention import (
     AttentionContext,
     TiledPrefillAttention,
     causal_mask,
+    clip_to_window,
     plan_decode,
     plan_prefill,
     window_mask,
-    clip_to_window,
 )
-from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.reference.paged_cache import PagedCache
 
 LAYER = 1
@@ -26,7 +27,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 def make_cache(
     lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
 ) -> tuple[PagedCache, list[AttentionContext]]:
-    """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold NaN."""
+    """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold
+    NaN."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // block_size) for length in lengths]
     total = sum(widths)
@@ -34,13 +36,17 @@ def make_cache(
     order = torch.randperm(total + 2, generator=generator).numpy()
     arena[order[total:]] = torch.nan
     contexts = []
-    for length, blocks in zip(lengths, np.split(order[:total], np.cumsum(widths)[:-1]), strict=True):
+    for length, blocks in zip(
+        lengths, np.split(order[:total], np.cumsum(widths)[:-1]), strict=True
+    ):
         arena[blocks[-1], :, :, :, (length - 1) % block_size + 1 :] = 0.0
         contexts.append(AttentionContext(blocks, length))
     return PagedCache.from_arena(arena), contexts
 
 
-def dense_attention(query: torch.Tensor, cache: PagedCache, context: AttentionContext, window: int | None = None) -> torch.Tensor:
+def dense_attention(
+    query: torch.Tensor, cache: PagedCache, context: AttentionContext, window: int | None = None
+) -> torch.Tensor:
     """query [n, heads, dim], the newest n tokens of the whole context -> [n, heads, dim]."""
     blocks = cache.arena[torch.from_numpy(context.block_table), LAYER].double()
     key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
@@ -67,12 +73,18 @@ def test_decode_equals_dense_attention(lengths: list[int], dtype: torch.dtype) -
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     for part in plan_decode(cache, contexts, dtype):
         part(query, LAYER, out)
-    expected = torch.cat([dense_attention(query[i : i + 1], cache, c) for i, c in enumerate(contexts)])
+    expected = torch.cat(
+        [dense_attention(query[i : i + 1], cache, c) for i, c in enumerate(contexts)]
+    )
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
-def test_groups_end_with_similar_lengths_and_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, contexts = make_cache([100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
+def test_groups_end_with_similar_lengths_and_with_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, contexts = make_cache(
+        [100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32
+    )
     sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
     assert sizes == [(0, 2), (2, 5)]
     monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
@@ -81,28 +93,41 @@ def test_groups_end_with_similar_lengths_and_with_the_cache(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 64), (0, 150), (16, 64), (37, 65), (200, 2)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 1), (0, 64), (0, 150), (16, 64), (37, 65), (200, 2)]
+)
 def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dtype) -> None:
     cache, [context] = make_cache([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
-    query = torch.randn(count + 3, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :6]
+    query = torch.randn(count + 3, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)[
+        :, :6
+    ]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = causal_mask(256, dtype, torch.device("cpu"))
     for plan in (plan_prefill, plan_fused_prefill):
         out.fill_(torch.nan)
         part = plan(cache, 2, count, context, mask)
-        assert type(part) is (FusedPrefillAttention if plan is plan_fused_prefill else TiledPrefillAttention)
+        assert type(part) is (
+            FusedPrefillAttention if plan is plan_fused_prefill else TiledPrefillAttention
+        )
         part(query, LAYER, out)
         torch.testing.assert_close(
-            out[2:-1].double(), dense_attention(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0
+            out[2:-1].double(),
+            dense_attention(query[2:-1], cache, context),
+            atol=TOLERANCE[dtype],
+            rtol=0.0,
         )
         assert out[:2].isnan().all()
         assert out[-1].isnan().all()
 
 
-def poison_outside_window(cache: PagedCache, context: AttentionContext, window: int, queries: int) -> AttentionContext:
+def poison_outside_window(
+    cache: PagedCache, context: AttentionContext, window: int, queries: int
+) -> AttentionContext:
     """What is seen of the context; the blocks that no query sees are NaN from here on."""
     seen = clip_to_window(context, window, queries, cache.block_size)
-    oldest = context.length - queries - window + 1  # position of the oldest token that the first query sees
+    oldest = (
+        context.length - queries - window + 1
+    )  # position of the oldest token that the first query sees
     assert len(context.block_table) - len(seen.block_table) == max(0, oldest) // cache.block_size
     cache.arena[context.block_table[: -len(seen.block_table)]] = torch.nan
     return seen
@@ -114,7 +139,9 @@ def test_windowed_decode_reads_the_window_alone(window: int, dtype: torch.dtype)
     lengths = [301, 300, 128, 54, 53, 38, 37, 36, 16, 1]
     cache, contexts = make_cache(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
     query = torch.randn(len(lengths), 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = torch.cat([dense_attention(query[i : i + 1], cache, c, window) for i, c in enumerate(contexts)])
+    expected = torch.cat(
+        [dense_attention(query[i : i + 1], cache, c, window) for i, c in enumerate(contexts)]
+    )
     seen = [poison_outside_window(cache, context, window, 1) for context in contexts]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     for part in plan_decode(cache, seen, dtype):
@@ -125,7 +152,9 @@ def test_windowed_decode_reads_the_window_alone(window: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 37, 64, 100, 400])
 @pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (37, 65), (200, 130)])
-def test_windowed_prefill_reads_the_window_alone(start: int, count: int, window: int, dtype: torch.dtype) -> None:
+def test_windowed_prefill_reads_the_window_alone(
+    start: int, count: int, window: int, dtype: torch.dtype
+) -> None:
     cache, [context] = make_cache([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
     query = torch.randn(count, 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = dense_attention(query, cache, context, window)

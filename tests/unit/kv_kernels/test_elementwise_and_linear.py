@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from kv_kernels.reference.elementwise import RMSNorm, rotary_, silu_mul
-from kv_kernels.reference.linear import MIN_PACKED_FP32_WEIGHTS, PackedLinear, PlainLinear, make_cpu_linear
+from kv_kernels.reference.linear import (
+    MIN_PACKED_FP32_WEIGHTS,
+    PackedLinear,
+    PlainLinear,
+    make_cpu_linear,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -15,7 +20,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
 def test_rms_norm_is_its_definition(dtype: torch.dtype, size: float) -> None:
     x, weight, eps = (normal(5, 48) * size).to(dtype), normal(48, dtype=dtype, seed=1), 1e-5
-    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
+    exact = (
+        x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
+    )
     result = RMSNorm(weight, eps)(x)
     assert result.dtype is dtype
     torch.testing.assert_close(result.double(), exact, atol=1e-6, rtol=TOLERANCE[dtype])
@@ -36,7 +43,10 @@ def test_silu_mul_gates_the_second_half(dtype: torch.dtype) -> None:
     x = normal(4, 20, dtype=dtype)
     gate, up = x.double().chunk(2, -1)
     torch.testing.assert_close(
-        silu_mul(x).double(), gate * gate.sigmoid() * up, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        silu_mul(x).double(),
+        gate * gate.sigmoid() * up,
+        atol=TOLERANCE[dtype],
+        rtol=TOLERANCE[dtype],
     )
 
 
@@ -46,21 +56,32 @@ def test_silu_mul_gates_the_second_half(dtype: torch.dtype) -> None:
         PlainLinear,
         pytest.param(
             PackedLinear,
-            marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"),
+            marks=pytest.mark.skipif(
+                not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
+            ),
         ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_linear_with_bias_and_residual(kind: type[PlainLinear | PackedLinear], dtype: torch.dtype, tokens: int) -> None:
+def test_linear_with_bias_and_residual(
+    kind: type[PlainLinear | PackedLinear], dtype: torch.dtype, tokens: int
+) -> None:
     weight, bias = normal(24, 40, dtype=dtype) / 8, normal(24, dtype=dtype, seed=1)
     x, residual = normal(tokens, 40, dtype=dtype, seed=2), normal(tokens, 24, dtype=dtype, seed=3)
     kept = residual.clone()
     exact = x.double() @ weight.double().T
-    for linear, expected in ((kind(weight, None), exact), (kind(weight, bias), exact + bias.double())):
-        torch.testing.assert_close(linear(x).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for linear, expected in (
+        (kind(weight, None), exact),
+        (kind(weight, bias), exact + bias.double()),
+    ):
+        torch.testing.assert_close(
+            linear(x).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
         added = linear(x, residual).double()
-        torch.testing.assert_close(added, expected + kept.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            added, expected + kept.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
     assert torch.equal(residual, kept)
 
 

@@ -23,7 +23,12 @@ def arena() -> torch.Tensor:
 def test_the_memory_order_is_block_layer_part_head_token_dim(arena: torch.Tensor) -> None:
     block, layer, head, token = 4, 2, 1, 3
     kv = torch.arange(2 * KV_HEADS * DIM, dtype=torch.float32).view(1, 2 * KV_HEADS, DIM) + 100.0
-    write_kv(kv, PagedCache.from_arena(arena), layer, SlotMapping(torch.tensor([block]), torch.tensor([token])))
+    write_kv(
+        kv,
+        PagedCache.from_arena(arena),
+        layer,
+        SlotMapping(torch.tensor([block]), torch.tensor([token])),
+    )
     flat = arena.view(-1)
     for part in (0, 1):
         row = (((block * LAYERS + layer) * 2 + part) * KV_HEADS + head) * BLOCK_SIZE + token

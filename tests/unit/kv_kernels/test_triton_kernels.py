@@ -29,7 +29,9 @@ def errors() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("case", ["grouped", "several splits", "odd sizes", "windowed", "windowed over splits"])
+@pytest.mark.parametrize(
+    "case", ["grouped", "several splits", "odd sizes", "windowed", "windowed over splits"]
+)
 def test_paged_decode_equals_its_twin(errors: dict[str, float], case: str, kind: str) -> None:
     assert errors[f"decode {case} {kind}"] < TOLERANCE[kind]
 

@@ -1,6 +1,7 @@
 """Runs the Triton kernels in Triton's interpreter and prints their largest errors as JSON.
 
-A process of its own: TRITON_INTERPRET has to be set before a kernel is defined, and stays for the process.
+A process of its own: TRITON_INTERPRET has to be set before a kernel is defined, and stays for the
+process.
 """
 
 import json
@@ -12,12 +13,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kv_kernels.reference import attention
-from kv_kernels.reference import paged_cache
-from kv_kernels.triton import decode_attention as triton_decode
-from kv_kernels.triton import kv_write as triton_write
+from kv_kernels.reference import attention, paged_cache
 from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.triton import decode_attention as triton_decode
+from kv_kernels.triton import kv_write as triton_write
 
 KINDS = ("float32", "float16", "bfloat16")
 # (name, kv_heads, heads per kv_head, dim, block_size, context lengths, window)
@@ -31,29 +31,45 @@ SHAPES = [
 
 
 def max_decode_error(
-    kv_heads: int, group: int, dim: int, block_size: int, lengths: tuple[int, ...], window: int | None, kind: str
+    kv_heads: int,
+    group: int,
+    dim: int,
+    block_size: int,
+    lengths: tuple[int, ...],
+    window: int | None,
+    kind: str,
 ) -> float:
     """Largest difference between the Triton kernel and its twin in fp32."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, kind)
     widths = [-(-length // block_size) for length in lengths]
-    arena = torch.randn(sum(widths) + 1, 2, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
+    arena = torch.randn(sum(widths) + 1, 2, 2, kv_heads, block_size, dim, generator=generator).to(
+        dtype
+    )
     order = torch.randperm(sum(widths), generator=generator).numpy()
     blocks = np.split(order, np.cumsum(widths)[:-1])
     wholes = [AttentionContext(b, length) for b, length in zip(blocks, lengths, strict=True)]
     contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
-    query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[:, :-1]
+    query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[
+        :, :-1
+    ]
     exact = torch.zeros(query.shape)
     longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
-    twin = attention.plan_decode(PagedCache.from_arena(arena.float()), [contexts[i] for i in longest_first], torch.float32)
+    twin = attention.plan_decode(
+        PagedCache.from_arena(arena.float()), [contexts[i] for i in longest_first], torch.float32
+    )
     for part in twin:
         part(query[longest_first].float(), 1, exact)
-    for whole, context in zip(wholes, contexts, strict=True):  # what lies outside of what is seen may be anything
+    for whole, context in zip(
+        wholes, contexts, strict=True
+    ):  # what lies outside of what is seen may be anything
         arena[context.block_table[-1], :, :, :, (context.length - 1) % block_size + 1 :] = torch.nan
         arena[context.block_table[0], :, :, :, : context.hidden_tokens] = torch.nan
         arena[whole.block_table[: -len(context.block_table)]] = torch.nan
     out = torch.full(query.shape, torch.nan, dtype=dtype)
-    for part in triton_decode.plan_decode(PagedCache.from_arena(arena), contexts, dtype, upcast=True):
+    for part in triton_decode.plan_decode(
+        PagedCache.from_arena(arena), contexts, dtype, upcast=True
+    ):
         part(query, 1, out)
     return float((out[longest_first].float() - exact).abs().max())
 
@@ -72,7 +88,11 @@ def max_write_error(kind: str) -> float:
 
 
 def main() -> None:
-    errors = {f"decode {name} {kind}": max_decode_error(*shape, kind) for name, *shape in SHAPES for kind in KINDS}
+    errors = {
+        f"decode {name} {kind}": max_decode_error(*shape, kind)
+        for name, *shape in SHAPES
+        for kind in KINDS
+    }
     errors |= {f"write {kind}": max_write_error(kind) for kind in KINDS}
     json.dump(errors, sys.stdout)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from baton.config.settings import Config
 from baton.kv.block_hash import BlockHash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheJournal
 from baton.process.clock import FakeClock
-from baton.config.settings import Config
 from baton.types import Incarnation
 from kv_pool import cluster_member as membership
 
@@ -43,7 +43,10 @@ class FakeCachePoolManager:
 
     def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
         self.largest_request = max(self.largest_request, last - first)
-        return (BlockHash(block.to_bytes(8, "big") + bytes(24)) for block in range(first, min(last, TOTAL)))
+        return (
+            BlockHash(block.to_bytes(8, "big") + bytes(24))
+            for block in range(first, min(last, TOTAL))
+        )
 
 
 @pytest.mark.asyncio
@@ -51,7 +54,9 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(membership, "CoordinatorLink", FakeCoordinatorLink)
     host: Any = FakeCachePoolManager()
     peers: Any = SimpleNamespace(rejoin=lambda _: None)
-    member = membership.PoolClusterMember(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
+    member = membership.PoolClusterMember(
+        Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock()
+    )
     link: Any = member._link
     member.on_joined(Incarnation("i"))
     told = []

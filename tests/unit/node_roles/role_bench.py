@@ -1,20 +1,22 @@
-"""A role under test with everything real but the planes and the coordinator: pool, scheduler and paced engine, stepped
-by hand. The fake planes record what they are told and answer only when the test lets them."""
+"""A role under test with everything real but the planes and the coordinator: pool, scheduler and
+paced engine, stepped by hand. The fake planes record what they are told and answer only when the
+test lets them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from baton.shared_memory.addressing import BlockAddressSpace
-from baton.kv.block_hash import root_hash
-from baton.process.clock import FakeClock
 from baton.config.settings import Config
 from baton.errors import BatonError
+from baton.kv.block_hash import root_hash
 from baton.pb import cluster_pb2
+from baton.process.clock import FakeClock
+from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     BlockIndex,
     Incarnation,
     NodeName,
@@ -24,23 +26,24 @@ from baton.types import (
     SamplingParams,
     Ticket,
     TicketId,
-    AttemptSpec,
 )
 from kv_transfer.plane import SealInfo
-from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeJoined
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
-from node_engine.shared_pool.block_copier import BlockCopier
-from node_engine.shared_pool.pool_lookups import PoolLookups
-from node_engine.paced.paced_engine import ZERO_COSTS, PACED_LAYOUT, PacedEngine
+from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
-from node_engine.shared_pool.pool_connector import PublicationEnded, PoolConnector
-from tests.pool.in_process_pool import InProcessPool, FakePoolClient
+from node_engine.shared_pool.block_copier import BlockCopier
+from node_engine.shared_pool.pool_connector import PoolConnector, PublicationEnded
+from node_engine.shared_pool.pool_lookups import PoolLookups
+from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 
 VOCAB = 1000
-MODEL = PacedEngine(ZERO_COSTS, vocab_size=VOCAB).model_identity.digest()  # what requests are bound to
+MODEL = PacedEngine(
+    ZERO_COSTS, vocab_size=VOCAB
+).model_identity.digest()  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")
@@ -94,7 +97,9 @@ class FakeOutbound:
     endpoint: str = "tcp://127.0.0.1:3"
     opened: dict[AttemptKey, int] = field(default_factory=dict)
     tickets: dict[AttemptKey, Ticket] = field(default_factory=dict)
-    ready: dict[AttemptKey, list[tuple[int, int, tuple[BlockIndex, ...]]]] = field(default_factory=dict)
+    ready: dict[AttemptKey, list[tuple[int, int, tuple[BlockIndex, ...]]]] = field(
+        default_factory=dict
+    )
     sealed: dict[AttemptKey, SealInfo] = field(default_factory=dict)
     aborted: dict[AttemptKey, BatonError] = field(default_factory=dict)
     incarnation: Incarnation = NOBODY
@@ -108,7 +113,9 @@ class FakeOutbound:
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self.tickets[key] = ticket
 
-    def announce_layer(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+    def announce_layer(
+        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
+    ) -> None:
         self.ready.setdefault(key, []).append((layer, first, tuple(source)))
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
@@ -139,7 +146,8 @@ class RoleBench:
         shared: InProcessPool | None = None,
         in_place: bool = True,
     ) -> None:
-        """`shared`: the pool of the node's host; with `in_place` its blocks are read where they are."""
+        """`shared`: the pool of the node's host; with `in_place` its blocks are read where they
+        are."""
         self.clock = FakeClock()
         self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, max_model_len=4096)
         self.pool_client: FakePoolClient | None = None
@@ -147,7 +155,9 @@ class RoleBench:
         if shared is None:
             self.block_memory = memoryview(bytearray(num_blocks * PACED_LAYOUT.block_bytes))
         else:
-            size = round_up_segment_bytes(num_blocks * PACED_LAYOUT.block_bytes, PACED_LAYOUT.block_bytes)
+            size = round_up_segment_bytes(
+                num_blocks * PACED_LAYOUT.block_bytes, PACED_LAYOUT.block_bytes
+            )
             self.segment = create_segment(shared.folder, "arena", size)
             space = BlockAddressSpace(PACED_LAYOUT.block_bytes, shared.folder, range_bytes=1 << 26)
             self.own_arena = space.attach_segment(self.segment.name)
@@ -158,10 +168,14 @@ class RoleBench:
         self.pool = BlockPool(num_blocks, PACED_LAYOUT.block_size, self.clock)
         limits = SchedulerLimits(8, max_batched_tokens, 4096)
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids, copy_in=copy_in)
-        self.pool_connector = PoolConnector(self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place)
+        self.pool_connector = PoolConnector(
+            self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
+        )
         self.lookups = PoolLookups(
             self.pool_client,
-            root_of=lambda job: root_hash(self.engine.model_digest, PACED_LAYOUT, job.request.cache_salt),
+            root_of=lambda job: root_hash(
+                self.engine.model_digest, PACED_LAYOUT, job.request.cache_salt
+            ),
             block_size=PACED_LAYOUT.block_size,
             epoch=lambda: self.pool_connector.publication_epoch,
             deliver=self._put,
@@ -218,20 +232,32 @@ class RoleBench:
             return False
         on_layer = self.role.before_step(plan.batch)
         tokens = self.engine.run(plan.batch, on_layer)
-        self.role.after_step(plan.batch, self.scheduler.update_from_results(plan.batch, tokens), 0.5)
+        self.role.after_step(
+            plan.batch, self.scheduler.update_from_results(plan.batch, tokens), 0.5
+        )
         return True
 
     def pop_messages(self, kind: str) -> list[Any]:
         """The messages of one kind sent so far, which are then forgotten."""
-        found = [getattr(message, kind) for message in self.sent_messages if message.WhichOneof("message") == kind]
-        self.sent_messages[:] = [message for message in self.sent_messages if message.WhichOneof("message") != kind]
+        found = [
+            getattr(message, kind)
+            for message in self.sent_messages
+            if message.WhichOneof("message") == kind
+        ]
+        self.sent_messages[:] = [
+            message for message in self.sent_messages if message.WhichOneof("message") != kind
+        ]
         return found
 
     def count_held_blocks(self) -> dict[BlockState, int]:
         """Blocks that are neither free nor cached."""
         self.pool.check_invariants()
         idle = {BlockState.FREE, BlockState.CACHED}
-        return {state: count for state, count in self.pool.count_blocks_by_state().items() if count and state not in idle}
+        return {
+            state: count
+            for state, count in self.pool.count_blocks_by_state().items()
+            if count and state not in idle
+        }
 
 
 def make_work(

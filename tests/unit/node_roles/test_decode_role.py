@@ -1,4 +1,5 @@
-"""The memory-bound role with everything real but the plane: tickets, commits, and every end of every attempt."""
+"""The memory-bound role with everything real but the plane: tickets, commits, and every end of
+every attempt."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,15 +7,33 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
-from baton.types import Incarnation, PeerAddress, Ticket, TicketId, AttemptSpec
+from baton.types import AttemptSpec, Incarnation, PeerAddress, Ticket, TicketId
 from decode_node.decode_role import DecodeRole
-from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
 from node_engine.core.blocks.block_ledger import BlockState
-from node_engine.core.node_commands import CancelCommand, CoordinatorLost, NodeJoined, PeerLostCommand, DecodeCommand
+from node_engine.core.node_commands import (
+    CancelCommand,
+    CoordinatorLost,
+    DecodeCommand,
+    NodeJoined,
+    PeerLostCommand,
+)
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import ZERO_COSTS, PACED_LAYOUT, PacedEngine, paced_reference_tokens
-from tests.unit.node_roles.role_bench import INCARNATION, WRITER, RoleBench, FakeInbound, tokens_of, make_work
+from node_engine.paced.paced_engine import (
+    PACED_LAYOUT,
+    ZERO_COSTS,
+    PacedEngine,
+    paced_reference_tokens,
+)
+from tests.unit.node_roles.role_bench import (
+    INCARNATION,
+    WRITER,
+    FakeInbound,
+    RoleBench,
+    make_work,
+    tokens_of,
+)
 
 PROMPT = tuple(range(1, 41))  # 40 tokens: 2.5 blocks
 
@@ -26,17 +45,25 @@ class DecodeBench(RoleBench):
 
     @property
     def ticket(self) -> Ticket:
-        (ticket,) = [each for each in self.plane.granted.values() if each.id not in self.plane.committed]
+        (ticket,) = [
+            each for each in self.plane.granted.values() if each.id not in self.plane.committed
+        ]
         return ticket
 
     def land_handoff(self, ticket: Ticket, job: AttemptSpec) -> None:
-        """Put into the ticket's blocks what a writer would have: computed by an engine of its own."""
+        """Put into the ticket's blocks what a writer would have: computed by an engine of its
+        own."""
         context = job.context_token_ids
         count = PACED_LAYOUT.count_blocks(len(context))
-        writer, arena = PacedEngine(ZERO_COSTS, vocab_size=1000), bytearray(count * PACED_LAYOUT.block_bytes)
+        writer, arena = (
+            PacedEngine(ZERO_COSTS, vocab_size=1000),
+            bytearray(count * PACED_LAYOUT.block_bytes),
+        )
         writer.bind_cache(memoryview(arena), count)
         spec = SampleSpec(job.request.sampling, 0, len(context))
-        writer.run(StepBatch((SequenceSlice(SequenceId(0), context, 0, tuple(range(count)), spec),)))  # type: ignore[arg-type]
+        writer.run(
+            StepBatch((SequenceSlice(SequenceId(0), context, 0, tuple(range(count)), spec),))
+        )  # type: ignore[arg-type]
         size = PACED_LAYOUT.block_bytes
         for number, offset in enumerate(ticket.block_offsets, ticket.first_block):
             self.arena[offset : offset + size] = arena[number * size : (number + 1) * size]
@@ -49,7 +76,9 @@ class DecodeBench(RoleBench):
 
 
 def make_seal(job: AttemptSpec) -> SealInfo:
-    return SealInfo((*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000)))
+    return SealInfo(
+        (*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000))
+    )
 
 
 def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
@@ -57,7 +86,9 @@ def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
     while node.step():
         pass
     pairs = [pair for message in node.pop_messages("tokens") for pair in tokens_of(message)]
-    assert [index for index, _ in pairs] == list(range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(pairs)))
+    assert [index for index, _ in pairs] == list(
+        range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(pairs))
+    )
     return [token for _, token in pairs]
 
 
@@ -76,7 +107,11 @@ def test_a_hand_off_and_the_tokens_after_it() -> None:
     reserved, admitted = node.pop_messages("reserved")[0], node.pop_messages("admitted")[0]
     assert reserved.ticket.num_tokens == 40
     assert (len(reserved.ticket.offsets), reserved.held_tokens) == (3, 0)
-    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (0, 0, 40)
+    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (
+        0,
+        0,
+        40,
+    )
     assert run(node, job) == paced_reference_tokens(PROMPT, 30, 1000)
     assert node.count_held_blocks() == {}
     assert node.sent_messages == []
@@ -90,7 +125,11 @@ def test_ticket_covers_only_missing_blocks() -> None:
     job = make_work((*PROMPT[:32], 900, 901), request="b")
     hand_over(node, job)
     reserved = node.pop_messages("reserved")[0]
-    assert (reserved.held_tokens, reserved.ticket.first_block, len(reserved.ticket.offsets)) == (32, 2, 1)
+    assert (reserved.held_tokens, reserved.ticket.first_block, len(reserved.ticket.offsets)) == (
+        32,
+        2,
+        1,
+    )
     assert run(node, job) == paced_reference_tokens(job.request.prompt_token_ids, 4, 1000)
 
 
@@ -105,13 +144,19 @@ def test_a_full_hit_computes_its_last_token_here() -> None:
     assert not node.pop_messages("reserved")[0].HasField("ticket")
     assert run(node, job) == paced_reference_tokens(whole, 4, 1000)
     admitted = node.pop_messages("admitted")[0]
-    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (1, 31, 0)
+    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (
+        1,
+        31,
+        0,
+    )
     assert node.count_held_blocks() == {}
 
 
 @pytest.mark.parametrize("writer", [None, WRITER])
 @pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
-def test_a_request_that_is_bound_to_another_model_is_not_continued(writer: PeerAddress | None, bound_to: bytes) -> None:
+def test_a_request_that_is_bound_to_another_model_is_not_continued(
+    writer: PeerAddress | None, bound_to: bytes
+) -> None:
     node, job = DecodeBench(), replace(make_work([1, 2, 3], emitted=(4,)), identity_digest=bound_to)
     node.send_item(DecodeCommand(job, writer))
     assert node.pop_messages("failed")[0].error.code == "wrong_model"
@@ -194,7 +239,11 @@ def test_every_state_is_covered() -> None:
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("state", [state for state, drive in DRIVERS_BY_STATE.items() if drive], ids=lambda state: state.value)
+@pytest.mark.parametrize(
+    "state",
+    [state for state, drive in DRIVERS_BY_STATE.items() if drive],
+    ids=lambda state: state.value,
+)
 def test_every_end_in_every_state_returns_every_block(state: SequenceState, end: str) -> None:
     node, job = DecodeBench(max_batched_tokens=32), make_work(PROMPT, max_tokens=100)
     drive = DRIVERS_BY_STATE[state]
@@ -229,8 +278,12 @@ def test_blocks_of_an_unfenced_writer_stay_quarantined() -> None:
     assert node.count_held_blocks() == {}
 
 
-@pytest.mark.parametrize("emitted", [(), (5, 6), (1000,), (-1,)], ids=["none", "two", "out of range", "negative"])
-def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(emitted: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "emitted", [(), (5, 6), (1000,), (-1,)], ids=["none", "two", "out of range", "negative"]
+)
+def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
+    emitted: tuple[int, ...],
+) -> None:
     node, job = DecodeBench(), make_work(PROMPT)
     node.send_item(DecodeCommand(job, WRITER))
     ticket = node.ticket.id
@@ -256,7 +309,8 @@ def test_a_seal_that_crosses_its_cancel_is_ignored() -> None:
 
 
 def test_corrupted_kv_would_give_another_token() -> None:
-    """The paced engine reads the KV itself: that the tests above see the right tokens proves the right bytes."""
+    """The paced engine reads the KV itself: that the tests above see the right tokens proves the
+    right bytes."""
     node, job = DecodeBench(), make_work(PROMPT, max_tokens=3)
     node.send_item(DecodeCommand(job, WRITER))
     ticket = node.ticket
@@ -290,10 +344,13 @@ def test_repeated_command_changes_nothing() -> None:
 
 
 def test_handoff_cancelled_by_its_writer_is_no_failure() -> None:
-    """The first token may end a request: prefill answers it, and its word must not race with one of ours."""
+    """The first token may end a request: prefill answers it, and its word must not race with one of
+    ours."""
     node, job = DecodeBench(), make_work(PROMPT)
     node.send_item(DecodeCommand(job, WRITER))
     node.pop_messages("reserved")
-    node.send_item(InboundLost(node.ticket.id, Cancelled("the first token ends the request"), is_fenced=True))
+    node.send_item(
+        InboundLost(node.ticket.id, Cancelled("the first token ends the request"), is_fenced=True)
+    )
     assert node.count_held_blocks() == {}
     assert node.sent_messages == []

@@ -1,4 +1,5 @@
-"""Scores on their way out of a node: with tokens, ahead of them, across the hand-off. And choices on a decode node."""
+"""Scores on their way out of a node: with tokens, ahead of them, across the hand-off. And choices
+on a decode node."""
 
 import math
 from typing import Any
@@ -7,10 +8,10 @@ import pytest
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import Cancelled
-from baton.types import TicketId, TokenLogprobs, AttemptSpec
-from kv_transfer.plane import InboundLost, InboundSealed, SealInfo, InboundStarted
-from node_engine.core.node_commands import CancelCommand, PrefillCommand, DecodeCommand
-from node_engine.paced.paced_engine import paced_reference_tokens, paced_reference_logprobs
+from baton.types import AttemptSpec, TicketId, TokenLogprobs
+from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
+from node_engine.core.node_commands import CancelCommand, DecodeCommand, PrefillCommand
+from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, RoleBench
 from tests.unit.node_roles.role_bench import make_work as plain_work
 from tests.unit.node_roles.test_decode_role import DecodeBench as DecodeNode
@@ -28,11 +29,17 @@ def work(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> AttemptSpec:
 def output_scores(job: AttemptSpec, top: int) -> list[TokenLogprobs]:
     """Those that a client must see, over every attempt."""
     prompt, count = job.request.prompt_token_ids, job.request.sampling.max_tokens
-    return paced_reference_logprobs([*prompt, *paced_reference_tokens(prompt, count, 1000)], top, 1000)[len(prompt) - 1 :]
+    return paced_reference_logprobs(
+        [*prompt, *paced_reference_tokens(prompt, count, 1000)], top, 1000
+    )[len(prompt) - 1 :]
 
 
 def sent_scores(node: RoleBench) -> list[TokenLogprobs]:
-    events = [wire.token_event_from_pb(token) for message in node.pop_messages("tokens") for token in message.tokens]
+    events = [
+        wire.token_event_from_pb(token)
+        for message in node.pop_messages("tokens")
+        for token in message.tokens
+    ]
     return [event.logprobs for event in events if event.logprobs is not None]
 
 
@@ -70,7 +77,9 @@ def colocated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs
     node.send_item(DecodeCommand(job, None))
     while node.step():
         pass
-    assert "prompt_scores" not in kinds(node)[kinds(node).index("admitted") :], "scores come before what follows them"
+    assert "prompt_scores" not in kinds(node)[kinds(node).index("admitted") :], (
+        "scores come before what follows them"
+    )
     return sent_prompt_scores(node, job), sent_scores(node)
 
 
@@ -144,12 +153,23 @@ def sealed_with(node: DecodeNode, job: AttemptSpec, score: TokenLogprobs | None)
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)
-    node.send_item(InboundSealed(ticket.id, SealInfo((*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000)), score), 1))
+    node.send_item(
+        InboundSealed(
+            ticket.id,
+            SealInfo(
+                (*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000)),
+                score,
+            ),
+            1,
+        )
+    )
     return ticket.id
 
 
 @pytest.mark.parametrize("score", WRONG.values(), ids=WRONG)
-def test_a_seal_with_another_score_than_is_due_is_not_committed(score: TokenLogprobs | None) -> None:
+def test_a_seal_with_another_score_than_is_due_is_not_committed(
+    score: TokenLogprobs | None,
+) -> None:
     node, job = DecodeNode(), work(logprobs=2)
     ticket = sealed_with(node, job, score)
     assert node.plane.committed == []
@@ -175,7 +195,9 @@ def test_the_right_score_goes_on_with_its_token() -> None:
 # what a node takes nobody's word for
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": ((1000, 1.0),)}, {"logprobs": 21}, {"repetition_penalty": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": ((1000, 1.0),)}, {"logprobs": 21}, {"repetition_penalty": 0.0}]
+)
 def test_fields_out_of_bounds_fail_their_attempt_alone(fields: dict[str, Any]) -> None:
     job = work(**fields)
     prefill, decode = PrefillNode(), DecodeNode()
@@ -205,8 +227,17 @@ def test_a_second_choice_needs_no_writer(length: int, steps: int) -> None:
     while node.step():
         pass
     admitted = node.pop_messages("admitted")[0]
-    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (1, length - 1, 0)
-    tokens = [token for message in node.pop_messages("tokens") for token in message.tokens if token.key.choice == 1]
+    assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (
+        1,
+        length - 1,
+        0,
+    )
+    tokens = [
+        token
+        for message in node.pop_messages("tokens")
+        for token in message.tokens
+        if token.key.choice == 1
+    ]
     assert [token.token for token in tokens] == paced_reference_tokens(prompt, 20, 1000)
     assert node.count_held_blocks() == {}
 

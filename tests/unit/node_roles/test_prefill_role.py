@@ -1,4 +1,5 @@
-"""The compute-bound role with everything real but the plane: every end of every attempt returns every block."""
+"""The compute-bound role with everything real but the plane: every end of every attempt returns
+every block."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,14 +7,28 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import Cancelled, NodeFailed, PeerUnreachable
-from baton.types import Incarnation, NodeName, PeerAddress, SegmentRef, Ticket, TicketId, AttemptSpec
-from kv_transfer.plane import OutboundAborted, OutboundCommitted, HandoffStats
+from baton.types import (
+    AttemptSpec,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    SegmentRef,
+    Ticket,
+    TicketId,
+)
+from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_ledger import BlockState
-from node_engine.core.node_commands import CancelCommand, CoordinatorLost, TicketCommand, NodeJoined, PrefillCommand
+from node_engine.core.node_commands import (
+    CancelCommand,
+    CoordinatorLost,
+    NodeJoined,
+    PrefillCommand,
+    TicketCommand,
+)
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
 from prefill_node.prefill_role import PrefillRole
-from tests.unit.node_roles.role_bench import RoleBench, FakeOutbound, tokens_of, make_work
+from tests.unit.node_roles.role_bench import FakeOutbound, RoleBench, make_work, tokens_of
 
 REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)
 LAYERS = PACED_LAYOUT.num_layers
@@ -60,10 +75,14 @@ def test_every_layer_of_every_block_is_announced_once_and_then_sealed() -> None:
         for block in range(first, first + len(source))
     ]
     assert sorted(announced) == [(layer, block) for layer in range(LAYERS) for block in range(10)]
-    assert node.plane.sealed[job.key].emitted_token_ids == tuple(paced_reference_tokens(job.request.prompt_token_ids, 1, 1000))
+    assert node.plane.sealed[job.key].emitted_token_ids == tuple(
+        paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)
+    )
     ended = node.pop_messages("prefill_ended")[0]
     assert (ended.computed_tokens, ended.cached_tokens, ended.compute_seconds) == (150, 0, 1.5)
-    assert node.count_held_blocks() == {BlockState.IN_USE: 10}  # pinned until the plane has committed
+    assert node.count_held_blocks() == {
+        BlockState.IN_USE: 10
+    }  # pinned until the plane has committed
     node.send_item(OutboundCommitted(job.key, REPORT))
     assert node.count_held_blocks() == {}
     assert node.pop_messages("handed_off")[0].report.computed_tokens == 150
@@ -72,14 +91,19 @@ def test_every_layer_of_every_block_is_announced_once_and_then_sealed() -> None:
 
 def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
     node = PrefillBench()
-    first, second = make_work(range(1, 81), request="a"), make_work([*range(1, 65), 900, 901], request="b")
+    first, second = (
+        make_work(range(1, 81), request="a"),
+        make_work([*range(1, 65), 900, 901], request="b"),
+    )
     for job in (first, second):
         node.send_item(PrefillCommand(job, needs_no_decode=False))
         while node.step():
             pass
         node.send_item(OutboundCommitted(job.key, REPORT))
     assert {
-        block for _, start, source in node.plane.ready[second.key] for block in range(start, start + len(source))
+        block
+        for _, start, source in node.plane.ready[second.key]
+        for block in range(start, start + len(source))
     } == set(range(5))
     assert node.plane.ready[second.key][0][1:][0] == 0
     assert node.pop_messages("prefill_ended")[1].cached_tokens == 64
@@ -89,7 +113,9 @@ def test_prefill_without_decode_answers_itself() -> None:
     node, job = PrefillBench(), make_work(range(1, 20), max_tokens=1)
     node.send_item(PrefillCommand(job, needs_no_decode=True))
     node.step()
-    assert tokens_of(node.pop_messages("tokens")[0]) == [(0, paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)[0])]
+    assert tokens_of(node.pop_messages("tokens")[0]) == [
+        (0, paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)[0])
+    ]
     assert node.plane.opened == {}
     assert node.count_held_blocks() == {}
     assert node.role.num_held_attempts == 0
@@ -128,14 +154,20 @@ def test_every_state_is_covered() -> None:
 
 ENDS: dict[str, Callable[[PrefillBench, AttemptSpec], None]] = {
     "cancel": lambda node, job: node.send_item(CancelCommand(job.key, Cancelled("client gone"))),
-    "peer gone": lambda node, job: node.send_item(OutboundAborted(job.key, PeerUnreachable("decode is gone"))),
+    "peer gone": lambda node, job: node.send_item(
+        OutboundAborted(job.key, PeerUnreachable("decode is gone"))
+    ),
     "coordinator lost": lambda node, job: node.send_item(CoordinatorLost()),
     "joined anew": lambda node, job: node.send_item(NodeJoined(Incarnation("again"))),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("state", [state for state, drive in DRIVERS_BY_STATE.items() if drive], ids=lambda state: state.value)
+@pytest.mark.parametrize(
+    "state",
+    [state for state, drive in DRIVERS_BY_STATE.items() if drive],
+    ids=lambda state: state.value,
+)
 def test_every_end_in_every_state_returns_every_block(state: SequenceState, end: str) -> None:
     node, job = PrefillBench(), make_work(range(1, 151))
     drive = DRIVERS_BY_STATE[state]

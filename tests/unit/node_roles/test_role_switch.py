@@ -1,5 +1,5 @@
-"""A node that takes the other role in place: one pool, one scheduler and one engine under two role objects, each with
-its own transfer plane for life."""
+"""A node that takes the other role in place: one pool, one scheduler and one engine under two role
+objects, each with its own transfer plane for life."""
 
 from typing import Any
 
@@ -9,21 +9,44 @@ from baton.errors import Cancelled, ConfigError
 from baton.pb import cluster_pb2
 from baton.types import Incarnation, Role, Ticket
 from decode_node.decode_role import DecodeRole
-from kv_transfer.plane import OutboundCommitted, InboundLost, HandoffStats, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.plane import (
+    HandoffStats,
+    InboundLost,
+    InboundSealed,
+    InboundStarted,
+    OutboundCommitted,
+    SealInfo,
+)
 from node_engine.core.blocks.block_ledger import BlockState
-from node_engine.core.node_commands import CancelCommand, CoordinatorLost, NodeJoined, PeerLostCommand, PrefillCommand, SetRoleCommand, DecodeCommand
+from node_engine.core.node_commands import (
+    CancelCommand,
+    CoordinatorLost,
+    DecodeCommand,
+    NodeJoined,
+    PeerLostCommand,
+    PrefillCommand,
+    SetRoleCommand,
+)
 from node_engine.host.compute_thread import CallWhenIdle
 from node_engine.host.role_switch import RoleEvent, SwitchableRole
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from prefill_node.prefill_role import PrefillRole
-from tests.unit.node_roles.role_bench import WRITER, RoleBench, FakeInbound, FakeOutbound, tokens_of, make_work
+from tests.unit.node_roles.role_bench import (
+    WRITER,
+    FakeInbound,
+    FakeOutbound,
+    RoleBench,
+    make_work,
+    tokens_of,
+)
 
 PROMPT = tuple(range(1, 50))
 AGAIN = Incarnation("again")
 
 
 class SwitchingBench:
-    """What the process does around a role, by hand: `drain_events` is the compute thread coming to rest."""
+    """What the process does around a role, by hand: `drain_events` is the compute thread coming to
+    rest."""
 
     def __init__(self, role: Role) -> None:
         self.inbound, self.outbound = FakeInbound(), FakeOutbound()
@@ -105,7 +128,9 @@ def test_cache_survives_a_role_switch() -> None:
         pass
     [admitted] = host.bench.pop_messages("admitted")
     assert (admitted.cached_tokens, admitted.computed_tokens) == (48, 1)
-    assert [index for message in host.bench.pop_messages("tokens") for index, _ in tokens_of(message)] == [0, 1]
+    assert [
+        index for message in host.bench.pop_messages("tokens") for index, _ in tokens_of(message)
+    ] == [0, 1]
     assert host.bench.count_held_blocks() == {}
 
 

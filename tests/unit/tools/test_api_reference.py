@@ -5,12 +5,16 @@ from typing import cast
 import pytest
 
 from baton.errors import ERRORS_BY_CODE
+from coordinator.frontend.http.field_descriptions import (
+    REQUEST_FIELDS,
+    RESPONSE_FIELDS,
+    describe_field,
+)
+from coordinator.frontend.http.openapi import build_openapi_document
+from coordinator.frontend.rejections import RejectionCounter
 from coordinator.operators import admin_app as admin
 from coordinator.operators.admin_app import ClusterAdmin
-from coordinator.frontend.http.field_descriptions import RESPONSE_FIELDS, REQUEST_FIELDS, describe_field
-from coordinator.frontend.http.openapi import build_openapi_document
 from coordinator.readiness import Readiness
-from coordinator.frontend.rejections import RejectionCounter
 from tools.api_reference import grpc_section as grpc
 from tools.api_reference.__main__ import PAGE_PATH, render_page
 from tools.api_reference.http_section import ADMIN_ROUTES
@@ -34,7 +38,11 @@ def test_body_fields_and_descriptions_match() -> None:
 
 
 def test_every_field_of_a_message_has_its_comment() -> None:
-    empty = [line for line in TEXT.splitlines() if line.startswith("|") and line.endswith("|  |") and line.strip("| ")]
+    empty = [
+        line
+        for line in TEXT.splitlines()
+        if line.startswith("|") and line.endswith("|  |") and line.strip("| ")
+    ]
     assert empty == []
 
 
@@ -51,6 +59,10 @@ def test_every_error_is_there() -> None:
 
 
 def test_every_route_of_the_admin_port_is_there() -> None:
-    app = admin.build_admin_app(cast(ClusterAdmin, None), cast(Readiness, None), "", cast(RejectionCounter, None))
-    routes = {f"{method} {route.path}" for route in app.routes for method in route.methods - {"HEAD"}}  # type: ignore[attr-defined]
+    app = admin.build_admin_app(
+        cast(ClusterAdmin, None), cast(Readiness, None), "", cast(RejectionCounter, None)
+    )
+    routes = {
+        f"{method} {route.path}" for route in app.routes for method in route.methods - {"HEAD"}
+    }  # type: ignore[attr-defined]
     assert {path for path, _ in ADMIN_ROUTES} == {route.replace(":path}", "}") for route in routes}

@@ -10,6 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_stubs_are_current(tmp_path: Path) -> None:
     generate_stubs(tmp_path)
     made = {path.name: path.read_text() for path in (tmp_path / "baton" / "pb").iterdir()}
-    kept = {path.name: path.read_text() for path in (ROOT / "baton" / "pb").iterdir() if path.name in made}
+    kept = {
+        path.name: path.read_text()
+        for path in (ROOT / "baton" / "pb").iterdir()
+        if path.name in made
+    }
     assert made == kept, "run `make proto`"
     assert len(made) == 12

@@ -30,7 +30,9 @@ def test_the_demo_installs_what_runs_and_nothing_for_tests() -> None:
     assert '".[test]"' in commands("lint")
 
 
-def test_a_machine_with_a_gpu_gets_torch_from_where_pip_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_a_gpu_gets_torch_from_where_pip_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\n")
     driver.chmod(0o755)
@@ -47,7 +49,11 @@ def test_unreachable_index_is_tried_once_and_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(install_torch, "is_installed", lambda: False)
-    monkeypatch.setattr(install_torch, "install_from_index", lambda index: pytest.fail("there is nothing to install from"))
+    monkeypatch.setattr(
+        install_torch,
+        "install_from_index",
+        lambda index: pytest.fail("there is nothing to install from"),
+    )
     install_torch.main("http://127.0.0.1:1/whl/cpu")
     assert "cannot be reached" in capsys.readouterr().out
     install_torch.main("")
@@ -55,7 +61,9 @@ def test_unreachable_index_is_tried_once_and_reported(
 
 
 def test_installed_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install_torch, "find_index_problem", lambda index: pytest.fail("nobody is to be asked"))
+    monkeypatch.setattr(
+        install_torch, "find_index_problem", lambda index: pytest.fail("nobody is to be asked")
+    )
     install_torch.main(PYTORCH_CPU)
 
 
@@ -69,12 +77,17 @@ def test_cluster_memory_reads_proc_status(tmp_path: Path) -> None:
     """Its maps and smaps are root's to read; its status is everybody's."""
     process, segment = tmp_path / "42", tmp_path / "baton-pool-1"
     process.mkdir()
-    (process / "status").write_text("Name:\tpython\nVmRSS:\t  900 kB\nRssAnon:\t     300 kB\nRssFile:\t  600 kB\n")
+    (process / "status").write_text(
+        "Name:\tpython\nVmRSS:\t  900 kB\nRssAnon:\t     300 kB\nRssFile:\t  600 kB\n"
+    )
     for name in ("maps", "smaps_rollup"):
         (process / name).symlink_to(process / "nothing")  # an OSError for root, too
     segment.write_bytes(bytes(1 << 20))
     segments = footprint.list_segment_files(tmp_path, "baton-")
-    assert footprint.measure_cluster_memory([42], segments, tmp_path) == (300 << 10, segment.stat().st_blocks * 512)
+    assert footprint.measure_cluster_memory([42], segments, tmp_path) == (
+        300 << 10,
+        segment.stat().st_blocks * 512,
+    )
 
 
 def test_demo_continues_when_memory_is_unreadable(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A byte-level BPE tokenizer for Python: a newline and an indentation are tokens of their own.
 
-So a prompt that ends with a line, or within an indentation, is cut where the text it was trained on is cut too.
+So a prompt that ends with a line, or within an indentation, is cut where the text it was trained on
+is cut too.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS, CHAT_TEMPLATE
+from tools.demo_model.common.chat_format import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS
 
 TOKENIZER_FILE = "tokenizer.json"
 _SPLIT_PATTERN = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
@@ -32,7 +33,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
     return tokenizer
 
 

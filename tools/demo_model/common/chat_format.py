@@ -25,5 +25,8 @@ ChatTurn = tuple[str, str]  # role, text
 
 def render_chat(turns: Sequence[ChatTurn]) -> str:
     """What TEMPLATE makes of the turns."""
-    parts = [ROLE_TOKENS[role] + text.strip() + (EOS if role == "assistant" else "") for role, text in turns]
+    parts = [
+        ROLE_TOKENS[role] + text.strip() + (EOS if role == "assistant" else "")
+        for role, text in turns
+    ]
     return BOS + "".join(parts)

@@ -12,13 +12,20 @@ TokenArray = npt.NDArray[np.uint16]
 
 FACTS_FILE = "facts.json"
 # Share of the training rows that comes from each part.
-PART_SHARES: Mapping[str, float] = {"library": 0.26, "definitions": 0.24, "tests": 0.28, "prose": 0.04, "chat": 0.18}
+PART_SHARES: Mapping[str, float] = {
+    "library": 0.26,
+    "definitions": 0.24,
+    "tests": 0.28,
+    "prose": 0.04,
+    "chat": 0.18,
+}
 HELD_OUT_PARTS = ("library", "tests", "chat")  # parts with a held-out half
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFacts:
-    """What the card says of the data. `utf8_bytes` and `tokens` are counted per file of token ids."""
+    """What the card says of the data. `utf8_bytes` and `tokens` are counted per file of token
+    ids."""
 
     python: str
     vocabulary: int

@@ -1,4 +1,5 @@
-"""A progress bar on standard error that needs nothing installed; plain lines where there is no terminal."""
+"""A progress bar on standard error that needs nothing installed; plain lines where there is no
+terminal."""
 
 import sys
 import time
@@ -18,14 +19,22 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._is_terminal:
             sys.stderr.write("\n")
 
     def show_progress(self, share: float, note: str = "") -> None:
         """`share` of the work is done, 0 to 1."""
         now = time.monotonic()
-        if now - self._drawn_at < (REDRAW_EVERY if self._is_terminal else PLAIN_EVERY) and share < 1.0:
+        if (
+            now - self._drawn_at < (REDRAW_EVERY if self._is_terminal else PLAIN_EVERY)
+            and share < 1.0
+        ):
             return
         self._drawn_at = now
         if self._is_terminal:

@@ -1,4 +1,5 @@
-"""Names of the modules that are written in C, from their docstrings: there is no source file to read them in."""
+"""Names of the modules that are written in C, from their docstrings: there is no source file to
+read them in."""
 
 import importlib
 import importlib.util
@@ -12,14 +13,17 @@ from tools.demo_model.corpus.definitions import DocumentedName, first_sentences
 
 
 def list_builtin_names() -> Iterator[DocumentedName]:
-    """Of `builtins`, whose functions and classes stand bare, and of the public C modules of the standard library."""
+    """Of `builtins`, whose functions and classes stand bare, and of the public C modules of the
+    standard library."""
     for name in ("builtins", *sorted(sys.stdlib_module_names)):
         if name.startswith("_") or not _is_written_in_c(name):
             continue
         module = importlib.import_module(name)
         if summary := first_sentences(module.__doc__ or ""):
             yield DocumentedName("module", name, name, "", summary)
-        yield from _documented_members(module, name, "" if name == "builtins" else f"{name}.", depth=2)
+        yield from _documented_members(
+            module, name, "" if name == "builtins" else f"{name}.", depth=2
+        )
 
 
 def _is_written_in_c(name: str) -> bool:
@@ -30,7 +34,9 @@ def _is_written_in_c(name: str) -> bool:
     return spec is not None and (spec.origin or "").endswith(("built-in", *EXTENSION_SUFFIXES))
 
 
-def _documented_members(parent: object, module: str, prefix: str, depth: int) -> Iterator[DocumentedName]:
+def _documented_members(
+    parent: object, module: str, prefix: str, depth: int
+) -> Iterator[DocumentedName]:
     for last, member in sorted(vars(parent).items()):
         if last.startswith("_") or isinstance(member, types.ModuleType | property):
             continue
@@ -38,7 +44,13 @@ def _documented_members(parent: object, module: str, prefix: str, depth: int) ->
         if not kind:
             continue
         if summary := first_sentences(inspect.getdoc(member) or ""):
-            yield DocumentedName(kind, module, prefix + last, _argument_text(member) if kind == "function" else "", summary)
+            yield DocumentedName(
+                kind,
+                module,
+                prefix + last,
+                _argument_text(member) if kind == "function" else "",
+                summary,
+            )
         if inspect.isclass(member) and depth > 1:
             yield from _documented_members(member, module, f"{prefix}{last}.", depth - 1)
 

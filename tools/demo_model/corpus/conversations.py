@@ -1,4 +1,5 @@
-"""Conversations from docstrings: questions about the library's names, with small talk between them."""
+"""Conversations from docstrings: questions about the library's names, with small talk between
+them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,11 @@ _ABOUT_ANY = (
     "Tell me about {name}.",
     "What is {name} for?",
 )
-_ABOUT_MODULE = ("What is the {name} module?", "What does the {name} module do?", "What is in the module {name}?")
+_ABOUT_MODULE = (
+    "What is the {name} module?",
+    "What does the {name} module do?",
+    "What is in the module {name}?",
+)
 _ABOUT_FUNCTION = ("How do I call {name}?", "Which arguments does {name} take?")
 _ABOUT_PLACE = ("Which module has {last}?", "How do I import {last}?")
 
@@ -37,7 +42,11 @@ def generate_conversations(names: Sequence[DocumentedName], seed: int) -> Iterat
             turns.append(("system", chance.choice(SYSTEM_PROMPTS)))
         for _ in range(chance.choice(EXCHANGE_COUNTS)):
             is_small_talk = not asked or chance.random() < SMALL_TALK_SHARE
-            question, answer = _small_talk_exchange(chance) if is_small_talk else _exchange_about(asked.pop(), chance)
+            question, answer = (
+                _small_talk_exchange(chance)
+                if is_small_talk
+                else _exchange_about(asked.pop(), chance)
+            )
             turns += [("user", question), ("assistant", answer)]
         yield render_chat(turns)
 

@@ -1,4 +1,5 @@
-"""Functions and classes of a source: as documents of their own, and with what their docstrings say."""
+"""Functions and classes of a source: as documents of their own, and with what their docstrings
+say."""
 
 import ast
 import inspect
@@ -17,7 +18,8 @@ MAX_SUMMARY_CHARACTERS = 400  # characters of a docstring's first paragraph
 
 @dataclass(frozen=True, slots=True)
 class DocumentedName:
-    """A public name, as `textwrap.dedent`, with the first paragraph of its docstring on one line."""
+    """A public name, as `textwrap.dedent`, with the first paragraph of its docstring on one
+    line."""
 
     kind: str  # "module", "class" or "function"
     module: str
@@ -47,7 +49,9 @@ def list_documented_names(source: SourceFile) -> Iterator[DocumentedName]:
     yield from _documented_members(tree, source.module_name, source.module_name)
 
 
-def _documented_members(parent: ast.Module | ast.ClassDef, module: str, prefix: str) -> Iterator[DocumentedName]:
+def _documented_members(
+    parent: ast.Module | ast.ClassDef, module: str, prefix: str
+) -> Iterator[DocumentedName]:
     for node in parent.body:
         if not isinstance(node, Definition) or node.name.startswith("_"):
             continue
@@ -55,7 +59,9 @@ def _documented_members(parent: ast.Module | ast.ClassDef, module: str, prefix: 
         is_class = isinstance(node, ast.ClassDef)
         if summary := _summary(node):
             arguments = "" if isinstance(node, ast.ClassDef) else f"({ast.unparse(node.args)})"
-            yield DocumentedName("class" if is_class else "function", module, name, arguments, summary)
+            yield DocumentedName(
+                "class" if is_class else "function", module, name, arguments, summary
+            )
         if isinstance(node, ast.ClassDef):
             yield from _documented_members(node, module, name)
 
@@ -65,7 +71,8 @@ def _summary(node: ast.Module | Definition) -> str:
 
 
 def first_sentences(docstring: str) -> str:
-    """The first paragraph that is prose, on one line; empty where there is none of a fair length."""
+    """The first paragraph that is prose, on one line; empty where there is none of a fair
+    length."""
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):
         text = " ".join(paragraph.split())
         if len(text) > MAX_SUMMARY_CHARACTERS:

@@ -1,4 +1,5 @@
-"""The standard library of this Python as text: which files, read how, and which of them are held out."""
+"""The standard library of this Python as text: which files, read how, and which of them are held
+out."""
 
 import ast
 import hashlib
@@ -15,7 +16,14 @@ MAX_REPEATED_SHARE = 0.6  # a file with more of its lines in files before it is 
 MIN_DISTINCTIVE_LINE = 20  # characters; shorter lines are everywhere
 
 # Generated tables, packages of others, and files that hold paths of the machine that built Python.
-_SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "lib-dynload", "__pycache__", "_bundled"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "encodings",
+    "pydoc_data",
+    "lib-dynload",
+    "__pycache__",
+    "_bundled",
+}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
@@ -48,12 +56,16 @@ def collect_sources(root: Path) -> Iterator[SourceFile]:
         text = _read_source(path)
         if text is None:
             continue
-        lines = {line.strip() for line in text.splitlines() if len(line.strip()) >= MIN_DISTINCTIVE_LINE}
+        lines = {
+            line.strip() for line in text.splitlines() if len(line.strip()) >= MIN_DISTINCTIVE_LINE
+        }
         if len(lines & seen) > MAX_REPEATED_SHARE * len(lines):
             continue
         seen |= lines
         relative = path.relative_to(root)
-        yield SourceFile(relative.as_posix(), text, _is_test(relative), is_held_out(relative.as_posix()))
+        yield SourceFile(
+            relative.as_posix(), text, _is_test(relative), is_held_out(relative.as_posix())
+        )
 
 
 def is_held_out(name: str) -> bool:
@@ -70,7 +82,9 @@ def parse_python(text: str) -> ast.Module | None:
 
 
 def _is_skipped(relative: Path) -> bool:
-    return any(part in _SKIPPED_FOLDERS or part.startswith(_SKIPPED_PREFIXES) for part in relative.parts)
+    return any(
+        part in _SKIPPED_FOLDERS or part.startswith(_SKIPPED_PREFIXES) for part in relative.parts
+    )
 
 
 def _is_test(relative: Path) -> bool:
@@ -83,6 +97,9 @@ def _read_source(path: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     text = "\n".join(line.rstrip() for line in raw.expandtabs(8).split("\n")).strip("\n") + "\n"
-    if not 50 < len(text) <= MAX_FILE_CHARACTERS or max(map(len, text.split("\n"))) > MAX_LINE_CHARACTERS:
+    if (
+        not 50 < len(text) <= MAX_FILE_CHARACTERS
+        or max(map(len, text.split("\n"))) > MAX_LINE_CHARACTERS
+    ):
         return None
     return text if parse_python(text) else None

@@ -13,7 +13,8 @@ REPEAT_THRESHOLD = 3  # times that a line stands in a continuation which repeats
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`text` follows `opening`. `is_ended`: with the model's end token, not at the limit of length."""
+    """`text` follows `opening`. `is_ended`: with the model's end token, not at the limit of
+    length."""
 
     opening: str
     text: str
@@ -21,7 +22,8 @@ class Continuation:
 
     @property
     def whole_lines(self) -> str:
-        """Opening and text, cut after the last line that is known to be whole: the last newline, or the end."""
+        """Opening and text, cut after the last line that is known to be whole: the last newline, or
+        the end."""
         whole = self.opening + self.text
         return whole if self.is_ended else whole[: whole.rfind("\n") + 1]
 

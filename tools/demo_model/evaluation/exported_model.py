@@ -1,4 +1,5 @@
-"""The exported folder as `transformers` reads it: an independent implementation of what was trained."""
+"""The exported folder as `transformers` reads it: an independent implementation of what was
+trained."""
 
 import importlib
 from collections.abc import Sequence
@@ -37,12 +38,15 @@ class ExportedModel(nn.Module):
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def complete_texts(self, texts: Sequence[str], most: int) -> list[tuple[str, bool]]:
-        """For each text at most `most` tokens, each the likeliest, and whether the model ended there."""
+        """For each text at most `most` tokens, each the likeliest, and whether the model ended
+        there."""
         return self._generate_greedily([self._tokenizer.encode(text) for text in texts], most)
 
     def answer_question(self, question: str, most: int) -> str:
         asked = [{"role": "user", "content": question}]
-        ids = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        ids = self._tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
+        )
         return self._generate_greedily([ids], most)[0][0]
 
     @torch.no_grad()
@@ -52,5 +56,7 @@ class ExportedModel(nn.Module):
         width = max(map(len, prompts))
         rows = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-        out = self.model.generate(rows, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=end)
+        out = self.model.generate(
+            rows, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=end
+        )
         return [(self.decode(row), end in row) for row in out[:, width:].tolist()]

@@ -1,4 +1,5 @@
-"""Openings that `evaluate` has continued: ordinary names, in words that no file of the training data has."""
+"""Openings that `evaluate` has continued: ordinary names, in words that no file of the training
+data has."""
 
 _FUNCTIONS = (
     'def read_settings(path):\n    """Return',

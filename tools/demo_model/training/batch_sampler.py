@@ -14,12 +14,21 @@ DOCUMENT_START_SHARE = 0.5  # share of the rows that begin with a document
 class BatchSampler:
     """Seeded; rows of different documents follow one another as they do in the part."""
 
-    def __init__(self, parts: Mapping[str, TokenArray], shares: Mapping[str, float], device: torch.device, seed: int):
+    def __init__(
+        self,
+        parts: Mapping[str, TokenArray],
+        shares: Mapping[str, float],
+        device: torch.device,
+        seed: int,
+    ):
         self._names: Sequence[str] = list(parts)
         weights = np.array([shares[name] for name in self._names])
         self._shares = weights / weights.sum()
         self._starts = {name: np.flatnonzero(tokens == BOS_ID) for name, tokens in parts.items()}
-        self._tokens = {name: torch.from_numpy(tokens.astype(np.int32)).to(device) for name, tokens in parts.items()}
+        self._tokens = {
+            name: torch.from_numpy(tokens.astype(np.int32)).to(device)
+            for name, tokens in parts.items()
+        }
         self._random = np.random.default_rng(seed)
 
     def sample_batch(self, rows: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +42,9 @@ class BatchSampler:
         tokens = self._tokens[name]
         last = len(tokens) - length
         if last < 0:
-            raise ValueError(f"part {name} has {len(tokens)} tokens, fewer than a row of {length}: shorten --sequence")
+            raise ValueError(
+                f"part {name} has {len(tokens)} tokens, fewer than a row of {length}: shorten --sequence"
+            )
         if self._random.random() < DOCUMENT_START_SHARE:
             start = min(int(self._random.choice(self._starts[name])), last)
         else:

@@ -27,4 +27,6 @@ def load_checkpoint(folder: Path) -> tuple[LlamaShape, dict[str, torch.Tensor]]:
     """The shape, and bfloat16 tensors by Hugging Face's names."""
     shape = LlamaShape(**json.loads((folder / SHAPE_FILE).read_text()))
     with np.load(folder / WEIGHTS_FILE, allow_pickle=False) as stored:
-        return shape, {name: torch.from_numpy(stored[name]).view(torch.bfloat16) for name in stored.files}
+        return shape, {
+            name: torch.from_numpy(stored[name]).view(torch.bfloat16) for name in stored.files
+        }

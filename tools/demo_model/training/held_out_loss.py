@@ -1,4 +1,5 @@
-"""Held-out loss in windows that overlap by half, so that every token but the first has half a window before it."""
+"""Held-out loss in windows that overlap by half, so that every token but the first has half a
+window before it."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tools.demo_model.training.batch_sampler import BOS_ID
 from tools.demo_model.common.corpus_files import TokenArray
+from tools.demo_model.training.batch_sampler import BOS_ID
 
 _WINDOWS_PER_BATCH = 8  # windows at once
 
@@ -24,7 +25,10 @@ def sum_nats(model: nn.Module, tokens: TokenArray, device: torch.device, window:
         with autocast(device):
             logits = model(inputs.to(device))
         total += F.cross_entropy(
-            logits.float().flatten(0, 1), targets.to(device).flatten(), ignore_index=-1, reduction="sum"
+            logits.float().flatten(0, 1),
+            targets.to(device).flatten(),
+            ignore_index=-1,
+            reduction="sum",
         ).item()
     model.train(was_training)
     return total

@@ -1,6 +1,8 @@
-"""A Llama to train: parameters carry Hugging Face's names, so that the weights are exported as they are.
+"""A Llama to train: parameters carry Hugging Face's names, so that the weights are exported as they
+are.
 
-Architecture: Touvron et al. 2023, with grouped-query attention (Ainslie et al. 2023) and tied embeddings.
+Architecture: Touvron et al. 2023, with grouped-query attention (Ainslie et al. 2023) and tied
+embeddings.
 """
 
 from dataclasses import asdict, dataclass
@@ -124,7 +126,9 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(shape, dropout) for _ in range(shape.layers))
         self.norm = LlamaRMSNorm(shape.hidden)
         self.dropout = nn.Dropout(dropout)
-        frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        frequencies = 1.0 / ROPE_THETA ** (
+            torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        )
         angles = torch.outer(torch.arange(shape.context).float(), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -140,7 +144,8 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForTraining(nn.Module):
-    """Initial weights are normal, those that write to the residual stream narrower with depth (GPT-2)."""
+    """Initial weights are normal, those that write to the residual stream narrower with depth
+    (GPT-2)."""
 
     def __init__(self, shape: LlamaShape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -148,7 +153,11 @@ class LlamaForTraining(nn.Module):
         self.model = LlamaModel(shape, dropout)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                narrowed = (2 * shape.layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                narrowed = (
+                    (2 * shape.layers) ** -0.5
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
+                    else 1.0
+                )
                 nn.init.normal_(parameter, std=INITIALIZER_RANGE * narrowed)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.frontend.response_stream import ResponseStream
-from coordinator.frontend.http.schema.chat_request import ChatRequest
-from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
 from coordinator.frontend.http.responses.completion import MIN_LOGPROB
+from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
 from coordinator.frontend.http.responses.usage import Usage, final_usage
+from coordinator.frontend.http.schema.chat_request import ChatRequest
 from coordinator.frontend.output import OutputChunk
+from coordinator.frontend.response_stream import ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
 _ROLE_DELTA = b'"delta":{"role":"assistant","content":""}'
@@ -81,13 +81,24 @@ class ChatFormatter:
         """The first of a choice comes after the event that gives its role."""
         logprobs = _NO_LOGPROBS
         if self._has_logprobs and piece.token_ids:
-            logprobs = encode_json(ChatLogprobs(list(_token_logprobs(self._response_stream.tokenizer, piece))))
-        delta = b'"delta":{}' if piece.finish_reason is not None else b'"delta":{"content":%b}' % encode_json(piece.text)
+            logprobs = encode_json(
+                ChatLogprobs(list(_token_logprobs(self._response_stream.tokenizer, piece)))
+            )
+        delta = (
+            b'"delta":{}'
+            if piece.finish_reason is not None
+            else b'"delta":{"content":%b}' % encode_json(piece.text)
+        )
         event = self._sse_encoder.encode_event(piece, delta, logprobs)
         if piece.choice_index in self._started_choices:
             return event
         self._started_choices.add(piece.choice_index)
-        role = self._sse_encoder.encode_event(OutputChunk(piece.choice_index, ""), _ROLE_DELTA, _NO_LOGPROBS, untold=len(piece.token_ids))
+        role = self._sse_encoder.encode_event(
+            OutputChunk(piece.choice_index, ""),
+            _ROLE_DELTA,
+            _NO_LOGPROBS,
+            untold=len(piece.token_ids),
+        )
         return role + event
 
     def format_stream_end(self) -> bytes:
@@ -115,18 +126,29 @@ class ChatFormatter:
             for index, told in enumerate(self._choice_buffers)
         ]
         return encode_json(
-            ChatCompletion(self._id, "chat.completion", answer.created_unix_seconds, answer.model, choices, final_usage(answer))
+            ChatCompletion(
+                self._id,
+                "chat.completion",
+                answer.created_unix_seconds,
+                answer.model,
+                choices,
+                final_usage(answer),
+            )
         )
 
 
 def _token_logprobs(text: Tokenizer, piece: OutputChunk) -> Iterable[ChatTokenLogprob]:
     for token, score in zip(piece.token_ids, piece.logprobs, strict=True):
         if score is not None:
-            top = [_top_logprob(text, candidate, logprob) for candidate, logprob in score.top_logprobs]
+            top = [
+                _top_logprob(text, candidate, logprob) for candidate, logprob in score.top_logprobs
+            ]
             own = _top_logprob(text, token, score.logprob)
             yield ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
 
 
 def _top_logprob(text: Tokenizer, token: int, logprob: float) -> ChatTopLogprob:
     data = text.token_bytes(token)
-    return ChatTopLogprob(text.token_text(token), max(logprob, MIN_LOGPROB), None if data is None else list(data))
+    return ChatTopLogprob(
+        text.token_text(token), max(logprob, MIN_LOGPROB), None if data is None else list(data)
+    )

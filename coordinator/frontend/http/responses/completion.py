@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.types import TokenLogprobs
-from coordinator.frontend.response_stream import ResponseStream
 from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.responses.usage import Usage, final_usage
+from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.output import OutputChunk
+from coordinator.frontend.response_stream import ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # what stands for the logarithm of zero, which JSON has no number for
@@ -62,7 +62,11 @@ class CompletionFormatter:
         self._choice_buffers = [_CompletionChoiceBuffer() for _ in answer.choices]
 
     def format_chunk(self, piece: OutputChunk) -> bytes:
-        logprobs = encode_json(_chunk_logprobs(self._response_stream.tokenizer, piece)) if self._has_logprobs and piece.token_ids else b"null"
+        logprobs = (
+            encode_json(_chunk_logprobs(self._response_stream.tokenizer, piece))
+            if self._has_logprobs and piece.token_ids
+            else b"null"
+        )
         return self._sse_encoder.encode_event(piece, b'"text":' + encode_json(piece.text), logprobs)
 
     def format_stream_end(self) -> bytes:
@@ -74,7 +78,9 @@ class CompletionFormatter:
         if not piece.is_prompt_echo:
             told.tokens.extend(piece.token_ids)
         if self._has_logprobs:
-            told.logprobs = _concatenate_logprobs(told.logprobs, _chunk_logprobs(self._response_stream.tokenizer, piece))
+            told.logprobs = _concatenate_logprobs(
+                told.logprobs, _chunk_logprobs(self._response_stream.tokenizer, piece)
+            )
         if piece.finish_reason is not None:
             told.finish_reason = piece.finish_reason.value
 
@@ -90,19 +96,35 @@ class CompletionFormatter:
             )
             for index, told in enumerate(self._choice_buffers)
         ]
-        return encode_json(Completion(self._id, "text_completion", answer.created_unix_seconds, answer.model, choices, final_usage(answer)))
+        return encode_json(
+            Completion(
+                self._id,
+                "text_completion",
+                answer.created_unix_seconds,
+                answer.model,
+                choices,
+                final_usage(answer),
+            )
+        )
 
 
 def _chunk_logprobs(text: Tokenizer, piece: OutputChunk) -> CompletionLogprobs:
     return CompletionLogprobs(
         tokens=[text.token_text(token) for token in piece.token_ids],
-        token_logprobs=[None if score is None else max(score.logprob, MIN_LOGPROB) for score in piece.logprobs],
-        top_logprobs=[_top_logprobs(text, token, score) for token, score in zip(piece.token_ids, piece.logprobs, strict=True)],
+        token_logprobs=[
+            None if score is None else max(score.logprob, MIN_LOGPROB) for score in piece.logprobs
+        ],
+        top_logprobs=[
+            _top_logprobs(text, token, score)
+            for token, score in zip(piece.token_ids, piece.logprobs, strict=True)
+        ],
         text_offset=list(piece.text_offsets),
     )
 
 
-def _top_logprobs(text: Tokenizer, token: int, score: TokenLogprobs | None) -> dict[str, float] | None:
+def _top_logprobs(
+    text: Tokenizer, token: int, score: TokenLogprobs | None
+) -> dict[str, float] | None:
     """The most likely tokens, the best first, and the token itself."""
     if score is None:
         return None
@@ -113,7 +135,9 @@ def _top_logprobs(text: Tokenizer, token: int, score: TokenLogprobs | None) -> d
     return top
 
 
-def _concatenate_logprobs(before: CompletionLogprobs | None, more: CompletionLogprobs) -> CompletionLogprobs:
+def _concatenate_logprobs(
+    before: CompletionLogprobs | None, more: CompletionLogprobs
+) -> CompletionLogprobs:
     if before is None:
         return more
     before.tokens += more.tokens

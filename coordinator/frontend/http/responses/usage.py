@@ -23,6 +23,7 @@ def final_usage(answer: ResponseStream) -> Usage:
 
 
 def partial_usage(answer: ResponseStream, untold: int = 0) -> Usage:
-    """In the middle of a stream, without the last `untold` tokens. Cached tokens are known at the end only."""
+    """In the middle of a stream, without the last `untold` tokens. Cached tokens are known at the
+    end only."""
     prompt, completion = answer.prompt_tokens, answer.completion_tokens - untold
     return Usage(prompt, completion, prompt + completion, None)

@@ -1,5 +1,5 @@
-"""JSON bodies to typed requests, strictly: what is not understood is refused by name, unless --unknown-fields says
-otherwise."""
+"""JSON bodies to typed requests, strictly: what is not understood is refused by name, unless
+--unknown-fields says otherwise."""
 
 import re
 from collections.abc import Callable
@@ -9,16 +9,24 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.limits import check_entry_count, check_message_count, check_prompt_count
-from coordinator.frontend.http.schema.json_limits import blank_escapes, check_json_size, check_duplicate_names
 from coordinator.frontend.http.schema.field_filter import build_field_tree, remove_unknown_fields
+from coordinator.frontend.http.schema.json_limits import (
+    blank_escapes,
+    check_duplicate_names,
+    check_json_size,
+)
 from coordinator.frontend.http.schema.unsupported_fields import NoOpValues, with_unsupported_fields
-from coordinator.text.text_workers import TextWorkers
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.text.text_workers import TextWorkers
 
 MAX_INLINE_BYTES = 16 << 10  # longer bodies are decoded off the event loop
 _WRONG_TYPE_ERROR = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
-_UNKNOWN_FIELD_ERROR = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL)
-_CONTENT_FIELDS = frozenset({"prompt", "messages", "tokens"})  # fields whose values are repeated nowhere
+_UNKNOWN_FIELD_ERROR = re.compile(
+    r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL
+)
+_CONTENT_FIELDS = frozenset(
+    {"prompt", "messages", "tokens"}
+)  # fields whose values are repeated nowhere
 
 
 class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,19 +42,24 @@ Result = TypeVar("Result")
 class BodyDecoder(Generic[Kind]):
     """For one kind of body."""
 
-    def __init__(self, kind: type[Kind], unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> None:
+    def __init__(
+        self, kind: type[Kind], unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+    ) -> None:
         wire: type[Kind] = with_unsupported_fields(kind)
         self._decoder = msgspec.json.Decoder(wire)
         self._field_tree = build_field_tree(wire)
         self._unknown_field_policy = unknown
 
     async def decode_body(self, body: bytes, workers: TextWorkers) -> Kind:
-        """Raises InvalidRequest naming the field and what is wrong with it, Overloaded when too much text waits."""
+        """Raises InvalidRequest naming the field and what is wrong with it, Overloaded when too
+        much text waits."""
         return await self.decode_and_apply(body, workers, lambda request: request)
 
-    async def decode_and_apply(self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]) -> Result:
-        """What `then` makes of the request, and what it raises. Both are done off the event loop if the body is
-        long."""
+    async def decode_and_apply(
+        self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]
+    ) -> Result:
+        """What `then` makes of the request, and what it raises. Both are done off the event loop if
+        the body is long."""
 
         def work() -> Result:
             return then(self.decode_inline(body))
@@ -72,7 +85,9 @@ class BodyDecoder(Generic[Kind]):
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            if not (self._unknown_field_policy.is_ignoring and _UNKNOWN_FIELD_ERROR.match(str(error))):
+            if not (
+                self._unknown_field_policy.is_ignoring and _UNKNOWN_FIELD_ERROR.match(str(error))
+            ):
                 raise
         known, dropped = remove_unknown_fields(body, self._field_tree)
         self._unknown_field_policy.count_dropped(dropped)
@@ -98,11 +113,17 @@ def _check_counts(request: RequestBody) -> None:
 def _check_no_ops(request: RequestBody) -> None:
     for field, accepted in request.no_ops.items():
         value = getattr(request, field)
-        if value is None or any(type(value) in _matching_types(no_op) and value == no_op for no_op in accepted):
+        if value is None or any(
+            type(value) in _matching_types(no_op) and value == no_op for no_op in accepted
+        ):
             continue
-        allowed = " or ".join(["null", *(msgspec.json.encode(no_op).decode() for no_op in accepted)])
+        allowed = " or ".join(
+            ["null", *(msgspec.json.encode(no_op).decode() for no_op in accepted)]
+        )
         shown = truncate_text(msgspec.json.encode(value).decode())
-        raise InvalidRequest(f"{field} is {shown}: not available, it must be {allowed}", param=field)
+        raise InvalidRequest(
+            f"{field} is {shown}: not available, it must be {allowed}", param=field
+        )
 
 
 def _matching_types(no_op: object) -> tuple[type, ...]:
@@ -123,11 +144,16 @@ def _to_invalid_request(reason: str, body: bytes) -> InvalidRequest:
         worded = bytes(_raw_field_decoder.decode(body)[field]).decode()
     except RecursionError:  # only this pass looks inside a value of the wrong type
         return InvalidRequest(f"{field} is nested too deeply: {expected}", param=field)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # and only this one reads on from there
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+    ) as error:  # and only this one reads on from there
         return _not_json(error)
     if field in _CONTENT_FIELDS:
         return InvalidRequest(f"{field}{rest} is of the wrong type: {expected}", param=field)
-    return InvalidRequest(f"{field} is {cut(worded)}: {expected}{rest and f' at {rest}'}", param=field)
+    return InvalidRequest(
+        f"{field} is {truncate_text(worded)}: {expected}{rest and f' at {rest}'}", param=field
+    )
 
 
 def _not_json(error: Exception) -> InvalidRequest:

@@ -5,17 +5,22 @@ from typing import Any, ClassVar
 import msgspec
 
 from baton.errors import InvalidRequest
-from coordinator.frontend.request import GenerationRequest
-from coordinator.text.chat_template import ChatPrompt
 from coordinator.frontend.http.schema.body_decoder import RequestBody, truncate_text
 from coordinator.frontend.http.schema.common_fields import CommonRequestBody
-from coordinator.frontend.http.schema.unsupported_fields import CHAT_NO_OPS, MESSAGE_NO_OPS, NoOpValues
+from coordinator.frontend.http.schema.unsupported_fields import (
+    CHAT_NO_OPS,
+    MESSAGE_NO_OPS,
+    NoOpValues,
+)
+from coordinator.frontend.request import GenerationRequest
+from coordinator.text.chat_template import ChatPrompt
 
 TemplateArguments = dict[str, str | int | float | bool | None]
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's other types."""
+    """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's
+    other types."""
 
     type: str
     text: str | None = None
@@ -64,7 +69,9 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 
-    def to_generation_request(self, timeout: float | None, client_id: str | None) -> GenerationRequest:
+    def to_generation_request(
+        self, timeout: float | None, client_id: str | None
+    ) -> GenerationRequest:
         """Raises InvalidRequest."""
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
@@ -83,7 +90,9 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
             common["max_tokens"] = self.max_completion_tokens
             wording["max_tokens"] = "max_completion_tokens"
         return GenerationRequest(
-            prompts=to_chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs),
+            prompts=to_chat_prompt(
+                self.messages, self.add_generation_prompt, self.chat_template_kwargs
+            ),
             logprobs=self._top_logprobs(),
             timeout_seconds=timeout,
             client_request_id=self.get_client_request_id(client_id),
@@ -94,18 +103,25 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
     def _top_logprobs(self) -> int | None:
         if not self.logprobs:
             if self.top_logprobs:
-                raise InvalidRequest("top_logprobs is given, but logprobs is not true", param="top_logprobs")
+                raise InvalidRequest(
+                    "top_logprobs is given, but logprobs is not true", param="top_logprobs"
+                )
             return None
         return self.top_logprobs or 0
 
 
 def to_chat_prompt(
-    messages: list[ChatMessageParam] | None, add_generation_prompt: bool | None, arguments: TemplateArguments | None
+    messages: list[ChatMessageParam] | None,
+    add_generation_prompt: bool | None,
+    arguments: TemplateArguments | None,
 ) -> ChatPrompt:
     """Raises InvalidRequest."""
     if messages is None:
         raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
-    shown = [_to_template_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    shown = [
+        _to_template_message(f"messages[{place}]", message)
+        for place, message in enumerate(messages)
+    ]
     return ChatPrompt(shown, add_generation_prompt is not False, arguments or {})
 
 
@@ -113,9 +129,15 @@ def _to_template_message(where: str, message: ChatMessageParam) -> dict[str, obj
     """As the template sees it. Fields that were not given are not there."""
     for field, accepted in message.no_ops.items():
         if getattr(message, field) not in (None, *accepted):
-            raise InvalidRequest(f"{where}.{field} is given: not available, leave it out", param="messages")
+            raise InvalidRequest(
+                f"{where}.{field} is given: not available, leave it out", param="messages"
+            )
     shown: dict[str, object] = {"role": message.role, "content": _message_text(where, message)}
-    shown.update((field, value) for field in ("name", "tool_call_id") if (value := getattr(message, field)) is not None)
+    shown.update(
+        (field, value)
+        for field in ("name", "tool_call_id")
+        if (value := getattr(message, field)) is not None
+    )
     return shown
 
 
@@ -130,7 +152,7 @@ def _message_text(where: str, message: ChatMessageParam) -> str:
         if part.type != "text" or part.text is None:
             given = f"{where}.content[{place}]"
             raise InvalidRequest(
-                f'{given} has the type {cut(part.type)!r}: only {{"type": "text", "text": ...}} is served',
+                f'{given} has the type {truncate_text(part.type)!r}: only {{"type": "text", "text": ...}} is served',
                 param="messages",
             )
     return "\n".join(part.text or "" for part in message.content)

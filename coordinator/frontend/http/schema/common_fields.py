@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import msgspec
 
 from baton.errors import InvalidRequest
-from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.http.schema.body_decoder import RequestBody, truncate_text
+from coordinator.frontend.request import check_client_request_id
 
 _TOKEN_ID = re.compile(r"\d{1,9}")
 
@@ -17,7 +17,9 @@ TOP_K_OFF = -1  # what vLLM and SGLang call off; here that is 0
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against who listens to sizes: nothing of ours adds any
+    include_obfuscation: bool | None = (
+        None  # padding against who listens to sizes: nothing of ours adds any
+    )
 
 
 class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
@@ -59,7 +61,8 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def get_client_request_id(self, header: str | None) -> str | None:
-        """The client's own id of the request: that of the header, or of the body. Raises InvalidRequest."""
+        """The client's own id of the request: that of the header, or of the body. Raises
+        InvalidRequest."""
         if header is not None:
             return header
         if self.request_id is not None:
@@ -67,13 +70,17 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
         return check_client_request_id(self.rid, "rid")
 
     def common_request_fields(self) -> dict[str, Any]:
-        """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot say."""
+        """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot
+        say."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is given, but stream is not true", param="stream_options")
+            raise InvalidRequest(
+                "stream_options is given, but stream is not true", param="stream_options"
+            )
         n = 1 if self.n is None else self.n
         if self.best_of not in (None, n):
             raise InvalidRequest(
-                f"best_of is {self.best_of}: not available, it must be null or n ({n})", param="best_of"
+                f"best_of is {self.best_of}: not available, it must be null or n ({n})",
+                param="best_of",
             )
         return {
             "model": self.model,
@@ -102,7 +109,10 @@ def _parse_logit_bias(worded: dict[str, float]) -> list[tuple[int, float]]:
     biases: dict[int, float] = {}
     for key, bias in worded.items():
         if not _TOKEN_ID.fullmatch(key) or not key.isascii():
-            raise InvalidRequest(f"logit_bias has the key {cut(key)!r}: keys are token ids", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias has the key {truncate_text(key)!r}: keys are token ids",
+                param="logit_bias",
+            )
         if int(key) in biases:
             raise InvalidRequest(f"logit_bias has token id {int(key)} twice", param="logit_bias")
         biases[int(key)] = bias

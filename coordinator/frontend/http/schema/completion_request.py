@@ -3,9 +3,9 @@
 from typing import Any, ClassVar
 
 from baton.errors import InvalidRequest
-from coordinator.frontend.request import GenerationRequest, Prompt
 from coordinator.frontend.http.schema.common_fields import CommonRequestBody
 from coordinator.frontend.http.schema.unsupported_fields import COMPLETION_NO_OPS, NoOpValues
+from coordinator.frontend.request import GenerationRequest, Prompt
 
 
 class CompletionRequest(CommonRequestBody, frozen=True, kw_only=True):
@@ -17,7 +17,9 @@ class CompletionRequest(CommonRequestBody, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
-    def to_generation_request(self, timeout: float | None, client_id: str | None) -> GenerationRequest:
+    def to_generation_request(
+        self, timeout: float | None, client_id: str | None
+    ) -> GenerationRequest:
         """Raises InvalidRequest."""
         return GenerationRequest(
             prompts=_parse_prompts(self.prompt),

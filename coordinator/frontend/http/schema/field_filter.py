@@ -3,7 +3,9 @@
 import msgspec
 from msgspec import inspect
 
-FieldTree = dict[str, "Shape | None"]  # the fields of an object, and the shape of the objects in each
+FieldTree = dict[
+    str, "FieldTree | None"
+]  # the fields of an object, and the shape of the objects in each
 
 
 def build_field_tree(kind: type[msgspec.Struct]) -> FieldTree:
@@ -25,7 +27,9 @@ def _field_tree_of(info: inspect.Type) -> FieldTree | None:
         case inspect.ListType(item_type=item):
             return _field_tree_of(item)
         case inspect.UnionType(types=types):
-            return next((shape for each in types if (shape := _field_tree_of(each)) is not None), None)
+            return next(
+                (shape for each in types if (shape := _field_tree_of(each)) is not None), None
+            )
         case inspect.Metadata(type=inner):
             return _field_tree_of(inner)
         case _:
@@ -42,4 +46,6 @@ def _remove_from_value(value: object, shape: FieldTree | None) -> int:
     unknown = value.keys() - shape.keys()
     for name in unknown:
         del value[name]
-    return len(unknown) + sum(_remove_from_value(inner, shape[name]) for name, inner in value.items())
+    return len(unknown) + sum(
+        _remove_from_value(inner, shape[name]) for name, inner in value.items()
+    )

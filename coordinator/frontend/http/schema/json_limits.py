@@ -1,7 +1,9 @@
-"""What the text of a JSON body says about itself before it is decoded, and which names it gives twice.
+"""What the text of a JSON body says about itself before it is decoded, and which names it gives
+twice.
 
-A decoder holds Python's lock until it is done, so how many objects it may make is bounded before. Both checks look
-at bytes alone, with escapes blanked, so that a quote is the end of a string or the beginning of one.
+A decoder holds Python's lock until it is done, so how many objects it may make is bounded before.
+Both checks look at bytes alone, with escapes blanked, so that a quote is the end of a string or the
+beginning of one.
 """
 
 import re
@@ -12,20 +14,22 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.limits import MAX_JSON_CONTAINERS, MAX_JSON_KEYS, MAX_JSON_STRINGS, MAX_JSON_VALUES
 
-_ALWAYS_WITHIN_BYTES = 2 * min(MAX_JSON_CONTAINERS, MAX_JSON_KEYS)  # bytes: each of anything takes two at least
+_ALWAYS_WITHIN_BYTES = 2 * min(
+    MAX_JSON_CONTAINERS, MAX_JSON_KEYS
+)  # bytes: each of anything takes two at least
 _NAMES_AND_BRACES = re.compile(rb'"([^"]*)"(\s*:)?|[{}]')
 _MAX_SHOWN_CHARS = 64  # characters of a name
 
 
 def blank_escapes(body: bytes) -> bytes:
-    """The body with its escaped quotes and backslashes overwritten; its length is the same. A backslash is in a
-    string or the text is no JSON, and the first of two escapes the second."""
+    """The body with its escaped quotes and backslashes overwritten; its length is the same. A
+    backslash is in a string or the text is no JSON, and the first of two escapes the second."""
     return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
 
 
 def check_json_size(plain: bytes) -> None:
-    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are decoded. `plain` is
-    the body without escapes."""
+    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are
+    decoded. `plain` is the body without escapes."""
     if len(plain) < _ALWAYS_WITHIN_BYTES:
         return
     strings = plain.count(b'"') // 2
@@ -43,8 +47,8 @@ def check_json_size(plain: bytes) -> None:
 
 
 def check_duplicate_names(body: bytes, plain: bytes) -> None:
-    """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which one counts. `body`
-    is JSON, `plain` the same without escapes."""
+    """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which
+    one counts. `body` is JSON, `plain` the same without escapes."""
     if plain.count(b":") < 2:
         return
     objects: list[set[bytes | str]] = []  # the names of each object that is open
@@ -53,7 +57,11 @@ def check_duplicate_names(body: bytes, plain: bytes) -> None:
             name = _normalize_name(body[match.start(1) : match.end(1)])
             if name in objects[-1]:
                 shown = name if isinstance(name, str) else name.decode()
-                shown = shown if len(shown) <= _MAX_SHOWN_CHARS else shown[: _MAX_SHOWN_CHARS - 3] + "..."
+                shown = (
+                    shown
+                    if len(shown) <= _MAX_SHOWN_CHARS
+                    else shown[: _MAX_SHOWN_CHARS - 3] + "..."
+                )
                 raise InvalidRequest(f"{shown} is given twice", param=shown)
             objects[-1].add(name)
         elif match.lastindex is None:

@@ -5,11 +5,19 @@ from typing import ClassVar
 import msgspec
 
 from baton.errors import InvalidRequest
+from coordinator.frontend.http.schema.body_decoder import RequestBody
+from coordinator.frontend.http.schema.chat_request import (
+    ChatMessageParam,
+    TemplateArguments,
+    to_chat_prompt,
+)
+from coordinator.frontend.http.schema.unsupported_fields import (
+    DETOKENIZE_NO_OPS,
+    TOKENIZE_NO_OPS,
+    NoOpValues,
+)
 from coordinator.frontend.request import Prompt
 from coordinator.text.chat_template import ChatPrompt
-from coordinator.frontend.http.schema.chat_request import ChatMessageParam, TemplateArguments, to_chat_prompt
-from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.schema.unsupported_fields import DETOKENIZE_NO_OPS, TOKENIZE_NO_OPS, NoOpValues
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
@@ -33,7 +41,8 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
         if self.prompt is not None:
             if self.chat_template_kwargs:
                 raise InvalidRequest(
-                    "chat_template_kwargs is given, but prompt is no conversation", param="chat_template_kwargs"
+                    "chat_template_kwargs is given, but prompt is no conversation",
+                    param="chat_template_kwargs",
                 )
             return self.prompt
         return to_chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs)

@@ -102,7 +102,14 @@ _MEDIA: NoOpValues = {
     "mm_processor_kwargs": _EMPTY_OBJECT,
     "images_config": _EMPTY_OBJECT,
 }
-_GENERATION: NoOpValues = {**_SAMPLING, **_TOKENIZING, **_STRUCTURE, **_ANSWER, **_CLUSTER, **_MEDIA}
+_GENERATION: NoOpValues = {
+    **_SAMPLING,
+    **_TOKENIZING,
+    **_STRUCTURE,
+    **_ANSWER,
+    **_CLUSTER,
+    **_MEDIA,
+}
 
 _TEMPLATE: NoOpValues = {
     "chat_template": _NULL,
@@ -191,5 +198,7 @@ def with_unsupported_fields(kind: type[Kind]) -> type[Kind]:
     if not fields:
         return kind
     namespace = {"__doc__": kind.__doc__}
-    wire = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True)
+    wire = msgspec.defstruct(
+        kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True
+    )
     return wire  # type: ignore[return-value]

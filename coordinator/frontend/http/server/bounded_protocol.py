@@ -1,23 +1,28 @@
-"""uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the application."""
+"""uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the
+application."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from baton.process import log
 from baton.errors import InvalidRequest
 from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.server.connection_table import ConnectionTable
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
-MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
+MAX_DROPPED_BYTES = (
+    4 * MAX_BODY_BYTES
+)  # of a body refused with 413, read and dropped so that the client hears of it
 _PARSE_SLICE_BYTES = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_TIMEOUT_SECONDS = 30.0
-BODY_CLOSE_SECONDS = BODY_TIMEOUT_SECONDS + 5.0  # seconds of a body that does not end, also one that nobody reads any more
+BODY_CLOSE_SECONDS = (
+    BODY_TIMEOUT_SECONDS + 5.0
+)  # seconds of a body that does not end, also one that nobody reads any more
 
 _log = log.get_logger("http")
 _limited = RateLimitedLogger()
@@ -51,7 +56,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The parser gets a head in slices within what is left of the bound: it never holds more."""
+        """The parser gets a head in slices within what is left of the bound: it never holds
+        more."""
         unread = memoryview(data)
         while unread and not self.transport.is_closing():
             part = unread[:_PARSE_SLICE_BYTES]
@@ -59,7 +65,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 part = part[: MAX_HEAD_BYTES - self._head_bytes]
                 self._head_bytes += len(part)
                 if not part:
-                    self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+                    self.send_400_response(
+                        f"the request's head is longer than {MAX_HEAD_BYTES} bytes"
+                    )
                     return
             super().data_received(part)  # type: ignore[arg-type]  # any buffer will do
             unread = unread[len(part) :]
@@ -83,7 +91,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.pipeline:
             self._connection_table.mark_idle(self)
         elif not self._in_head and len(self.pipeline) == 1:
-            self._connection_table.mark_arriving(self)  # the next request, of which the head came meanwhile
+            self._connection_table.mark_arriving(
+                self
+            )  # the next request, of which the head came meanwhile
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -110,7 +120,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Bytes that are not HTTP. In the middle of a response there is no way to say so but to close."""
+        """Bytes that are not HTTP. In the middle of a response there is no way to say so but to
+        close."""
         _limited.log_event(_log.info, "rejected", code=InvalidRequest.code, reason=msg)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = errors.encode_error_body(InvalidRequest(msg))

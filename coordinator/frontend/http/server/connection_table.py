@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Protocol
 
-from baton.process import log
-from baton.network.connection_limits import LOG_LINES_PER_SECOND, PortLimit
 from baton.network.bind_policy import is_loopback
+from baton.network.connection_limits import LOG_LINES_PER_SECOND, PortLimit
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 
 _log = log.get_logger("http")
@@ -16,9 +16,10 @@ class AbortableConnection(Protocol):
 
 
 class ConnectionTable:
-    """Connections without a request in progress are idle. When there are too many, the one that has been idle longest
-    is closed; if no other is idle, the one whose request has been arriving for longest; else the new one, and that one
-    too if its address has too many. `port` is its name in logs."""
+    """Connections without a request in progress are idle. When there are too many, the one that has
+    been idle longest is closed; if no other is idle, the one whose request has been arriving for
+    longest; else the new one, and that one too if its address has too many. `port` is its name in
+    logs."""
 
     def __init__(self, port: str, limit: PortLimit) -> None:
         self.limit = limit

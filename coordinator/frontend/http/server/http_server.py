@@ -12,17 +12,20 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.process import log
 from baton.errors import ConfigError
+from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
-from coordinator.frontend.http.server.connection_table import ConnectionTable
 from coordinator.frontend.http.server.bounded_protocol import BoundedHttpProtocol
+from coordinator.frontend.http.server.connection_table import ConnectionTable
 
 _limited = RateLimitedLogger()
 BACKLOG = 1024
-_SEND_BUFFER = 64 << 10  # bytes asked of the kernel for each connection: what a slow reader can make us hold
+_SEND_BUFFER = (
+    64 << 10
+)  # bytes asked of the kernel for each connection: what a slow reader can make us hold
 _TCP_USER_TIMEOUT_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
-_KEEP_ALIVE_SECONDS = 75  # seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
+# seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
+_KEEP_ALIVE_SECONDS = 75
 
 
 def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
@@ -31,7 +34,9 @@ def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # this and the next two: for what it accepts
+        listening.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # this and the next two: for what it accepts
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_MS)
         listening.bind((host, port))
@@ -40,7 +45,9 @@ def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): choose another {flag}, 0 for any") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({reason}): choose another {flag}, 0 for any"
+        ) from None
     return listening
 
 
@@ -48,7 +55,11 @@ class HttpServer(uvicorn.Server):
     """One application on one bound socket. Signals are the process's business, not this one's."""
 
     def __init__(
-        self, app: ASGIApp, listening: socket.socket, connections: ConnectionTable, grace: float = 5.0
+        self,
+        app: ASGIApp,
+        listening: socket.socket,
+        connections: ConnectionTable,
+        grace: float = 5.0,
     ) -> None:
         host, self.port = listening.getsockname()[:2]
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
@@ -58,14 +69,18 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, table=connections)),
+                http=cast(
+                    "type[asyncio.Protocol]", partial(BoundedHttpProtocol, table=connections)
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=min(BACKLOG, connections.limit.max_connections),  # what may come at once, before one can be closed
+                backlog=min(
+                    BACKLOG, connections.limit.max_connections
+                ),  # what may come at once, before one can be closed
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(grace),
             )
@@ -99,12 +114,17 @@ class HttpServer(uvicorn.Server):
 
 
 class _StructuredLogHandler(logging.Handler):
-    """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a prompt."""
+    """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a
+    prompt."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         fields = log.get_error_fields(error) if error is not None else {}
-        _limited.log_event(partial(log.get_logger("uvicorn").log, record.levelno), record.getMessage().strip(), **fields)
+        _limited.log_event(
+            partial(log.get_logger("uvicorn").log, record.levelno),
+            record.getMessage().strip(),
+            **fields,
+        )
 
 
 def _route_uvicorn_logs() -> None:

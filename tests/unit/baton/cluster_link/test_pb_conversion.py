@@ -10,6 +10,7 @@ from baton.kv.kv_layout import KVLayout
 from baton.limits import MAX_SEED, ModelBounds, check_sampling
 from baton.types import (
     AttemptKey,
+    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
@@ -22,11 +23,12 @@ from baton.types import (
     TicketId,
     TokenEvent,
     TokenLogprobs,
-    AttemptSpec,
 )
 
 tokens = st.integers(0, 2**32 - 1)
-keys = st.builds(AttemptKey, st.text(max_size=40).map(RequestId), st.integers(0, 2**31), st.integers(0, 16))
+keys = st.builds(
+    AttemptKey, st.text(max_size=40).map(RequestId), st.integers(0, 2**31), st.integers(0, 16)
+)
 sampling = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 2**31),
@@ -46,9 +48,15 @@ sampling = st.builds(
     prompt_logprobs=st.none() | st.integers(0, 20),
 )
 logprobs = st.floats(max_value=0, width=32, allow_nan=False)
-scores = st.builds(TokenLogprobs, logprobs, st.lists(st.tuples(tokens, logprobs), max_size=4).map(tuple))
+scores = st.builds(
+    TokenLogprobs, logprobs, st.lists(st.tuples(tokens, logprobs), max_size=4).map(tuple)
+)
 peers = st.builds(
-    PeerAddress, st.text(max_size=9).map(NodeName), st.text(max_size=9).map(Incarnation), st.text(), st.text()
+    PeerAddress,
+    st.text(max_size=9).map(NodeName),
+    st.text(max_size=9).map(Incarnation),
+    st.text(),
+    st.text(),
 )
 
 
@@ -57,7 +65,9 @@ def works(draw: st.DrawFn) -> AttemptSpec:
     key = draw(keys)
     prompt = tuple(draw(st.lists(tokens, max_size=20)))
     salt = draw(st.binary(max_size=8))
-    request = Request(key.request_id, prompt, draw(sampling), draw(st.floats(0, 1e6)), salt, key.choice_index)
+    request = Request(
+        key.request_id, prompt, draw(sampling), draw(st.floats(0, 1e6)), salt, key.choice_index
+    )
     return AttemptSpec(key, request, tuple(draw(st.lists(tokens, max_size=5))))
 
 
@@ -68,14 +78,30 @@ def test_attempt_spec_round_trip(work: AttemptSpec) -> None:
 
 
 @given(keys, peers, st.lists(st.integers(0, 2**63), max_size=9), st.floats(0, 1e3))
-def test_ticket_round_trip(key: AttemptKey, peer: PeerAddress, offsets: list[int], ttl: float) -> None:
+def test_ticket_round_trip(
+    key: AttemptKey, peer: PeerAddress, offsets: list[int], ttl: float
+) -> None:
     segment = SegmentRef("baton-x", peer.incarnation)
-    ticket = Ticket(TicketId("t"), key, peer, Incarnation("w"), 3, tuple(offsets), 77, ttl, "shm", segment, 2**40)
+    ticket = Ticket(
+        TicketId("t"),
+        key,
+        peer,
+        Incarnation("w"),
+        3,
+        tuple(offsets),
+        77,
+        ttl,
+        "shm",
+        segment,
+        2**40,
+    )
     assert wire.ticket_from_pb(wire.ticket_to_pb(ticket)) == ticket
 
 
 @given(keys, st.sampled_from([None, *FinishReason]), st.none() | scores)
-def test_token_event_round_trip(key: AttemptKey, finish: FinishReason | None, score: TokenLogprobs | None) -> None:
+def test_token_event_round_trip(
+    key: AttemptKey, finish: FinishReason | None, score: TokenLogprobs | None
+) -> None:
     event = TokenEvent(key, 5, 17, finish, score)
     assert wire.token_event_from_pb(wire.token_event_to_pb(event)) == event
 
@@ -87,7 +113,9 @@ def test_every_accepted_seed_round_trips(seed: int) -> None:
     key = AttemptKey(RequestId("r"), 0, 0)
     request = Request(key.request_id, (1,), SamplingParams(max_tokens=1, seed=seed), 1.0)
     check_sampling(request.sampling, 1, bounds)
-    received = wire.attempt_spec_from_pb(wire.attempt_spec_to_pb(AttemptSpec(key, request))).request.sampling
+    received = wire.attempt_spec_from_pb(
+        wire.attempt_spec_to_pb(AttemptSpec(key, request))
+    ).request.sampling
     assert received.seed == seed
     check_sampling(received, 1, bounds)
 

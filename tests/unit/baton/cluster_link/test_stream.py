@@ -1,9 +1,11 @@
-from baton.cluster_link.stream import encode_checked, decode_checked
+from baton.cluster_link.stream import decode_checked, encode_checked
 from baton.pb.cluster_pb2 import AttemptKey, CoordinatorMessage, NodeMessage, Ping, Token, Tokens
 
 MESSAGE = NodeMessage(
     incarnation="0123456789abcdef",
-    tokens=Tokens(tokens=[Token(key=AttemptKey(request_id="f" * 32, attempt=2), index=7, token=31999)]),
+    tokens=Tokens(
+        tokens=[Token(key=AttemptKey(request_id="f" * 32, attempt=2), index=7, token=31999)]
+    ),
 )
 
 
@@ -16,7 +18,10 @@ def test_encode_decode_round_trip() -> None:
 
 
 def test_empty_message_round_trip() -> None:
-    assert decode_checked(CoordinatorMessage, encode_checked(CoordinatorMessage(ping=Ping()))) is not None
+    assert (
+        decode_checked(CoordinatorMessage, encode_checked(CoordinatorMessage(ping=Ping())))
+        is not None
+    )
     assert decode_checked(CoordinatorMessage, b"") is None
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.settings import settings as config
-from baton.config.settings import flags as config_flags
+from baton.config import flags as config_flags
+from baton.config import settings as config
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from coordinator.__main__ import COORDINATOR_FIELDS
@@ -51,7 +51,11 @@ READERS = {
 def test_every_setting_that_a_process_reads_is_a_flag_of_it(process: str) -> None:
     fields, folders = READERS[process]
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    read = {name for path in files for name in re.findall(r"\b_?(?:config|settings)\.([a-z_]+)", path.read_text())}
+    read = {
+        name
+        for path in files
+        for name in re.findall(r"\b_?(?:config|settings)\.([a-z_]+)", path.read_text())
+    }
     assert read & set(Config.__struct_fields__) <= set(fields)
 
 
@@ -100,14 +104,18 @@ def test_a_contradicted_secret_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--device", "tpu"], ["--prt", "1"], ["--por", "1"]])
-def test_unknown_flags_and_words_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flags_and_words_exit_with_two(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         load(*argv)
     assert caught.value.code == 2
     assert argv[0] in capsys.readouterr().err
 
 
-def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("port = 1\ngrpc_port = 2\nadmin_port = 3\n")
     monkeypatch.setenv("BATON_PORT", "11")

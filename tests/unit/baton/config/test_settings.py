@@ -1,18 +1,32 @@
-"""Flag over environment over file over default; every mistake names the field and where it came from."""
+"""Flag over environment over file over default; every mistake names the field and where it came
+from."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from baton.config.settings import SECRET_FIELDS, Config, get_field_choices, get_field_help, parse_assignment, resolve_config, find_unknown_variables
+from baton.config.settings import (
+    SECRET_FIELDS,
+    Config,
+    find_unknown_variables,
+    get_field_choices,
+    get_field_help,
+    parse_assignment,
+    resolve_config,
+)
 from baton.errors import ConfigError
 
 
 def test_precedence(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("port = 1\ngrpc_port = 2\nadmin_port = 3\n")
-    environ = {"BATON_GRPC_PORT": "20", "BATON_ADMIN_PORT": "30", "BATON_CONFIG": str(file), "BATON_UNRELATED": "x"}
+    environ = {
+        "BATON_GRPC_PORT": "20",
+        "BATON_ADMIN_PORT": "30",
+        "BATON_CONFIG": str(file),
+        "BATON_UNRELATED": "x",
+    }
     config = resolve_config({"admin_port": "300"}, environ=environ)
     assert (config.port, config.grpc_port, config.admin_port) == (1, 20, 300)
     assert config.block_size == 16
@@ -23,9 +37,17 @@ def test_precedence(tmp_path: Path) -> None:
     [
         ({"port": "70000"}, {}, ["port", "70000", "65535", "command line"]),
         ({"mode": "sideways"}, {}, ["mode", "sideways", "disaggregated, colocated, auto"]),
-        ({"dtype": "float16"}, {}, ["dtype", "float16", "one of auto, float32, bfloat16", "command line"]),
+        (
+            {"dtype": "float16"},
+            {},
+            ["dtype", "float16", "one of auto, float32, bfloat16", "command line"],
+        ),
         ({"heartbeat": "0"}, {}, ["heartbeat"]),
-        ({"liveness_timeout": "4.9"}, {}, ["liveness_timeout", "4.9", ">= 5.0"]),  # signs of life come every second
+        (
+            {"liveness_timeout": "4.9"},
+            {},
+            ["liveness_timeout", "4.9", ">= 5.0"],
+        ),  # signs of life come every second
         ({"heartbeat": "inf"}, {}, ["heartbeat", "inf"]),
         ({"request_timeout": "nan"}, {}, ["request_timeout", "nan"]),
         ({"no_such": "1"}, {}, ["no_such"]),
@@ -34,7 +56,9 @@ def test_precedence(tmp_path: Path) -> None:
         ({"api_key": "@/nowhere"}, {}, ["api_key", "/nowhere"]),
     ],
 )
-def test_mistakes_are_named(flags: dict[str, object], environ: dict[str, str], words: list[str]) -> None:
+def test_mistakes_are_named(
+    flags: dict[str, object], environ: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_config(flags, environ=environ)
     for word in words:
@@ -50,8 +74,12 @@ def test_secret_from_file_and_never_in_an_error(tmp_path: Path) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
-def test_empty_or_unreadable_secret_file_is_an_error(content: bytes, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")]
+)
+def test_empty_or_unreadable_secret_file_is_an_error(
+    content: bytes, told: str, tmp_path: Path
+) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=told) as caught:
@@ -88,7 +116,7 @@ def test_every_choice_names_its_values() -> None:
     for field in chosen:
         with pytest.raises(ConfigError) as caught:
             resolve_config({}, environ={f"BATON_{field.upper()}": "no-such-word"})
-        assert f"it must be one of {', '.join(choices(field))}" in str(caught.value)
+        assert f"it must be one of {', '.join(get_field_choices(field))}" in str(caught.value)
 
 
 def test_unknown_variable_notice_suggests_the_nearest_name() -> None:
@@ -100,5 +128,8 @@ def test_unknown_variable_notice_suggests_the_nearest_name() -> None:
         "A": "b",
     }
     near, far = find_unknown_variables(environ)
-    assert near == "BATON_PREFIL is set, and no setting is called so: it has no effect: did you mean BATON_PREFILL?"
+    assert (
+        near
+        == "BATON_PREFIL is set, and no setting is called so: it has no effect: did you mean BATON_PREFILL?"
+    )
     assert far == "BATON_SERVICE_HOST is set, and no setting is called so: it has no effect"

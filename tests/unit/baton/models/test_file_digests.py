@@ -29,12 +29,17 @@ def edit(path: Path, **changes: object) -> None:
 
 def nudge(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
 
 
 def halve(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 def into_shards(folder: Path) -> None:
@@ -64,7 +69,10 @@ def test_digests_do_not_depend_on_the_path(original: Path, folder: Path) -> None
         (lambda folder: edit(folder / "config.json", transformers_version="0"), ""),
         (lambda folder: edit(folder / "tokenizer_config.json", chat_template="{{ x }}"), ""),
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ x }}"), ""),
-        (lambda folder: (folder / "vocab.json").write_text("{}"), ""),  # tokenizer.json is loaded alone
+        (
+            lambda folder: (folder / "vocab.json").write_text("{}"),
+            "",
+        ),  # tokenizer.json is loaded alone
         (lambda folder: (folder / "merges.txt").write_text("a b"), ""),
         (into_shards, ""),
     ],
@@ -75,7 +83,11 @@ def test_digests_change_only_with_what_affects_tokens(
     before = compute_file_digests(original)
     change(folder)
     after = compute_file_digests(folder)
-    differing = [name for name in ModelFileDigests.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
+    differing = [
+        name
+        for name in ModelFileDigests.__dataclass_fields__
+        if getattr(before, name) != getattr(after, name)
+    ]
     assert differing == ([seen] if seen else [])
 
 

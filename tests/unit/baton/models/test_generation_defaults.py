@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults, parse_generation_defaults
+from baton.models.generation_defaults import (
+    GenerationDefaults,
+    load_generation_defaults,
+    parse_generation_defaults,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,7 +36,9 @@ def test_every_field_is_read_and_others_are_ignored(tmp_path: Path) -> None:
         "transformers_version": "5.0.0",
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    assert load_generation_defaults(tmp_path) == GenerationDefaults((2, 7), 0.6, 20, 0.95, 0.0, 1.05, 512)
+    assert load_generation_defaults(tmp_path) == GenerationDefaults(
+        (2, 7), 0.6, 20, 0.95, 0.0, 1.05, 512
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,15 @@ def test_do_sample_false_is_greedy(raw: dict[str, Any], temperature: float | Non
 
 
 def test_null_says_nothing() -> None:
-    fields = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    fields = (
+        "eos_token_id",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+    )
     assert parse_generation_defaults(dict.fromkeys(fields)) == GenerationDefaults()
 
 
@@ -84,12 +98,16 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "wanted"), REFUSED, ids=[f"{field}={value}" for field, value, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"), REFUSED, ids=[f"{field}={value}" for field, value, _ in REFUSED]
+)
 def test_a_bad_value_is_one_line_that_names_it(field: str, value: Any, wanted: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_generation_defaults({field: value})
     message = refused.value.message
-    assert all(part in message for part in (field, repr(value), "generation_config.json", wanted)), message
+    assert all(
+        part in message for part in (field, repr(value), "generation_config.json", wanted)
+    ), message
     assert "\n" not in message
 
 
@@ -101,7 +119,5 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) ->
 
 
 def test_reading_it_needs_no_torch() -> None:
-    code = (
-        "import sys, baton.models.generation_defaults; sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
-    )
+    code = "import sys, baton.models.generation_defaults; sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

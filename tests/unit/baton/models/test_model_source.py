@@ -1,4 +1,5 @@
-"""--model org/name: from the hub's cache, or with one line that says why not. Nothing here has a network."""
+"""--model org/name: from the hub's cache, or with one line that says why not. Nothing here has a
+network."""
 
 import json
 import os
@@ -22,10 +23,34 @@ NAME = "a-team/a-model"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 A_REPOSITORY = (
-    *(".gitattributes", "README.md", "config.json", "generation_config.json", "params.json", "modeling_own.py"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
-    *("consolidated.safetensors", "pytorch_model.bin", "model.pt", "original/consolidated.00.pth", "onnx/model.onnx"),
+    *(
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "params.json",
+        "modeling_own.py",
+    ),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ),
+    *(
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ),
+    *(
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "model.pt",
+        "original/consolidated.00.pth",
+        "onnx/model.onnx",
+    ),
     *("onnx/config.json", "gguf/model.gguf"),
 )
 
@@ -77,7 +102,9 @@ def test_shards_are_those_of_the_index(hub: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     small = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors.index.json": index}
     snapshot = put_into_cache(hub, small | {"model-1.safetensors": ""})
-    with pytest.raises(ConfigError, match=r"a-team/a-model: .* lacks model-2\.safetensors: connect"):
+    with pytest.raises(
+        ConfigError, match=r"a-team/a-model: .* lacks model-2\.safetensors: connect"
+    ):
         resolve()
     assert resolve(load_format="dummy").model == str(snapshot)
     assert with_local_model(Config(model=NAME), weights=False).model == str(snapshot)
@@ -86,7 +113,8 @@ def test_shards_are_those_of_the_index(hub: Path) -> None:
 
 
 class FakeHub:
-    """Stands for the hub's client: the cache is `cached`, a download brings `downloaded` or raises it."""
+    """Stands for the hub's client: the cache is `cached`, a download brings `downloaded` or raises
+    it."""
 
     def __init__(self, cached: Path | None, downloaded: Path | Exception) -> None:
         self.cached = cached
@@ -94,14 +122,21 @@ class FakeHub:
         self.fetched: list[str] = []
 
     def __call__(
-        self, name: str, *, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool
+        self,
+        name: str,
+        *,
+        allow_patterns: list[str],
+        ignore_patterns: list[str],
+        local_files_only: bool,
     ) -> str:
         assert name == NAME
         if local_files_only:
             if self.cached is None:
                 raise LocalEntryNotFoundError("not in the cache")
             return str(self.cached)
-        found = filter_repo_objects(A_REPOSITORY, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        found = filter_repo_objects(
+            A_REPOSITORY, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
         self.fetched = list(found)
         if isinstance(self.downloaded, Exception):
             raise self.downloaded
@@ -125,8 +160,20 @@ def test_only_missing_needed_files_are_downloaded(
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
         assert resolve().model == str(whole)
         assert set(fake.fetched) == {
-            *("config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer_config.json"),
-            *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "model.safetensors.index.json"),
+            *(
+                "config.json",
+                "generation_config.json",
+                "params.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+            ),
+            *(
+                "tokenizer.model",
+                "vocab.json",
+                "merges.txt",
+                "chat_template.jinja",
+                "model.safetensors.index.json",
+            ),
             *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
         }
     fake = FakeHub(None, whole)
@@ -146,7 +193,11 @@ def from_the_hub(kind: Callable[..., Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("error", "cause", "fix"),
     [
-        (LocalEntryNotFoundError("no way out\nsecond line"), "cannot be reached (no way out)", "connect this machine"),
+        (
+            LocalEntryNotFoundError("no way out\nsecond line"),
+            "cannot be reached (no way out)",
+            "connect this machine",
+        ),
         (from_the_hub(RepositoryNotFoundError), "no such model", "HF_TOKEN"),
         (from_the_hub(GatedRepoError), "consent", "accept the terms"),
         (OSError(28, "No space left on device"), "No space left on device", "HF_HOME"),
@@ -176,10 +227,18 @@ def test_offline_mode_is_named(hub: Path) -> None:
 
 @pytest.mark.parametrize("module", ["coordinator", "prefill_node"])
 def test_a_process_started_by_itself_resolves_and_refuses(module: str, tmp_path: Path) -> None:
-    environ = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "BATON_COORDINATOR": "127.0.0.1:1"}
+    environ = os.environ | {
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "BATON_COORDINATOR": "127.0.0.1:1",
+    }
     environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
     command = [sys.executable, "-m", module, "--model", NAME]
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: --model {NAME}: no such folder here, and HF_HUB_OFFLINE forbids")
+    assert ended.stderr.startswith(
+        f"error: --model {NAME}: no such folder here, and HF_HUB_OFFLINE forbids"
+    )
     assert ended.stderr.count("\n") == 1

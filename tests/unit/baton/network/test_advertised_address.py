@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.network import advertised_address as advertise
-from baton.network.advertised_address import with_advertised_address, find_own_address
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from baton.network import advertised_address as advertise
+from baton.network.advertised_address import find_own_address, with_advertised_address
 
 
 async def resolved(**settings: Any) -> str:
@@ -66,7 +66,9 @@ async def test_an_address_of_ipv6_stands_in_brackets(monkeypatch: pytest.MonkeyP
     assert await find_own_address("::1", 50052) == "[fd00::2]"
 
 
-async def test_it_waits_for_a_name_that_does_not_resolve_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_for_a_name_that_does_not_resolve_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tries: list[str] = []
 
     async def later(host: str, port: int) -> str:
@@ -93,7 +95,9 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await with_advertised_address(config, stop) is config
 
 
-@pytest.mark.parametrize("coordinator", ["coordinator", ":50052", "coordinator:", "coordinator:http"])
+@pytest.mark.parametrize(
+    "coordinator", ["coordinator", ":50052", "coordinator:", "coordinator:http"]
+)
 async def test_a_coordinator_that_is_no_endpoint(coordinator: str) -> None:
     with pytest.raises(ConfigError, match="it must be HOST:PORT"):
         await resolved(advertise="auto", coordinator=coordinator)

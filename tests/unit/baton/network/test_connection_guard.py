@@ -67,9 +67,16 @@ def test_excess_connections_are_closed_and_counted(port: ListeningPort) -> None:
     guard = make_guard(port)
     descriptors = set(os.listdir("/proc/self/fd"))
     guard.close_excess_connections()
-    assert port.closed_peers() == [1, 2, 3]  # the silent ones; gRPC would close their descriptors now, the guard does not
+    assert port.closed_peers() == [
+        1,
+        2,
+        3,
+    ]  # the silent ones; gRPC would close their descriptors now, the guard does not
     assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert (guard.get_connection_counts(), guard.get_refused_counts()) == ({"grpc": MOST}, {"grpc": 3})
+    assert (guard.get_connection_counts(), guard.get_refused_counts()) == (
+        {"grpc": MOST},
+        {"grpc": 3},
+    )
     guard.close()
 
 
@@ -89,6 +96,10 @@ def test_other_ports_and_outgoing_connections_are_untouched(port: ListeningPort)
         other.connect()
     guard = make_guard(port)
     guard.close_excess_connections()
-    assert (port.closed_peers(), other.closed_peers(), guard.get_refused_counts()) == ([], [], {"grpc": 0})
+    assert (port.closed_peers(), other.closed_peers(), guard.get_refused_counts()) == (
+        [],
+        [],
+        {"grpc": 0},
+    )
     guard.close()
     other.close()

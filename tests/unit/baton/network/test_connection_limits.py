@@ -1,18 +1,33 @@
-"""Shares of the descriptors of a process, and who has to go when a port has too many connections."""
+"""Shares of the descriptors of a process, and who has to go when a port has too many
+connections."""
 
 import pytest
 
 from baton.config.settings import Config
-from baton.network.connection_limits import COORDINATOR_PORTS, PortConnection, PortLimit, choose_connections_to_close, compute_port_limit
 from baton.errors import ConfigError
+from baton.network.connection_limits import (
+    COORDINATOR_PORTS,
+    PortConnection,
+    PortLimit,
+    choose_connections_to_close,
+    compute_port_limit,
+)
 from coordinator.operators.port_connections import PortConnections
 
 LOCAL, ELSEWHERE = "127.0.0.1", "192.0.2.7"
-PROCESSES = {"coordinator": COORDINATOR_PORTS, "node": ("transfer", "health"), "pool": ("pool", "transfer", "health")}
+PROCESSES = {
+    "coordinator": COORDINATOR_PORTS,
+    "node": ("transfer", "health"),
+    "pool": ("pool", "transfer", "health"),
+}
 
 
-def connection(number: int, *, silent: bool = True, address: str = LOCAL, since: float | None = None) -> PortConnection:
-    return PortConnection(number, address, 1000 + number, silent, float(number) if since is None else since)
+def connection(
+    number: int, *, silent: bool = True, address: str = LOCAL, since: float | None = None
+) -> PortConnection:
+    return PortConnection(
+        number, address, 1000 + number, silent, float(number) if since is None else since
+    )
 
 
 @pytest.mark.parametrize("names", PROCESSES.values(), ids=PROCESSES)
@@ -29,7 +44,8 @@ def test_configured_limit_is_used_or_rejected() -> None:
     assert limits["cluster"].max_connections > 50
     assert limits["cluster"].max_per_address == 5
     with pytest.raises(
-        ConfigError, match=r"max_connections is 5000: a limit of 1024 open files leaves \d+ .*ulimit -n"
+        ConfigError,
+        match=r"max_connections is 5000: a limit of 1024 open files leaves \d+ .*ulimit -n",
     ):
         PortConnections(Config(max_connections=5000), 1024)
 
@@ -46,6 +62,14 @@ def test_oldest_silent_connections_close_first_then_newest() -> None:
 
 
 def test_per_address_limit_exempts_loopback() -> None:
-    held = [connection(number, address=ELSEWHERE) for number in range(6)] + [connection(9, address="192.0.2.8")]
-    assert [one.descriptor for one in choose_connections_to_close(held, PortLimit(100, 4))] == [0, 1]
-    assert choose_connections_to_close([connection(number) for number in range(6)], PortLimit(100, 4)) == []
+    held = [connection(number, address=ELSEWHERE) for number in range(6)] + [
+        connection(9, address="192.0.2.8")
+    ]
+    assert [one.descriptor for one in choose_connections_to_close(held, PortLimit(100, 4))] == [
+        0,
+        1,
+    ]
+    assert (
+        choose_connections_to_close([connection(number) for number in range(6)], PortLimit(100, 4))
+        == []
+    )

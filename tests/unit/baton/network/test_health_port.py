@@ -31,7 +31,10 @@ async def serving() -> AsyncIterator[HealthPort]:
 
 
 async def test_health_is_not_serving_after_announced_shutdown() -> None:
-    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+    async with (
+        serving() as health,
+        grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel,
+    ):
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(CHECK, timeout=30)).status == KINDS.SERVING
         await health.announce_shutdown()
@@ -39,21 +42,31 @@ async def test_health_is_not_serving_after_announced_shutdown() -> None:
 
 
 async def test_reflection_lists_services() -> None:
-    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+    async with (
+        serving() as health,
+        grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel,
+    ):
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=30)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         call.cancel()
-    assert "grpc.health.v1.Health" in {service.name for service in answer.list_services_response.service}
+    assert "grpc.health.v1.Health" in {
+        service.name for service in answer.list_services_response.service
+    }
 
 
 async def test_watches_of_one_connection_are_bounded() -> None:
-    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+    async with (
+        serving() as health,
+        grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel,
+    ):
         stub = health_pb2_grpc.HealthStub(channel)
         calls = [stub.Watch(CHECK, timeout=60) for _ in range(5000)]
         answers = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
-        codes = {answer.code() for answer in refused}  # of ours, and of HTTP/2 beyond its streams for a connection
+        codes = {
+            answer.code() for answer in refused
+        }  # of ours, and of HTTP/2 beyond its streams for a connection
         assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         assert len(calls) - len(refused) == MAX_STREAMS_PER_CONNECTION
         assert (await stub.Check(CHECK, timeout=30)).status == KINDS.SERVING
@@ -61,13 +74,23 @@ async def test_watches_of_one_connection_are_bounded() -> None:
             call.cancel()
 
 
-async def test_watches_of_a_server_are_bounded_and_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watches_of_a_server_are_bounded_and_end_after_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("baton.network.health_service.WATCH_SECONDS", 0.05)
     streams = StreamLimiter(most=2, per_connection=2)
-    with streams.open_stream("a"), streams.open_stream("b"), pytest.raises(TooManyStreams), streams.open_stream("c"):
+    with (
+        streams.open_stream("a"),
+        streams.open_stream("b"),
+        pytest.raises(TooManyStreams),
+        streams.open_stream("c"),
+    ):
         pass
     assert len(streams) == 0
-    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+    async with (
+        serving() as health,
+        grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel,
+    ):
         call = health_pb2_grpc.HealthStub(channel).Watch(CHECK, timeout=60)
         assert (await call.read()).status == KINDS.SERVING
         assert await call.code() is grpc.StatusCode.UNAVAILABLE

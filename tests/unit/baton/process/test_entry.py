@@ -25,7 +25,9 @@ sys.exit(enter(lambda: resolve({}), main))
 
 def run(**settings: str) -> list[str]:
     environ = {**os.environ, **settings}
-    done = subprocess.run([sys.executable, "-c", _PROCESS], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROCESS], env=environ, capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 

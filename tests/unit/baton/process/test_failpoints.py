@@ -1,7 +1,12 @@
 import pytest
 
 from baton.errors import ConfigError, HandoffFailed
-from baton.process.failpoints import KNOWN_FAILPOINTS, FailpointAction, Failpoints, arm_from_environment
+from baton.process.failpoints import (
+    KNOWN_FAILPOINTS,
+    FailpointAction,
+    Failpoints,
+    arm_from_environment,
+)
 
 
 def test_unarmed_points_do_nothing() -> None:
@@ -11,7 +16,13 @@ def test_unarmed_points_do_nothing() -> None:
 
 def test_skip_and_times() -> None:
     points = Failpoints("transfer.write.before=drop+2*2")
-    assert [points.hit("transfer.write.before") for _ in range(5)] == [None, None, FailpointAction.DROP, FailpointAction.DROP, None]
+    assert [points.hit("transfer.write.before") for _ in range(5)] == [
+        None,
+        None,
+        FailpointAction.DROP,
+        FailpointAction.DROP,
+        None,
+    ]
 
 
 def test_error_is_a_failed_handoff() -> None:
@@ -45,8 +56,12 @@ def test_bad_specs_are_refused(spec: str) -> None:
         Failpoints(spec)
 
 
-@pytest.mark.parametrize(("variable", "value"), [("BATON_FAILPOINTS", "nonsense"), ("BATON_FAILPOINTS_SEED", "dice")])
-def test_a_bad_variable_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"), [("BATON_FAILPOINTS", "nonsense"), ("BATON_FAILPOINTS_SEED", "dice")]
+)
+def test_a_bad_variable_is_a_start_up_error(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=value):
         arm_from_environment()

@@ -14,7 +14,8 @@ _SOON = 60.0  # seconds, on any machine
 
 
 class FakeSink:
-    """A sink with `room_bytes` for so many bytes; without any it fails, and while `must_block` it blocks."""
+    """A sink with `room_bytes` for so many bytes; without any it fails, and while `must_block` it
+    blocks."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -72,7 +73,9 @@ def test_blocked_sink_never_blocks_writers_and_drops_are_counted() -> None:
     assert lines.flush(_SOON)
     kept = [line for line in disk.lines if not line.startswith("dropped")]
     assert kept == ["first", *(f"line {number}" for number in range(10)), "last"]
-    assert [line for line in disk.lines if line.startswith("dropped")] == [f"dropped {lines.dropped}"]
+    assert [line for line in disk.lines if line.startswith("dropped")] == [
+        f"dropped {lines.dropped}"
+    ]
 
 
 def test_failing_sink_is_retried_and_drops_reported_once() -> None:
@@ -164,7 +167,9 @@ def test_a_pipe_that_nobody_reads(blocking: bool) -> None:
     lines.flush(0.0)
     assert lines.dropped_lines > 0
     with os.fdopen(reader, "rb") as pipe:
-        end = threading.Thread(target=lambda: (lines.flush(_SOON), lines.write("end"), lines.close(_SOON)))
+        end = threading.Thread(
+            target=lambda: (lines.flush(_SOON), lines.write("end"), lines.close(_SOON))
+        )
         end.start()
         read = iter(pipe.readline, b"end\n")
         told = [line for line in read if line.startswith(b"dropped")]

@@ -1,4 +1,5 @@
-"""What a process of ours writes to standard error, whoever in it speaks: JSON lines without anybody's prompt."""
+"""What a process of ours writes to standard error, whoever in it speaks: JSON lines without
+anybody's prompt."""
 
 import json
 import subprocess
@@ -23,7 +24,13 @@ MAIN = "async def main(stop):\n"
 
 
 def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", START + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == status, done.stderr
     assert SECRET not in done.stderr
     return [json.loads(line) for line in done.stderr.splitlines()]
@@ -39,7 +46,8 @@ def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
         ("logging.getLogger('asyncio').error('never retrieved\\nfuture: <%s>' % secret)", 0),
         ("threading.Thread(target=fail).start()", 0),
         (
-            MAIN + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run(main)",
+            MAIN
+            + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run(main)",
             0,
         ),
         (
@@ -49,7 +57,10 @@ def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
         ),
         ("async def main(stop): fail()\nruntime.run(main)", 1),
         ("class Ends:\n def __del__(self): fail()\nEnds()", 0),
-        ("log.get('x').error('group', **log.describe_error(ExceptionGroup(secret, [ValueError(secret)])))", 0),
+        (
+            "log.get('x').error('group', **log.describe_error(ExceptionGroup(secret, [ValueError(secret)])))",
+            0,
+        ),
         ("class Odd:\n def __repr__(self): fail()\nlog.get('x').info('odd', it=Odd())", 0),
     ],
 )
@@ -82,7 +93,10 @@ def test_a_long_field_is_cut_and_the_line_still_json() -> None:
 @pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
 def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
     """The pipe holds 64 KiB, of which a thousand lines are more."""
-    code = START + "for _ in range(20_000): log.get('x').info('said', what='y' * 100)\nprint(log.lines_dropped() > 0)"
+    code = (
+        START
+        + "for _ in range(20_000): log.get('x').info('said', what='y' * 100)\nprint(log.lines_dropped() > 0)"
+    )
     if target == "/dev/full":
         with open(target, "wb") as full:
             done = subprocess.run(
@@ -94,7 +108,9 @@ def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
             )
         assert done.stdout.split()[-1] == b"20000"
         return
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.wait(60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == b"True\n"
@@ -110,6 +126,8 @@ def test_hung_stop_dumps_stacks_and_exits() -> None:
         "    stands_still()\n"
         "runtime.run(main, longest_stop=0.2)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "stands_still" in done.stderr

@@ -15,12 +15,16 @@ def test_flood_is_limited_and_suppressed_lines_are_counted() -> None:
     for _ in range(1000):
         log.log_event(say, "refused", per="invalid_request", code="invalid_request")
     assert said == [("refused", {"code": "invalid_request"})] * DEFAULT_BURST
-    log.log_event(say, "refused", per="queue_full", code="queue_full")  # another kind has an allowance of its own
+    log.log_event(
+        say, "refused", per="queue_full", code="queue_full"
+    )  # another kind has an allowance of its own
     assert len(said) == DEFAULT_BURST + 1
     now = 1.5
     for _ in range(3):
         log.log_event(say, "refused", per="invalid_request", code="invalid_request")
-    assert said[DEFAULT_BURST + 1 :] == [("refused", {"code": "invalid_request", "left_out": 1000 - DEFAULT_BURST})]
+    assert said[DEFAULT_BURST + 1 :] == [
+        ("refused", {"code": "invalid_request", "left_out": 1000 - DEFAULT_BURST})
+    ]
 
 
 def test_kinds_are_bounded_too() -> None:
@@ -48,7 +52,9 @@ def test_concurrent_threads_share_the_limit() -> None:
 
     log = RateLimitedLogger(now, burst=1)
     said: list[str] = []
-    threads = [threading.Thread(target=log.log_event, args=(said.append, "refused")) for _ in range(2)]
+    threads = [
+        threading.Thread(target=log.log_event, args=(said.append, "refused")) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.shared_memory.addressing import BlockAddressMap, BlockAddressSpace
 from baton.errors import ConfigError, LayoutMismatch, PeerUnreachable
+from baton.shared_memory.addressing import BlockAddressMap, BlockAddressSpace
 from baton.shared_memory.memory_map import HUGE_PAGE
 from baton.shared_memory.segment import Segment, create_segment
 from baton.types import BlockIndex
@@ -17,7 +17,8 @@ BLOCK = 96
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=30), st.integers(1, 4))
 def test_block_index_and_location_are_inverse(steps: list[tuple[int, bool]], unit: int) -> None:
-    """Against a plain dictionary: segments come and go, indices stay unique and translate both ways."""
+    """Against a plain dictionary: segments come and go, indices stay unique and translate both
+    ways."""
     addresses = BlockAddressMap(BLOCK, capacity_blocks=24 * unit, alignment_blocks=unit)
     live: dict[str, int] = {}
     for number, (units, removes) in enumerate(steps):
@@ -49,8 +50,14 @@ def test_block_index_and_location_are_inverse(steps: list[tuple[int, bool]], uni
 
 
 def _has_room(addresses: BlockAddressMap, live: dict[str, int], blocks: int, capacity: int) -> bool:
-    taken = {index for name in live for index in range(addresses.get_span(name).start, addresses.get_span(name).end)}
-    return any(taken.isdisjoint(range(start, start + blocks)) for start in range(capacity - blocks + 1))
+    taken = {
+        index
+        for name in live
+        for index in range(addresses.get_span(name).start, addresses.get_span(name).end)
+    }
+    return any(
+        taken.isdisjoint(range(start, start + blocks)) for start in range(capacity - blocks + 1)
+    )
 
 
 def test_invalid_offsets_and_sizes_are_rejected() -> None:
@@ -89,7 +96,9 @@ def test_segments_lie_side_by_side_in_one_range(arenas: list[Segment], tmp_path:
         space.attach_segment("baton-arena-" + "f" * 32)
 
 
-def test_memory_stays_mapped_while_a_part_of_it_is_used(arenas: list[Segment], tmp_path: Path) -> None:
+def test_memory_stays_mapped_while_a_part_of_it_is_used(
+    arenas: list[Segment], tmp_path: Path
+) -> None:
     space = BlockAddressSpace(HUGE_PAGE, tmp_path, range_bytes=64 * HUGE_PAGE)
     own = space.attach_segment(arenas[0].name)
     part = np.frombuffer(own, dtype=np.uint8)[7:]

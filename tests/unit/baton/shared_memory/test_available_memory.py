@@ -1,4 +1,5 @@
-"""How much memory segments may take: every bound counts, and what others were promised is theirs."""
+"""How much memory segments may take: every bound counts, and what others were promised is
+theirs."""
 
 import os
 import subprocess
@@ -7,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import ConfigError
 from baton.shared_memory import available_memory as rooms
 from baton.shared_memory import segment
-from baton.errors import ConfigError
-from baton.shared_memory.memory_map import HUGE_PAGE
 from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory
+from baton.shared_memory.memory_map import HUGE_PAGE
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
 
 
 class FakeProcFiles:
-    """Files that say of memory what the test says, for a segment folder in memory unless `system` is another."""
+    """Files that say of memory what the test says, for a segment folder in memory unless `system`
+    is another."""
 
     def __init__(self, folder: Path, segments: Path, system: str = "tmpfs") -> None:
         self.proc, self.groups = folder / "proc", folder / "groups"
@@ -35,7 +37,9 @@ class FakeProcFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def group(self, name: str, files: tuple[str, str, str], limit: object, used: int, cache: int) -> None:
+    def group(
+        self, name: str, files: tuple[str, str, str], limit: object, used: int, cache: int
+    ) -> None:
         self.write(f"groups/{name}/{files[0]}", f"{limit}\n")
         self.write(f"groups/{name}/{files[1]}", f"{used}\n")
         self.write(f"groups/{name}/memory.stat", f"anon 5\n{files[2]} {cache}\n")
@@ -83,7 +87,9 @@ def test_available_memory(tmp_path: Path, kernel: FakeProcFiles) -> None:
         ("0::/a", "unified/a", V2),
     ],
 )
-def test_control_groups(tmp_path: Path, kernel: FakeProcFiles, line: str, name: str, files: tuple[str, str, str]) -> None:
+def test_control_groups(
+    tmp_path: Path, kernel: FakeProcFiles, line: str, name: str, files: tuple[str, str, str]
+) -> None:
     kernel.write("proc/self/cgroup", f"9:cpu:/a\n{line}\n")
     kernel.group(name, files, 100 * MIB, used=70 * MIB, cache=20 * MIB)
     room = kernel.measure(tmp_path)
@@ -100,22 +106,32 @@ def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: FakeProc
     assert disk.measure(tmp_path).reserve_bytes == 0
 
 
-def test_memory_promised_to_other_segments_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_promised_to_other_segments_is_not_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process has begun to fill in a segment, and has most of it still to do."""
     other = tmp_path / ("baton-arena-" + "0" * 32)
     with other.open("wb") as file:
         file.truncate(40 * MIB)
-    monkeypatch.setattr(segment, "memory_room", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB))
-    with pytest.raises(ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"):
+    monkeypatch.setattr(
+        segment, "memory_room", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB)
+    )
+    with pytest.raises(
+        ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"
+    ):
         segment.create_segment(tmp_path, "arena", 38 * MIB)
     assert list(tmp_path.iterdir()) == [other]
     segment.create_segment(tmp_path, "arena", 32 * MIB).close()
 
 
-def test_filling_stops_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filling_stops_when_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Programs that are not ours promise nothing: what is left is looked at before every piece."""
     lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
-    monkeypatch.setattr(segment, "memory_room", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0))
+    monkeypatch.setattr(
+        segment, "memory_room", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0)
+    )
     with pytest.raises(ConfigError, match="60MiB left"):
         segment.create_segment(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
     assert list(tmp_path.iterdir()) == []

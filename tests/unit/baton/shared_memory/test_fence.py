@@ -54,7 +54,9 @@ def test_a_closed_byte_stays_closed(owner: ArenaFences, writer: WriterFences) ->
     assert not writer.try_lock_byte(byte)
 
 
-def test_byte_cannot_be_closed_while_a_writer_holds_it(owner: ArenaFences, writer: WriterFences) -> None:
+def test_byte_cannot_be_closed_while_a_writer_holds_it(
+    owner: ArenaFences, writer: WriterFences
+) -> None:
     byte, other = owner.allocate_byte(), owner.allocate_byte()
     assert writer.try_lock_byte(byte)
     assert writer.try_lock_byte(byte)
@@ -65,14 +67,18 @@ def test_byte_cannot_be_closed_while_a_writer_holds_it(owner: ArenaFences, write
     assert not writer.try_lock_byte(byte)
 
 
-def test_unlocking_an_unheld_byte_keeps_the_owners_lock(owner: ArenaFences, writer: WriterFences) -> None:
+def test_unlocking_an_unheld_byte_keeps_the_owners_lock(
+    owner: ArenaFences, writer: WriterFences
+) -> None:
     byte = owner.allocate_byte()
     assert owner.try_close_byte(byte)
     writer.unlock_byte(byte)
     assert not writer.try_lock_byte(byte)
 
 
-def test_second_writer_cannot_lock_a_held_byte(arena: Segment, owner: ArenaFences, writer: WriterFences) -> None:
+def test_second_writer_cannot_lock_a_held_byte(
+    arena: Segment, owner: ArenaFences, writer: WriterFences
+) -> None:
     second = WriterFences(arena.path.parent, arena.name)
     byte = owner.allocate_byte()
     assert writer.try_lock_byte(byte)
@@ -96,7 +102,9 @@ def test_descriptors_are_not_inherited(owner: ArenaFences, writer: WriterFences)
     assert not os.get_inheritable(writer._fd)
 
 
-def test_a_frozen_process_keeps_its_byte_and_a_killed_one_does_not(arena: Segment, owner: ArenaFences) -> None:
+def test_a_frozen_process_keeps_its_byte_and_a_killed_one_does_not(
+    arena: Segment, owner: ArenaFences
+) -> None:
     byte = owner.allocate_byte()
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE, str(arena.path.parent), arena.name, str(byte)],

@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, ShuttingDown, PeerUnreachable
+from baton.errors import ConfigError, PeerUnreachable, ShuttingDown
 from baton.shared_memory.memory_map import HUGE_PAGE
-from baton.shared_memory.segment import create_segment, is_holder_alive, compute_host_id, open_peer_segment, round_up_segment_bytes, remove_stale_segments
+from baton.shared_memory.segment import (
+    compute_host_id,
+    create_segment,
+    is_holder_alive,
+    open_peer_segment,
+    remove_stale_segments,
+    round_up_segment_bytes,
+)
 
 SIZE = HUGE_PAGE
 
@@ -114,7 +121,15 @@ def test_a_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "..", "../passwd", "/etc/passwd", "baton-arena-xyz", "baton-arena-" + "0" * 31, "baton-a/../b-" + "0" * 32],
+    [
+        "",
+        "..",
+        "../passwd",
+        "/etc/passwd",
+        "baton-arena-xyz",
+        "baton-arena-" + "0" * 31,
+        "baton-a/../b-" + "0" * 32,
+    ],
 )
 def test_segment_name_with_a_path_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(PeerUnreachable, match="is not a segment name"):
@@ -155,12 +170,16 @@ def test_stale_segments_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     try:
         assert not is_holder_alive(tmp_path, name)
         assert sorted(remove_stale_segments(tmp_path)) == [name, f"{name}.fence"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["baton-notes", live.name])
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            ["baton-notes", live.name]
+        )
     finally:
         live.close()
 
 
-def test_creation_retries_when_removed_before_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creation_retries_when_removed_before_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = fcntl.flock
     swept: list[str] = []
 

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
 from baton.slo import Slo, parse_slo
-from benchmarks.load.measurement import RequestMeasurement, evaluate_cell
 from benchmarks.figures.percentiles import percentile, summarize
 from benchmarks.figures.report import reproducing_command
-from benchmarks.load.request_plan import ClosedLoop, LengthDistribution, PoissonArrivals, poisson_times, parse_lengths, plan_requests, make_text_prompt, make_token_prompt
+from benchmarks.load.measurement import RequestMeasurement, evaluate_cell
+from benchmarks.load.request_plan import (
+    ClosedLoop,
+    LengthDistribution,
+    PoissonArrivals,
+    make_text_prompt,
+    make_token_prompt,
+    parse_lengths,
+    plan_requests,
+    poisson_times,
+)
 from benchmarks.serve import parse_loads, to_rows
 
 FLOATS = st.floats(-1e6, 1e6)
@@ -46,7 +55,9 @@ def test_lengths_are_read(text: str, expected: LengthDistribution) -> None:
     assert parse_lengths(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "-4", "x", "uniform:8:4", "uniform:8", "lognormal:8:-1", "lognormal:8:1:0"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-4", "x", "uniform:8:4", "uniform:8", "lognormal:8:-1", "lognormal:8:1:0"]
+)
 def test_lengths_that_make_no_sense_are_quoted(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' is not N"):
         parse_lengths(text)
@@ -74,16 +85,28 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 def test_a_plan_is_fixed_by_its_seed_and_fresh_without() -> None:
     lengths = LengthDistribution("uniform", 1, 900)
-    one, same, other = (plan_requests(PoissonArrivals(5.0), lengths, lengths, 40, seed) for seed in ("a", "a", "b"))
+    one, same, other = (
+        plan_requests(PoissonArrivals(5.0), lengths, lengths, 40, seed) for seed in ("a", "a", "b")
+    )
     assert one == same
     assert not {request.seed for request in one} & {request.seed for request in other}
     assert len({request.seed for request in one}) == 40
-    assert [request.start_seconds for request in one] == sorted(request.start_seconds for request in one)
-    assert {request.start_seconds for request in plan_requests(ClosedLoop(2), lengths, lengths, 5, "a")} == {0.0}
+    assert [request.start_seconds for request in one] == sorted(
+        request.start_seconds for request in one
+    )
+    assert {
+        request.start_seconds for request in plan_requests(ClosedLoop(2), lengths, lengths, 5, "a")
+    } == {0.0}
 
 
 def test_prompts_have_the_planned_length_and_stay_in_the_vocabulary() -> None:
-    for request in plan_requests(ClosedLoop(1), LengthDistribution("uniform", 1, 300), LengthDistribution("fixed", 1), 20, "s"):
+    for request in plan_requests(
+        ClosedLoop(1),
+        LengthDistribution("uniform", 1, 300),
+        LengthDistribution("fixed", 1),
+        20,
+        "s",
+    ):
         tokens = make_token_prompt(request, 500)
         assert len(tokens) == request.prompt_tokens
         assert min(tokens) >= 16
@@ -94,7 +117,11 @@ def test_prompts_have_the_planned_length_and_stay_in_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("text", "slo"),
-    [("ttft=500ms,tpot=50ms", Slo(0.5, 0.05)), ("tpot=2s", Slo(None, 2.0)), ("ttft=250us", Slo(0.00025, None))],
+    [
+        ("ttft=500ms,tpot=50ms", Slo(0.5, 0.05)),
+        ("tpot=2s", Slo(None, 2.0)),
+        ("ttft=250us", Slo(0.00025, None)),
+    ],
 )
 def test_objectives_are_read(text: str, slo: Slo) -> None:
     assert parse_slo(text) == slo
@@ -106,8 +133,12 @@ def test_objectives_that_make_no_sense_are_quoted(text: str) -> None:
         parse_slo(text)
 
 
-def measurement(due: float, *arrived: tuple[float, int], usage: int | None = None, error: str = "") -> RequestMeasurement:
-    return RequestMeasurement(due, 8, list(arrived), arrived[-1][0] if arrived else due + 1.0, usage, error)
+def measurement(
+    due: float, *arrived: tuple[float, int], usage: int | None = None, error: str = ""
+) -> RequestMeasurement:
+    return RequestMeasurement(
+        due, 8, list(arrived), arrived[-1][0] if arrived else due + 1.0, usage, error
+    )
 
 
 def test_what_follows_from_the_arrivals_of_one_request() -> None:
@@ -128,7 +159,12 @@ def test_errors_are_counted_apart_and_are_not_good() -> None:
         measurement(1.0),
     ]
     result = evaluate_cell("c2", seen, Slo(ttft_seconds=0.2, tpot_seconds=0.5))
-    assert (result.sent_count, result.succeeded_count, result.good_count, result.miscounted_count) == (5, 2, 1, 1)
+    assert (
+        result.sent_count,
+        result.succeeded_count,
+        result.good_count,
+        result.miscounted_count,
+    ) == (5, 2, 1, 1)
     assert result.error_counts == {"error event": 1, "timeout": 1, "no tokens": 1}
     assert result.seconds == pytest.approx(2.0)
     assert result.goodput == pytest.approx(0.5)
@@ -149,7 +185,12 @@ def test_rows_hold_the_tail_against_the_objective() -> None:
     result = evaluate_cell("c1", [measurement(0.0, (0.1, 1), (0.2, 1))], Slo())
     rows = {row.name: row for row in to_rows(result, Slo(ttft_seconds=0.2), "the command")}
     tail = rows["serve/c1/ttft_p99"]
-    assert (tail.value, tail.unit, tail.limit, tail.share) == (pytest.approx(100.0), "ms", 200.0, pytest.approx(0.5))
+    assert (tail.value, tail.unit, tail.limit, tail.share) == (
+        pytest.approx(100.0),
+        "ms",
+        200.0,
+        pytest.approx(0.5),
+    )
     assert rows["serve/c1/tpot_p99"].limit is None
     assert {row.command for row in rows.values()} == {"the command"}
 

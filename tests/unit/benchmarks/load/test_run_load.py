@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.load.completions_client import CompletionsClient
-from benchmarks.load.http_stream import HttpError, parse_url, open_request
+from benchmarks.load.http_stream import HttpError, open_request, parse_url
+from benchmarks.load.request_plan import (
+    ClosedLoop,
+    LengthDistribution,
+    PlannedRequest,
+    PoissonArrivals,
+    plan_requests,
+)
 from benchmarks.load.run_load import UNFINISHED_ERROR, run_load
-from benchmarks.load.request_plan import ClosedLoop, LengthDistribution, PlannedRequest, PoissonArrivals, plan_requests
 
 OK = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 Reply = Callable[[dict[str, Any], asyncio.StreamWriter], Any]
@@ -44,7 +50,9 @@ def refuse(field_name: str, then: Reply) -> Reply:
     """A 400 in OpenAI's shape for requests that carry the field."""
 
     async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        wrong = isinstance(body.get("prompt"), list) if field_name == "prompt" else field_name in body
+        wrong = (
+            isinstance(body.get("prompt"), list) if field_name == "prompt" else field_name in body
+        )
         if not wrong:
             await then(body, writer)
             return
@@ -85,7 +93,9 @@ async def endpoint() -> AsyncIterator[FakeCompletionsEndpoint]:
     made = FakeCompletionsEndpoint()
     listening = await asyncio.start_server(made.handle, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    made.client = CompletionsClient(parse_url(f"http://127.0.0.1:{port}/v1"), "m", "sesame", 300, timeout_seconds=5.0)
+    made.client = CompletionsClient(
+        parse_url(f"http://127.0.0.1:{port}/v1"), "m", "sesame", 300, timeout_seconds=5.0
+    )
     async with listening:
         yield made
 
@@ -93,14 +103,23 @@ async def endpoint() -> AsyncIterator[FakeCompletionsEndpoint]:
 async def test_tokens_are_counted_as_they_arrive(endpoint: FakeCompletionsEndpoint) -> None:
     seen = await endpoint.client.measure_request(PlannedRequest(0.0, 5, 9, seed=4), due=0.0)
     assert (seen.error, seen.received_tokens, seen.usage_tokens) == ("", 9, 9)
-    assert [moment for moment, _ in seen.token_arrivals] == sorted(moment for moment, _ in seen.token_arrivals)
+    assert [moment for moment, _ in seen.token_arrivals] == sorted(
+        moment for moment, _ in seen.token_arrivals
+    )
     [body] = endpoint.bodies
-    assert (len(body["prompt"]), body["max_tokens"], body["model"], body["stream"]) == (5, 9, "m", True)
+    assert (len(body["prompt"]), body["max_tokens"], body["model"], body["stream"]) == (
+        5,
+        9,
+        "m",
+        True,
+    )
     assert endpoint.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
     assert "Authorization: Bearer sesame\r\n" in endpoint.heads[0]
 
 
-async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(endpoint: FakeCompletionsEndpoint) -> None:
+async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(
+    endpoint: FakeCompletionsEndpoint,
+) -> None:
     endpoint.reply = refuse("return_token_ids", refuse("prompt", stream))
     client = await endpoint.client.probe_features()
     dialect = client.features
@@ -118,7 +137,9 @@ async def test_probe_tells_what_it_cannot_work_around(endpoint: FakeCompletionsE
 
 
 async def broken_off(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write((OK + "Transfer-Encoding: chunked\r\n\r\n").encode() + chunk(event(choices=[{"text": "t"}])))
+    writer.write(
+        (OK + "Transfer-Encoding: chunked\r\n\r\n").encode() + chunk(event(choices=[{"text": "t"}]))
+    )
 
 
 async def no_done(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -126,7 +147,9 @@ async def no_done(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 
 
 async def error_event(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write((OK + "\r\n").encode() + event(error={"message": "gone"}).encode() + b"data: [DONE]\n\n")
+    writer.write(
+        (OK + "\r\n").encode() + event(error={"message": "gone"}).encode() + b"data: [DONE]\n\n"
+    )
 
 
 async def overloaded(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -152,7 +175,9 @@ async def not_json(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         (not_json, "DecodeError"),
     ],
 )
-async def test_every_bad_end_is_an_error_of_its_kind(endpoint: FakeCompletionsEndpoint, reply: Reply, error: str) -> None:
+async def test_every_bad_end_is_an_error_of_its_kind(
+    endpoint: FakeCompletionsEndpoint, reply: Reply, error: str
+) -> None:
     endpoint.reply = reply
     seen = await endpoint.client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)
     assert seen.error == error
@@ -160,11 +185,17 @@ async def test_every_bad_end_is_an_error_of_its_kind(endpoint: FakeCompletionsEn
 
 async def test_unreachable_endpoint_is_an_error(endpoint: FakeCompletionsEndpoint) -> None:
     client = CompletionsClient(parse_url("http://127.0.0.1:1"), "", "", 300, timeout_seconds=5.0)
-    assert (await client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)).error == "ConnectionRefusedError"
+    assert (
+        await client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)
+    ).error == "ConnectionRefusedError"
 
 
-async def test_a_closed_loop_keeps_its_concurrency_and_sends_the_whole_plan(endpoint: FakeCompletionsEndpoint) -> None:
-    requests = plan_requests(ClosedLoop(3), LengthDistribution("uniform", 1, 9), LengthDistribution("fixed", 4), 20, "s")
+async def test_a_closed_loop_keeps_its_concurrency_and_sends_the_whole_plan(
+    endpoint: FakeCompletionsEndpoint,
+) -> None:
+    requests = plan_requests(
+        ClosedLoop(3), LengthDistribution("uniform", 1, 9), LengthDistribution("fixed", 4), 20, "s"
+    )
     seen = await run_load(endpoint.client, ClosedLoop(3), requests, seconds=30.0)
     assert len(seen) == 20
     assert {one.error for one in seen} == {""}
@@ -183,18 +214,27 @@ async def test_poisson_arrivals_do_not_wait_for_answers(endpoint: FakeCompletion
 
     endpoint.reply = held
     load = PoissonArrivals(500.0)
-    seen = await run_load(endpoint.client, load, plan_requests(load, LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 8, "s"), 30.0)
+    seen = await run_load(
+        endpoint.client,
+        load,
+        plan_requests(load, LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 8, "s"),
+        30.0,
+    )
     assert endpoint.most_open == 8
     assert [one.error for one in seen] == [""] * 8
 
 
-async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(endpoint: FakeCompletionsEndpoint) -> None:
+async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(
+    endpoint: FakeCompletionsEndpoint,
+) -> None:
     async def never(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await over.wait()
 
     over = asyncio.Event()
     endpoint.reply = never
-    requests = plan_requests(ClosedLoop(2), LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 50, "s")
+    requests = plan_requests(
+        ClosedLoop(2), LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 50, "s"
+    )
     seen = await run_load(endpoint.client, ClosedLoop(2), requests, seconds=0.2)
     assert [one.error for one in seen] == [UNFINISHED_ERROR] * 2
     over.set()  # newer Pythons close a listener when its connections have been served

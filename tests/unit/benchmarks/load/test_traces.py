@@ -1,4 +1,5 @@
-"""Recorded workloads: what is read, what is refused, and that prompts share exactly what the trace says."""
+"""Recorded workloads: what is read, what is refused, and that prompts share exactly what the trace
+says."""
 
 import itertools
 import json
@@ -11,8 +12,14 @@ from rich.console import Console
 
 from benchmarks.__main__ import make_parser
 from benchmarks.load.request_plan import PlannedRequest, make_text_prompt, make_token_prompt
+from benchmarks.load.traces import (
+    TraceReplay,
+    TraceRequest,
+    plan_from_trace,
+    read_trace,
+    repeated_prefix_share,
+)
 from benchmarks.serve import plan_cells, print_trace
-from benchmarks.load.traces import TraceRequest, TraceReplay, read_trace, repeated_prefix_share, plan_from_trace
 
 MOONCAKE = [
     {"timestamp": 2000, "input_length": 1030, "output_length": 5, "hash_ids": [0, 7, 8]},
@@ -69,26 +76,37 @@ def test_speed_and_scale(mooncake: Path) -> None:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+    return len(
+        list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    )
 
 
 BLOCKS = st.lists(st.integers(0, 30), min_size=1, max_size=4)
 
 
-@given(st.lists(st.tuples(BLOCKS, st.integers(1, 512)), min_size=2, max_size=5), st.sampled_from([20, 300, 1000]))
-def test_prompts_share_what_the_ids_share_and_nothing_else(lines: list[tuple[list[int], int]], vocabulary: int) -> None:
+@given(
+    st.lists(st.tuples(BLOCKS, st.integers(1, 512)), min_size=2, max_size=5),
+    st.sampled_from([20, 300, 1000]),
+)
+def test_prompts_share_what_the_ids_share_and_nothing_else(
+    lines: list[tuple[list[int], int]], vocabulary: int
+) -> None:
     trace = [TraceRequest(0.0, 512 * (len(ids) - 1) + last, 1, tuple(ids)) for ids, last in lines]
     prompts = [make_token_prompt(one, vocabulary) for one in plan_from_trace(trace, "s")]
     for (one, mine), (other, theirs) in itertools.combinations(zip(trace, prompts, strict=True), 2):
         assert len(mine) == one.prompt_tokens
         blocks = common(list(one.block_ids), list(other.block_ids))
         expected = min(512 * blocks, len(mine), len(theirs))
-        assert expected <= common(mine, theirs) <= expected + 8  # ids that differ do so in their first digits
+        assert (
+            expected <= common(mine, theirs) <= expected + 8
+        )  # ids that differ do so in their first digits
 
 
 def test_another_run_has_other_prompts_and_the_same_seed_the_same(mooncake: Path) -> None:
     trace = read_trace(mooncake)
-    one, same, other = (make_token_prompt(plan_from_trace(trace, seed)[0], 1000) for seed in ("a", "a", "b"))
+    one, same, other = (
+        make_token_prompt(plan_from_trace(trace, seed)[0], 1000) for seed in ("a", "a", "b")
+    )
     assert one == same
     assert common(one, other) < 16
     texts = [make_text_prompt(planned) for planned in plan_from_trace(trace, "a")]
@@ -109,11 +127,23 @@ def test_what_a_cache_can_save(mooncake: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ("a,b,c\n1,2,3\n", "is no trace"),
         ('{"timestamp": 1}\n', "line 1: .*input_length"),
-        ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n', "line 1: 1 hash_ids, not 2"),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [-1]}\n', "line 1: a hash id below 0"),
-        ('{"timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n', "line 1: a value below 0"),
+        (
+            '{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n',
+            "line 1: 1 hash_ids, not 2",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [-1]}\n',
+            "line 1: a hash id below 0",
+        ),
+        (
+            '{"timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n',
+            "line 1: a value below 0",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", "line 2: .*now"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,0,1\n", "line 2: a length below 1"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,0,1\n",
+            "line 2: a length below 1",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5\n", "line 2"),
         ("{" + "x" * (1 << 20), "a line is longer"),
     ],
@@ -159,7 +189,10 @@ def test_the_command_line_makes_one_cell_of_a_trace(mooncake: Path) -> None:
     assert [one.prompt_tokens for one in cell.plan] == [512, 515]
     console = Console(record=True, width=200)
     print_trace(console, cell)
-    assert "trace: 2 requests in 0.4 s, 1027 prompt tokens (50% in blocks sent before)" in console.export_text()
+    assert (
+        "trace: 2 requests in 0.4 s, 1027 prompt tokens (50% in blocks sent before)"
+        in console.export_text()
+    )
     with pytest.raises(ValueError, match="exclude each other"):
         plan_cells(options(*words, "--sweep", "1,2"), "s")  # type: ignore[arg-type]
     cells = plan_cells(options("--sweep", "1,32", "--requests", "8"), "s")  # type: ignore[arg-type]

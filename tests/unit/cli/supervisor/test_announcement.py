@@ -5,18 +5,22 @@ import re
 
 import pytest
 
-from baton.cli.supervisor.run_cluster import ready_announcement
 from baton.cli.supervisor.ports import Endpoints
+from baton.cli.supervisor.run_cluster import ready_announcement
 from baton.config.settings import Config
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder
+from coordinator.frontend.http.schema.completion_request import CompletionRequest
 
-WHERE = Endpoints(http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4")
+WHERE = Endpoints(
+    http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4"
+)
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("model", str), ("paced", list)])
 def test_the_body_to_try_is_one_that_the_engine_can_answer(engine: str, kind: type) -> None:
-    text = ready_announcement(Config(model="" if engine == "paced" else "/models/small", engine=engine), WHERE)
+    text = ready_announcement(
+        Config(model="" if engine == "paced" else "/models/small", engine=engine), WHERE
+    )
     body = re.search(r"-d '(.*)'$", text)
     assert body is not None
     assert isinstance(BodyDecoder(CompletionRequest).decode_inline(body[1].encode()).prompt, kind)

@@ -3,12 +3,14 @@ import dataclasses
 import msgspec
 import pytest
 
-from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.ports import Endpoints
 from baton.config.settings import SECRET_FIELDS, Config, resolve_config
 from baton.errors import ConfigError
 
-WHERE = Endpoints(http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4")
+WHERE = Endpoints(
+    http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4"
+)
 
 
 def children(config: Config, cores: int = 2, **environ: str) -> tuple[plan.ChildSpec, ...]:
@@ -23,18 +25,30 @@ def test_one_process_for_each_part() -> None:
         ("prefill-1", "prefill_node"),
         ("decode-0", "decode_node"),
     ]
-    assert [spec.environ.get("BATON_NAME") for spec in specs[1:]] == ["prefill-0", "prefill-1", "decode-0"]
+    assert [spec.environ.get("BATON_NAME") for spec in specs[1:]] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    ]
     assert {spec.environ["BATON_COORDINATOR"] for spec in specs[1:]} == {WHERE.cluster}
     assert {spec.environ["BATON_SUPERVISOR_PID"] for spec in specs} == {"77"}
 
 
 def test_a_child_reads_the_settings_that_up_resolved() -> None:
     config = Config(
-        model="m", prefill=3, insecure=True, heartbeat=0.25, kv_memory="4GiB", api_key="k", cluster_token="t"
+        model="m",
+        prefill=3,
+        insecure=True,
+        heartbeat=0.25,
+        kv_memory="4GiB",
+        api_key="k",
+        cluster_token="t",
     )
     coordinator, node, *_ = children(config)
     assert resolve_config({}, environ=coordinator.environ) == config
-    for_node = msgspec.structs.replace(config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key="")
+    for_node = msgspec.structs.replace(
+        config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key=""
+    )
     assert resolve_config({}, environ=node.environ) == for_node
 
 
@@ -49,13 +63,20 @@ def test_a_setting_of_the_environment_or_a_file_cannot_overrule_the_resolved_one
 
 
 def test_each_child_gets_the_secrets_that_it_uses_and_none_on_its_command_line() -> None:
-    """A child's command line is its interpreter, -m and the module; its secrets are in its environment."""
+    """A child's command line is its interpreter, -m and the module; its secrets are in its
+    environment."""
     config = Config(api_key="a-key", cluster_token="a-token", admin_token="an-admin")
     where = dataclasses.replace(WHERE, pool="127.0.0.1:5")
-    for spec in plan.make_child_specs(config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77):
+    for spec in plan.make_child_specs(
+        config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77
+    ):
         given = {spec.environ.get(f"BATON_{field.upper()}") for field in SECRET_FIELDS} - {None}
-        assert given == ({"a-key", "a-token", "an-admin"} if spec.name == plan.COORDINATOR else {"a-token"})
-        assert not {"a-key", "an-admin"} & set(spec.environ.values()) or spec.name == plan.COORDINATOR
+        assert given == (
+            {"a-key", "a-token", "an-admin"} if spec.name == plan.COORDINATOR else {"a-token"}
+        )
+        assert (
+            not {"a-key", "an-admin"} & set(spec.environ.values()) or spec.name == plan.COORDINATOR
+        )
         assert "-" not in spec.module
 
 
@@ -82,7 +103,11 @@ def test_threads_that_are_no_number_are_refused_by_value(threads: str) -> None:
 def test_idle_openmp_threads_do_not_spin_unless_the_user_says_so() -> None:
     for spec in children(Config(), cores=8):
         assert spec.environ["OMP_WAIT_POLICY"] == "passive"
-    assert [spec.environ["OMP_NUM_THREADS"] for spec in children(Config(), cores=8)] == ["1", "4", "4"]
+    assert [spec.environ["OMP_NUM_THREADS"] for spec in children(Config(), cores=8)] == [
+        "1",
+        "4",
+        "4",
+    ]
     assert children(Config(), OMP_WAIT_POLICY="active")[1].environ["OMP_WAIT_POLICY"] == "active"
     assert children(Config(), OMP_NUM_THREADS="6")[1].environ["OMP_NUM_THREADS"] == "6"
 

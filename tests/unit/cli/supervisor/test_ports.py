@@ -53,5 +53,7 @@ def test_foreign_address_is_an_error() -> None:
 
 
 def test_a_wildcard_is_dialled_at_loopback() -> None:
-    where = cluster_endpoints(Config(host="0.0.0.0", port=1, grpc_port=2, admin_host="::1", admin_port=3))
+    where = cluster_endpoints(
+        Config(host="0.0.0.0", port=1, grpc_port=2, admin_host="::1", admin_port=3)
+    )
     assert (where.http, where.grpc, where.admin) == ("127.0.0.1:1", "127.0.0.1:2", "[::1]:3")

@@ -3,12 +3,27 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.supervisor.restart_policy import FROZEN_KILL_SECONDS, MAX_DELAY, BACKOFF_RESET_SECONDS, FrozenWatch, RestartBackoff, parse_process_state
+from baton.cli.supervisor.restart_policy import (
+    BACKOFF_RESET_SECONDS,
+    FROZEN_KILL_SECONDS,
+    MAX_DELAY,
+    FrozenWatch,
+    RestartBackoff,
+    parse_process_state,
+)
 
 
 def test_delays_double_up_to_a_bound_and_start_over_after_a_good_run() -> None:
     restarts = RestartBackoff()
-    assert [restarts.next_delay(0.0) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, MAX_DELAY, MAX_DELAY]
+    assert [restarts.next_delay(0.0) for _ in range(7)] == [
+        0.1,
+        0.2,
+        0.4,
+        0.8,
+        1.6,
+        MAX_DELAY,
+        MAX_DELAY,
+    ]
     assert restarts.next_delay(BACKOFF_RESET_SECONDS) == 0.1
     assert restarts.next_delay(BACKOFF_RESET_SECONDS - 0.1) == 0.2
 
@@ -16,7 +31,10 @@ def test_delays_double_up_to_a_bound_and_start_over_after_a_good_run() -> None:
 @pytest.mark.parametrize("state", ["T", "t"])
 def test_a_process_stopped_at_every_look_is_frozen(state: str) -> None:
     watch = FrozenWatch()
-    looks = [watch.check_frozen(1, state, now) for now in (100.0, 101.0, 100.0 + FROZEN_KILL_SECONDS - 0.1, 100.0 + FROZEN_KILL_SECONDS)]
+    looks = [
+        watch.check_frozen(1, state, now)
+        for now in (100.0, 101.0, 100.0 + FROZEN_KILL_SECONDS - 0.1, 100.0 + FROZEN_KILL_SECONDS)
+    ]
     assert looks == [False, False, False, True]
 
 

@@ -22,7 +22,9 @@ def test_files_are_bounded_in_size_and_number_and_the_newest_are_kept(tmp_path: 
         write_text(file, f"line {number:04}\n")
     assert names(tmp_path) == ["up.log", "up.log.1", "up.log.2"]
     whole = "".join((tmp_path / name).read_text() for name in ("up.log.2", "up.log.1", "up.log"))
-    assert whole.splitlines() == [f"line {number:04}" for number in range(1000 - len(whole) // 10, 1000)]
+    assert whole.splitlines() == [
+        f"line {number:04}" for number in range(1000 - len(whole) // 10, 1000)
+    ]
     assert max((tmp_path / name).stat().st_size for name in names(tmp_path)) <= 110
 
 
@@ -48,7 +50,9 @@ def test_a_rotation_that_fails_is_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "up.log.1").read_text() == "a first line\n"
 
 
-def test_no_backup_is_lost_while_no_new_file_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backup_is_lost_while_no_new_file_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a full disk: the full file has been moved away, and there is no room for another."""
     path = tmp_path / "up.log"
     file = RotatingFile(path, 10, 3)

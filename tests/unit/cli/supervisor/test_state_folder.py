@@ -44,7 +44,9 @@ def test_stop_cluster_of_a_folder(tmp_path: Path, holder: subprocess.Popen[str])
 
 
 @pytest.mark.parametrize("holder", ["deaf"], indirect=True)
-def test_cluster_that_ignores_sigterm_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_cluster_that_ignores_sigterm_is_killed(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
     assert stop_cluster(tmp_path, 0.05) is False
     assert holder.wait() == -signal.SIGKILL
 
@@ -71,6 +73,8 @@ def test_stop_where_no_cluster_ever_ran(tmp_path: Path) -> None:
 def test_state_folder_of_each_port(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     assert state_folder(Config(port=8123), home) == tmp_path / ".baton" / "8123"
-    assert state_folder(Config(port=8123), home | {"XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/run/user/1/baton/8123")
+    assert state_folder(Config(port=8123), home | {"XDG_RUNTIME_DIR": "/run/user/1"}) == Path(
+        "/run/user/1/baton/8123"
+    )
     assert state_folder(Config(port=8123), {"HOME": "/nonexistent"}).name == "8123"
     assert state_folder(Config(port=8123, state_dir="/x"), home) == Path("/x")

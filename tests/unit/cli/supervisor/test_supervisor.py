@@ -1,4 +1,5 @@
-"""The supervisor over children that only pretend: what is tested is starting, ending and starting again."""
+"""The supervisor over children that only pretend: what is tested is starting, ending and starting
+again."""
 
 import asyncio
 import os
@@ -13,16 +14,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cli.supervisor.supervisor import child_process as child
-from baton.cli.supervisor.supervisor import restart_policy as restarts
-from baton.cli.supervisor.supervisor import supervisor
-from baton.cli.supervisor.child_process import ChildProcess
 from baton.cli.common.errors import innermost_error
-from baton.cli.supervisor.child_output import LogFiles, ChildOutput, LineRelay
+from baton.cli.supervisor import child_process as child
+from baton.cli.supervisor import restart_policy as restarts
+from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
+from baton.cli.supervisor.child_process import ChildProcess
 from baton.cli.supervisor.child_specs import complete_config
 from baton.cli.supervisor.ports import reserve_ports
 from baton.cli.supervisor.restart_policy import FROZEN_KILL_SECONDS, max_stop_seconds
-from baton.cli.supervisor.supervisor import Supervisor, running_cluster
+from baton.cli.supervisor.supervisor import Supervisor, running_cluster, supervisor
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
 
@@ -52,10 +52,21 @@ Play = Callable[..., None]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Write the modules that the children run; each defaults to one that starts, and ends when told."""
+    """Write the modules that the children run; each defaults to one that starts, and ends when
+    told."""
 
-    def write(coordinator: str = COORDINATOR + WAIT, prefill: str = WAIT, decode: str = WAIT, pool: str = WAIT) -> None:
-        parts = {"coordinator": coordinator, "prefill_node": prefill, "decode_node": decode, "kv_pool": pool}
+    def write(
+        coordinator: str = COORDINATOR + WAIT,
+        prefill: str = WAIT,
+        decode: str = WAIT,
+        pool: str = WAIT,
+    ) -> None:
+        parts = {
+            "coordinator": coordinator,
+            "prefill_node": prefill,
+            "decode_node": decode,
+            "kv_pool": pool,
+        }
         for module, code in parts.items():
             (tmp_path / f"{module}.py").write_text(NODE + code)
 
@@ -75,16 +86,22 @@ def config(tmp_path: Path) -> Iterator[Config]:
 
 @pytest.fixture(params=["shown", "hidden"])
 def proc(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether /proc shows the children: mounted with hidepid, it shows none that leaves no core file."""
+    """Whether /proc shows the children: mounted with hidepid, it shows none that leaves no core
+    file."""
     if request.param == "hidden":
         monkeypatch.setattr(child, "_PROC", tmp_path / "proc")
 
 
 @asynccontextmanager
-async def cluster(config: Config, output: ChildOutput | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+async def cluster(
+    config: Config, output: ChildOutput | None = None
+) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     told: list[str] = []
     try:
-        async with asyncio.timeout(60), running_cluster(config, output or LineRelay(lambda *_: None), told.append) as started:
+        async with (
+            asyncio.timeout(60),
+            running_cluster(config, output or LineRelay(lambda *_: None), told.append) as started,
+        ):
             yield started, told
     except* ConfigError as group:
         raise innermost_error(group) from None
@@ -115,14 +132,23 @@ async def wait_for_restart(started: Supervisor, name: str, old: int) -> None:
     await wait_until(lambda: started.get_pids().get(name, old) != old)
 
 
-async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(play: Play, config: Config) -> None:
+async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(
+    play: Play, config: Config
+) -> None:
     async with cluster(config) as (started, _):
         await started.wait_until_ready()
         pids = started.get_pids()
         assert set(pids) == {"coordinator", "pool-0", "prefill-0", "decode-0"}
         assert {parent_pid(pid) for pid in pids.values()} == {os.getpid()}
-        await wait_until(lambda: len(read_events()) == len(pids))  # they hear of their end from then on
-    assert sorted(read_events()[:4]) == ["started coordinator", "started decode-0", "started pool-0", "started prefill-0"]
+        await wait_until(
+            lambda: len(read_events()) == len(pids)
+        )  # they hear of their end from then on
+    assert sorted(read_events()[:4]) == [
+        "started coordinator",
+        "started decode-0",
+        "started pool-0",
+        "started prefill-0",
+    ]
     assert read_events()[4] == "ended coordinator"
     assert sorted(read_events()[5:7]) == ["ended decode-0", "ended prefill-0"]
     assert read_events()[7:] == ["ended pool-0"]
@@ -146,7 +172,9 @@ async def test_pool_that_always_fails_does_not_stop_the_cluster(
     async with cluster(config) as (started, told):
         await wait_until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
         assert told[-1] == "pool-0 cannot run: going on without it (no memory)"
-        await started.wait_until_ready()  # only now: from then on it would be started again and again
+        await (
+            started.wait_until_ready()
+        )  # only now: from then on it would be started again and again
         assert {"prefill-0", "decode-0"} <= set(started.get_pids())
 
 
@@ -180,9 +208,13 @@ async def test_config_error_of_a_child_stops_the_cluster(play: Play, config: Con
     assert not any("broken" in line for line in lines)  # whoever catches the error tells it
 
 
-async def test_child_that_cannot_start_stops_the_cluster_with_its_last_line(play: Play, config: Config) -> None:
+async def test_child_that_cannot_start_stops_the_cluster_with_its_last_line(
+    play: Play, config: Config
+) -> None:
     play(decode="sys.exit('no memory')")
-    with pytest.raises(NodeFailed, match=r"decode-0 failed 5 times \(ended with exit code 1\).*: no memory"):
+    with pytest.raises(
+        NodeFailed, match=r"decode-0 failed 5 times \(ended with exit code 1\).*: no memory"
+    ):
         async with cluster(config):
             await asyncio.Event().wait()
 
@@ -224,7 +256,9 @@ async def test_child_that_ignores_sigterm_is_killed(
         await started.wait_until_ready()
         await wait_until(lambda: "deaf decode-0" in read_events())
         pid = started.get_pids()["decode-0"]
-    assert "decode-0 did not end within 0.3 s of SIGTERM: killing it" in told  # on a busy machine not it alone
+    assert (
+        "decode-0 did not end within 0.3 s of SIGTERM: killing it" in told
+    )  # on a busy machine not it alone
     assert not any_alive([pid])
 
 
@@ -241,15 +275,23 @@ async def test_stop_timeout_of_a_node_covers_its_drain(
     monkeypatch.setattr(ChildProcess, "stop", note)
     async with cluster(config) as (started, _):
         await started.wait_until_ready()
-    assert patience["decode-0"] == patience["prefill-0"] == patience["coordinator"] > config.drain_timeout
-    assert sum(set(patience.values()), patience["coordinator"]) == max_stop_seconds(config.drain_timeout)
+    assert (
+        patience["decode-0"]
+        == patience["prefill-0"]
+        == patience["coordinator"]
+        > config.drain_timeout
+    )
+    assert sum(set(patience.values()), patience["coordinator"]) == max_stop_seconds(
+        config.drain_timeout
+    )
 
 
 @pytest.mark.usefixtures("proc")
 async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs, for the kernel. Its first life shows a few signs and then none; its second goes on showing them."""
+    """It runs, for the kernel. Its first life shows a few signs and then none; its second goes on
+    showing them."""
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
     signs = "import faulthandler, time\nfaulthandler.enable()\npipe = int(os.environ['BATON_LIVENESS_FD'])\n"
     hangs = "def stands_still():\n    time.sleep(600)\nif not os.path.exists('tried'):\n open('tried', 'w')\n"
@@ -276,7 +318,9 @@ async def test_child_without_a_first_sign_of_life_is_left_alone(
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
     look = ChildProcess.abort_if_unresponsive
-    monkeypatch.setattr(ChildProcess, "abort_if_unresponsive", lambda *given: (next(looks), look(*given)))
+    monkeypatch.setattr(
+        ChildProcess, "abort_if_unresponsive", lambda *given: (next(looks), look(*given))
+    )
     async with cluster(msgspec.structs.replace(config, liveness_timeout=0.01)) as (started, told):
         await started.wait_until_ready()
         before = next(looks)
@@ -284,7 +328,9 @@ async def test_child_without_a_first_sign_of_life_is_left_alone(
         assert told == []
 
 
-async def test_liveness_checks_continue_after_an_exception(play: Play, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_liveness_checks_continue_after_an_exception(
+    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
 
@@ -313,7 +359,8 @@ async def test_child_runs_on_when_its_output_cannot_be_shown(play: Play, config:
 async def test_full_disk_blocks_no_child_and_dropped_lines_are_reported(
     play: Play, config: Config, tmp_path: Path
 ) -> None:
-    """Room is a limit of this process, whose own files are the logs: children are started before it is set."""
+    """Room is a limit of this process, whose own files are the logs: children are started before it
+    is set."""
     talks = "import time\nwhile not os.path.exists('quiet'):\n print('talking', flush=True)\n time.sleep(0.001)\n"
     play(decode=talks + "note('quiet')\n" + "print('enough', flush=True)\n" + WAIT)
     logs = LogFiles(tmp_path / "logs")
@@ -346,7 +393,9 @@ async def test_lines_of_children_carry_their_names(play: Play, config: Config) -
         await wait_until(lambda: ("decode-0", "hello from decode-0") in lines)
 
 
-async def test_detached_children_write_files_that_begin_anew(play: Play, config: Config, tmp_path: Path) -> None:
+async def test_detached_children_write_files_that_begin_anew(
+    play: Play, config: Config, tmp_path: Path
+) -> None:
     for _ in range(2):
         logs = LogFiles(tmp_path / "logs")
         async with cluster(config, logs) as (started, _):

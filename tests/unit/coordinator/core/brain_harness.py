@@ -1,8 +1,10 @@
-"""The brain on a bench: time turned by hand, nodes that say what the test says, and every effect recorded."""
+"""The brain on a bench: time turned by hand, nodes that say what the test says, and every effect
+recorded."""
 
 from dataclasses import replace
 from typing import Any
 
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, Cancelled, NodeLost
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -14,26 +16,25 @@ from baton.types import (
     Incarnation,
     NodeName,
     PeerAddress,
+    Principal,
     Request,
     RequestId,
     Role,
     SamplingParams,
     SegmentRef,
-    Principal,
     Ticket,
     TicketId,
     TokenEvent,
     TokenLogprobs,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
-from coordinator.core.common import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.placement.interface import PlacementPolicy
-from coordinator.core.requests.request_admitter import SubmittedRequest
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+from coordinator.core.requests.request_admitter import SubmittedRequest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
@@ -101,11 +102,19 @@ class BrainHarness:
     def join_node(self, name: str, role: Role, **changes: Any) -> Incarnation:
         self._joins += 1
         incarnation = Incarnation(f"{name}#{self._joins}")
-        self._record_effects(self.brain.join_node(make_join_info(name, role, **changes), incarnation, self.now))
+        self._record_effects(
+            self.brain.join_node(make_join_info(name, role, **changes), incarnation, self.now)
+        )
         return incarnation
 
     def submit(
-        self, prompt: int = 20, max_tokens: int = 4, timeout: float = 60.0, *, internal: bool = False, **fields: Any
+        self,
+        prompt: int = 20,
+        max_tokens: int = 4,
+        timeout: float = 60.0,
+        *,
+        internal: bool = False,
+        **fields: Any,
     ) -> RequestId:
         """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
         arrival = self.make_request(prompt, max_tokens, timeout, **fields)
@@ -146,10 +155,14 @@ class BrainHarness:
         return self.send_from_node(node, m.Heartbeat(make_stats(room, **fields)))
 
     def lose_node(self, node: Incarnation) -> list[m.Effect]:
-        return self._record_effects(self.brain.remove_member(node, NodeLost(f"{node} died"), self.now))
+        return self._record_effects(
+            self.brain.remove_member(node, NodeLost(f"{node} died"), self.now)
+        )
 
     def cancel(self, request: RequestId, error: BatonError | None = None) -> list[m.Effect]:
-        return self._record_effects(self.brain.cancel_request(request, error or Cancelled("by the test"), self.now))
+        return self._record_effects(
+            self.brain.cancel_request(request, error or Cancelled("by the test"), self.now)
+        )
 
     def stop(self, request: RequestId) -> list[m.Effect]:
         return self._record_effects(self.brain.stop_request(request, self.now))
@@ -164,7 +177,9 @@ class BrainHarness:
 
     # what nodes say, in short
 
-    def report_reserved(self, node: Incarnation, key: AttemptKey, writer: Incarnation | None) -> list[m.Effect]:
+    def report_reserved(
+        self, node: Incarnation, key: AttemptKey, writer: Incarnation | None
+    ) -> list[m.Effect]:
         ticket = make_ticket(node, key, writer) if writer is not None else None
         return self.send_from_node(node, m.BlocksReserved(key, ticket, 0))
 
@@ -177,18 +192,28 @@ class BrainHarness:
         finish: FinishReason | None = None,
         score: TokenLogprobs | None = None,
     ) -> list[m.Effect]:
-        return self.send_from_node(node, m.StepTokens((TokenEvent(key, index, token, finish, score),)))
+        return self.send_from_node(
+            node, m.StepTokens((TokenEvent(key, index, token, finish, score),))
+        )
 
-    def report_prompt_logprobs(self, node: Incarnation, key: AttemptKey, first: int, *scores: TokenLogprobs) -> list[m.Effect]:
+    def report_prompt_logprobs(
+        self, node: Incarnation, key: AttemptKey, first: int, *scores: TokenLogprobs
+    ) -> list[m.Effect]:
         return self.send_from_node(node, m.PromptLogprobsReport(key, first, scores))
 
-    def report_prefill_ended(self, node: Incarnation, key: AttemptKey, computed: int = 20, cached: int = 0) -> None:
+    def report_prefill_ended(
+        self, node: Incarnation, key: AttemptKey, computed: int = 20, cached: int = 0
+    ) -> None:
         self.send_from_node(node, m.PrefillEnded(key, computed, cached))
 
     def report_handed_off(self, node: Incarnation, key: AttemptKey) -> list[m.Effect]:
-        return self.send_from_node(node, m.HandoffCompleted(key, HandoffReport(transport="shm", bytes=10)))
+        return self.send_from_node(
+            node, m.HandoffCompleted(key, HandoffReport(transport="shm", bytes=10))
+        )
 
-    def report_failure(self, node: Incarnation, key: AttemptKey, error: BatonError) -> list[m.Effect]:
+    def report_failure(
+        self, node: Incarnation, key: AttemptKey, error: BatonError
+    ) -> list[m.Effect]:
         return self.send_from_node(node, m.AttemptFailed(key, error))
 
     # what came of it
@@ -197,7 +222,9 @@ class BrainHarness:
         return [
             effect.order
             for effect in self.effects
-            if isinstance(effect, m.SendOrder) and effect.incarnation == node and isinstance(effect.order, kind)
+            if isinstance(effect, m.SendOrder)
+            and effect.incarnation == node
+            and isinstance(effect.order, kind)
         ]
 
     def last_attempt_key(self, node: Incarnation) -> AttemptKey:
@@ -205,7 +232,9 @@ class BrainHarness:
         placed = [
             effect.order.work.key
             for effect in self.effects
-            if isinstance(effect, m.SendOrder) and effect.incarnation == node and isinstance(effect.order, m.DecodeOrder | m.PrefillOrder)
+            if isinstance(effect, m.SendOrder)
+            and effect.incarnation == node
+            and isinstance(effect.order, m.DecodeOrder | m.PrefillOrder)
         ]
         return placed[-1]
 
@@ -219,11 +248,19 @@ class BrainHarness:
 
     def client_events(self, request: RequestId) -> list[m.EmitTokens | m.EmitPromptLogprobs]:
         """What its client was sent, in order."""
-        sent = [effect for effect in self.effects if isinstance(effect, m.EmitTokens | m.EmitPromptLogprobs)]
+        sent = [
+            effect
+            for effect in self.effects
+            if isinstance(effect, m.EmitTokens | m.EmitPromptLogprobs)
+        ]
         return [effect for effect in sent if effect.request_id == request]
 
     def end_events(self, request: RequestId) -> list[m.EndRequest]:
-        return [effect for effect in self.effects if isinstance(effect, m.EndRequest) and effect.request_id == request]
+        return [
+            effect
+            for effect in self.effects
+            if isinstance(effect, m.EndRequest) and effect.request_id == request
+        ]
 
     def end_event(self, request: RequestId) -> m.EndRequest:
         (end,) = self.end_events(request)
@@ -258,7 +295,9 @@ def make_ticket(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Tick
     )
 
 
-def stream_first_token(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
+def stream_first_token(
+    world: BrainHarness, prefill: Incarnation, decode: Incarnation
+) -> AttemptKey:
     key = world.last_attempt_key(decode)
     world.report_reserved(decode, key, prefill)
     world.report_prefill_ended(prefill, key)

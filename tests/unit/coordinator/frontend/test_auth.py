@@ -17,7 +17,8 @@ def test_loopback(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.evil.com", "::ffff:10.0.0.1"]
+    "host",
+    ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.evil.com", "::ffff:10.0.0.1"],
 )
 def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
@@ -40,7 +41,9 @@ def test_grpc_names_of_peers(peer: str, host: str | None) -> None:
     assert parse_peer_address(peer) == host
 
 
-@pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer other", b"Basic key", b"key", b"Bearer key2"])
+@pytest.mark.parametrize(
+    "sent", [None, b"", b"Bearer", b"Bearer other", b"Basic key", b"key", b"Bearer key2"]
+)
 def test_wrong_keys(sent: bytes | None) -> None:
     with pytest.raises(Unauthenticated) as caught:
         BearerKey("key", "--api-key").check_authorization(sent)
@@ -79,7 +82,9 @@ def test_admin_token_or_loopback_is_required() -> None:
         ("", None, False),
     ],
 )
-def test_cross_origin_pages_need_the_admin_token(host: str, origin: str | None, open_: bool) -> None:
+def test_cross_origin_pages_need_the_admin_token(
+    host: str, origin: str | None, open_: bool
+) -> None:
     AdminAuthenticator("token").check_same_origin(host, origin)
     with nullcontext() if open_ else pytest.raises(Unauthenticated, match="--admin-token"):
         AdminAuthenticator("").check_same_origin(host, origin)
@@ -103,7 +108,8 @@ def test_proxied_calls_need_the_admin_token(name: str, direct: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "key"), [("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")]
+    ("host", "key"),
+    [("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")],
 )
 def test_exposed_ports_need_their_key(host: str, key: str) -> None:
     check_coordinator_binds(Config())

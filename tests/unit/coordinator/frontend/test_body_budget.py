@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from baton.errors import Overloaded
 from coordinator.frontend import body_budget as arriving_bodies
-from coordinator.frontend.body_budget import BodyBudgets, IncomingBody, BodyBudget
+from coordinator.frontend.body_budget import BodyBudget, BodyBudgets, IncomingBody
 
 
 @pytest_asyncio.fixture
@@ -46,7 +46,9 @@ async def test_waiting_bodies_are_admitted_in_order(monkeypatch: pytest.MonkeyPa
     gone = asyncio.create_task(_reserve_and_record(room, 0, order))
 
     async with room.reserve_body(1):
-        waiting = [asyncio.create_task(_reserve_and_record(room, number, order)) for number in range(1, 4)]
+        waiting = [
+            asyncio.create_task(_reserve_and_record(room, number, order)) for number in range(1, 4)
+        ]
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.sleep(0)
@@ -104,7 +106,9 @@ async def test_complete_body_is_not_displaced(
         await stack.enter_async_context(room.reserve_body(1))
 
 
-async def test_body_of_unknown_length_is_charged_as_it_grows(stack: AsyncExitStack, room: BodyBudget) -> None:
+async def test_body_of_unknown_length_is_charged_as_it_grows(
+    stack: AsyncExitStack, room: BodyBudget
+) -> None:
     first, second = [await stack.enter_async_context(room.reserve_body(10)) for _ in range(2)]
     await first.grow_to(5)
     await first.grow_to(80)
@@ -115,7 +119,9 @@ async def test_body_of_unknown_length_is_charged_as_it_grows(stack: AsyncExitSta
     assert room.used_bytes == 100
 
 
-async def test_growing_body_waits_and_goes_before_new_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_growing_body_waits_and_goes_before_new_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 60.0)
     room, order = BodyBudget("bodies", 9, 100), list[int]()
 
@@ -125,7 +131,10 @@ async def test_growing_body_waits_and_goes_before_new_bodies(monkeypatch: pytest
 
     async with room.reserve_body(20) as body:
         async with room.reserve_body(80):
-            tasks = [asyncio.create_task(_reserve_and_record(room, 1, order)), asyncio.create_task(grow(body))]
+            tasks = [
+                asyncio.create_task(_reserve_and_record(room, 1, order)),
+                asyncio.create_task(grow(body)),
+            ]
             await asyncio.sleep(0)
             assert order == []
         await asyncio.gather(*tasks)
@@ -133,7 +142,9 @@ async def test_growing_body_waits_and_goes_before_new_bodies(monkeypatch: pytest
     assert (len(room), room.used_bytes) == (0, 0)
 
 
-async def test_stalled_body_is_displaced_by_growing_body(room: BodyBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_body_is_displaced_by_growing_body(
+    room: BodyBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stalled = asyncio.create_task(_stall_until_displaced(room, 80))
     await asyncio.sleep(0)
     monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 0.0)
@@ -143,7 +154,9 @@ async def test_stalled_body_is_displaced_by_growing_body(room: BodyBudget, monke
     assert (await stalled).is_displaced
 
 
-async def test_sweep_displaces_stalled_bodies_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sweep_displaces_stalled_bodies_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody comes, ends or runs out of patience meanwhile."""
     monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 600.0)
     monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
@@ -172,7 +185,10 @@ async def test_waiters_of_a_full_client_do_not_block_other_clients(
     await asyncio.sleep(0)
     assert len(room) == 2
     await stack.enter_async_context(room.reserve_body(1, "other"))
-    later = [asyncio.create_task(stack.enter_async_context(room.reserve_body(1, owner))) for owner in ("greedy", "new")]
+    later = [
+        asyncio.create_task(stack.enter_async_context(room.reserve_body(1, owner)))
+        for owner in ("greedy", "new")
+    ]
     await asyncio.sleep(0)
     assert len(room) == 3
     greedy[0].cancel()

@@ -12,7 +12,9 @@ class StubConnection:
         self.is_closed = True
 
 
-def add_connections(table: ConnectionTable, count: int, address: str = "127.0.0.1") -> list[StubConnection]:
+def add_connections(
+    table: ConnectionTable, count: int, address: str = "127.0.0.1"
+) -> list[StubConnection]:
     made = [StubConnection() for _ in range(count)]
     for one in made:
         table.add_connection(one, address)

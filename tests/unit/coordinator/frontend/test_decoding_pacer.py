@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from baton.process.clock import FakeClock
 from baton.errors import Overloaded
 from baton.limits import MAX_SMALL_BODY_BYTES
+from baton.process.clock import FakeClock
 from coordinator.frontend import decoding_pacer
 from coordinator.frontend.decoding_pacer import LARGE_RATE, MAX_WAIT, MODERATE_BODY, DecodingPacer
 

@@ -38,7 +38,9 @@ def refuse(error: Exception) -> NoReturn:
 REFERENCES: list[weakref.ref[WeaklyReferencedBody]] = []
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("refused"), ZeroDivisionError("unforeseen")], ids=str)
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("refused"), ZeroDivisionError("unforeseen")], ids=str
+)
 async def test_error_of_an_aborted_call_does_not_keep_its_request_alive(error: Exception) -> None:
     context: Any = KeepingContext()
     REFERENCES.clear()

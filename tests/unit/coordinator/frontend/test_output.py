@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.types import TokenLogprobs
-from coordinator.text.detokenizer import Vocabulary
-from coordinator.generation import TokensEvent
 from coordinator.frontend.output import OutputChunk, OutputProcessor
+from coordinator.generation import TokensEvent
+from coordinator.text.detokenizer import Vocabulary
 from tests.small_tokenizers import EOS_TOKEN, byte_level_tokenizer, byte_tokens
 
 VOCABULARY = Vocabulary(byte_level_tokenizer())
@@ -14,22 +14,36 @@ END = byte_level_tokenizer().token_to_id(EOS_TOKEN)
 CHUNKS = ["a", "b", "ab", "é", "日", "😀", "hello", " ", "\n"]
 
 
-def process_in_steps(tokens: list[int], cuts: list[int], *, stop: list[str], scored: bool, unsearched: int = 0) -> list[OutputChunk]:
+def process_in_steps(
+    tokens: list[int], cuts: list[int], *, stop: list[str], scored: bool, unsearched: int = 0
+) -> list[OutputChunk]:
     """`cuts` are the sizes of the events; what is left comes in one."""
-    teller = OutputProcessor(0, VOCABULARY.create_detokenizer(), stop=stop, scored=scored, unsearched=unsearched)
+    teller = OutputProcessor(
+        0, VOCABULARY.create_detokenizer(), stop=stop, scored=scored, unsearched=unsearched
+    )
     pieces, place = [], 0
     for size in [*cuts, len(tokens)]:
         step = tuple(tokens[place : place + size])
         place += size
         if not step or teller.is_stopped:
             continue
-        piece = teller.process_tokens(TokensEvent(step, tuple(TokenLogprobs(-float(token)) for token in step) if scored else ()))
+        piece = teller.process_tokens(
+            TokensEvent(
+                step, tuple(TokenLogprobs(-float(token)) for token in step) if scored else ()
+            )
+        )
         pieces += [piece] if piece else []
     rest = teller.flush()
-    return [*pieces, *([rest] if rest else []), OutputChunk(0, "", range(teller.output_tokens), is_prompt_echo=teller.is_stopped)]
+    return [
+        *pieces,
+        *([rest] if rest else []),
+        OutputChunk(0, "", range(teller.output_tokens), is_prompt_echo=teller.is_stopped),
+    ]
 
 
-def concatenate_chunks(pieces: list[OutputChunk]) -> tuple[str, list[int], list[float], list[int], int, bool]:
+def concatenate_chunks(
+    pieces: list[OutputChunk],
+) -> tuple[str, list[int], list[float], list[int], int, bool]:
     *shown, end = pieces
     return (
         "".join(piece.text for piece in shown),
@@ -50,7 +64,9 @@ TOKENS = st.lists(
     ),
     max_size=10,
 ).map(lambda groups: [token for group in groups for token in group])
-STOPS = st.lists(st.sampled_from(["ab", "ba", "é", "日a", "😀", "hello h", "\n\n", "\ufffd"]), max_size=3)
+STOPS = st.lists(
+    st.sampled_from(["ab", "ba", "é", "日a", "😀", "hello h", "\n\n", "\ufffd"]), max_size=3
+)
 
 
 @settings(max_examples=300)
@@ -60,9 +76,9 @@ def test_output_does_not_depend_on_event_boundaries(
 ) -> None:
     pieces = process_in_steps(tokens, cuts, stop=stop, scored=scored, unsearched=unsearched)
     text, listed, scores, starts, counted, stopped = concatenate_chunks(pieces)
-    assert concatenate_chunks(process_in_steps(tokens, [1] * len(tokens), stop=stop, scored=scored, unsearched=unsearched)) == concatenate_chunks(
-        pieces
-    )
+    assert concatenate_chunks(
+        process_in_steps(tokens, [1] * len(tokens), stop=stop, scored=scored, unsearched=unsearched)
+    ) == concatenate_chunks(pieces)
     whole = byte_level_tokenizer().decode(tokens, skip_special_tokens=True)
     assert whole.startswith(text)
     assert tokens[: len(listed)] == listed
@@ -96,5 +112,7 @@ def test_tokens_after_the_stop_string_in_one_event_do_not_count() -> None:
 
 def test_stop_strings_are_not_searched_within_min_tokens() -> None:
     tokens = byte_tokens(b"xxaxx")
-    text, *_, counted, stopped = concatenate_chunks(process_in_steps(tokens, [], stop=["xx"], scored=False, unsearched=2))
+    text, *_, counted, stopped = concatenate_chunks(
+        process_in_steps(tokens, [], stop=["xx"], scored=False, unsearched=2)
+    )
     assert (text, counted, stopped) == ("xxa", 5, True)

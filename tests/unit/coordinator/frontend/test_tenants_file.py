@@ -8,8 +8,8 @@ import pytest
 from baton.config.settings import Config
 from baton.errors import ConfigError, Unauthenticated
 from baton.network.bind_policy import check_coordinator_binds
-from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.core.admission.tenants import hash_key
+from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.frontend.tenants_file import load_tenants, parse_tenants
 
 KEY = b"a long and random key"
@@ -77,7 +77,10 @@ def test_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
 def test_only_keys_of_the_file_are_accepted() -> None:
     clients = ClientAuthenticator(tenants=parse_tenants({"tenants": [tenant()]}))
     assert clients.identify_tenant(b"Bearer " + KEY).name == "acme"
-    assert clients.make_principal(clients.identify_tenant(b"bearer " + KEY), 0).tenant_class == "standard"
+    assert (
+        clients.make_principal(clients.identify_tenant(b"bearer " + KEY), 0).tenant_class
+        == "standard"
+    )
     for sent in (None, b"", b"Bearer", b"Bearer other", b"Basic " + KEY):
         with pytest.raises(Unauthenticated):
             clients.identify_tenant(sent)

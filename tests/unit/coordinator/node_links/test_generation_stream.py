@@ -8,7 +8,7 @@ import pytest
 from baton.errors import NodeLost, SlowReader
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
-from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent
+from coordinator.generation import FinishedEvent, GenerationEvent, TokensEvent
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 
 LINE = Timeline(total=3.0, attempts=8)
@@ -20,7 +20,11 @@ class StoppingReader:
     def __init__(self, enough: int | None = None) -> None:
         self.callbacks: list[str] = []
         self.events: list[GenerationEvent] = []
-        self.stream = GenerationStream(RequestId("r"), lambda _: self.callbacks.append("cancel"), lambda _: self.callbacks.append("stop"))
+        self.stream = GenerationStream(
+            RequestId("r"),
+            lambda _: self.callbacks.append("cancel"),
+            lambda _: self.callbacks.append("stop"),
+        )
         self._stop_after_events = enough
 
     async def read_all(self) -> None:
@@ -51,7 +55,11 @@ def test_error_after_the_stop_point_is_not_raised() -> None:
     reader.stream.push_tokens(TokensEvent((3,)))
     reader.stream.end_stream(SlowReader("too slow"), LINE)
     run_coroutine(reader.read_all())
-    assert reader.events == [TokensEvent((1, 2)), TokensEvent((3,)), FinishedEvent(FinishReason.STOP, 0, LINE)]
+    assert reader.events == [
+        TokensEvent((1, 2)),
+        TokensEvent((3,)),
+        FinishedEvent(FinishReason.STOP, 0, LINE),
+    ]
     assert reader.callbacks == []
 
 

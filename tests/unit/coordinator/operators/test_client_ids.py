@@ -4,7 +4,12 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.types import RequestId
-from coordinator.operators.client_ids import MAX_CLIENT_IDS, MAX_REQUESTS_PER_ID, ClientIds, parse_request_id
+from coordinator.operators.client_ids import (
+    MAX_CLIENT_IDS,
+    MAX_REQUESTS_PER_ID,
+    ClientIds,
+    parse_request_id,
+)
 
 
 @pytest.mark.parametrize("name", ["ab12", "cmpl-ab12", "chatcmpl-ab12"])
@@ -23,7 +28,9 @@ def test_ambiguous_client_id_lists_requests() -> None:
     ids = ClientIds()
     for number in range(3):
         ids.add_request("job", RequestId(f"request-{number}"))
-    with pytest.raises(InvalidRequest, match=r"3 requests .* 'job'.* request-0, request-1, request-2") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"3 requests .* 'job'.* request-0, request-1, request-2"
+    ) as caught:
         ids.find_request("job")
     assert caught.value.param == "request_id"
 
@@ -37,5 +44,8 @@ def test_kept_client_ids_are_bounded() -> None:
     assert ids.find_request("id-10") == "10"
     for number in range(100):
         ids.add_request("busy", RequestId(f"r{number}"))
-    with pytest.raises(InvalidRequest, match=rf"{MAX_REQUESTS} requests .*r{100 - MAX_REQUESTS}, .*r99$"):
+    with pytest.raises(
+        InvalidRequest,
+        match=rf"{MAX_REQUESTS_PER_ID} requests .*r{100 - MAX_REQUESTS_PER_ID}, .*r99$",
+    ):
         ids.find_request("busy")

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest
 from coordinator.text import chat_template
-from coordinator.text.chat_template import ChatTemplate, ChatPrompt
+from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from tests.small_tokenizers import EOS_TOKEN, byte_level_tokenizer
 
 CHATML = """{{ bos_token }}
@@ -39,16 +39,22 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize("source", [CHATML, ALTERNATING, EVERYTHING], ids=["chatml", "alternating", "everything"])
+@pytest.mark.parametrize(
+    "source", [CHATML, ALTERNATING, EVERYTHING], ids=["chatml", "alternating", "everything"]
+)
 @pytest.mark.parametrize("answer", [True, False])
 def test_rendering_equals_transformers(source: str, answer: bool) -> None:
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token=EOS_TOKEN, chat_template=source)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), bos_token=EOS_TOKEN, chat_template=source
+    )
     ours = ChatTemplate(source, {"bos_token": EOS_TOKEN}).render(ChatPrompt(TALK, answer))
     assert ours == theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=answer)
 
 
 def test_template_refusal_is_quoted() -> None:
-    with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate") as told:
+    with pytest.raises(
+        InvalidRequest, match="refuses these messages: roles must alternate"
+    ) as told:
         ChatTemplate(ALTERNATING, {}).render(ChatPrompt([{"role": "system", "content": "secret"}]))
     assert told.value.param == "messages"
 
@@ -73,7 +79,9 @@ def test_unsafe_templates_are_refused(source: str) -> None:
 
 
 def test_output_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = ChatTemplate("{% for i in range(9000) %}{% for j in range(9000) %}x{% endfor %}{% endfor %}", {})
+    endless = ChatTemplate(
+        "{% for i in range(9000) %}{% for j in range(9000) %}x{% endfor %}{% endfor %}", {}
+    )
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100_000)
     with pytest.raises(InvalidRequest, match="too much for the chat template"):
         endless.render(ChatPrompt(TALK))
@@ -85,7 +93,9 @@ def test_output_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [0, 2049])
 def test_the_number_of_messages_is_bounded(count: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"messages has {count} messages: it must have 1 to 2048"):
+    with pytest.raises(
+        InvalidRequest, match=f"messages has {count} messages: it must have 1 to 2048"
+    ):
         ChatTemplate("", {}).render(ChatPrompt(TALK[:1] * count))
 
 
@@ -96,4 +106,7 @@ def test_a_broken_template_is_a_start_up_error() -> None:
 
 def test_messages_come_to_the_template_as_they_were_sent() -> None:
     message: dict[str, Any] = {"role": "tool", "content": "4", "tool_call_id": "call_1"}
-    assert json.loads(ChatTemplate("{{ messages[0] | tojson }}", {}).render(ChatPrompt([message]))) == message
+    assert (
+        json.loads(ChatTemplate("{{ messages[0] | tojson }}", {}).render(ChatPrompt([message])))
+        == message
+    )

@@ -13,14 +13,32 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from coordinator.text.detokenizer import Vocabulary
 from tests.small_tokenizers import EOS_TOKEN, byte_level_tokenizer, byte_tokens
 
-WORDS = ["▁", "▁hello", "hello", "▁wörld", "日", "本", "😀", "a", "b", " ", ".", "\ufffd", "▁▁", "e\u0301", "\u0301"]
+WORDS = [
+    "▁",
+    "▁hello",
+    "hello",
+    "▁wörld",
+    "日",
+    "本",
+    "😀",
+    "a",
+    "b",
+    " ",
+    ".",
+    "\ufffd",
+    "▁▁",
+    "e\u0301",
+    "\u0301",
+]
 
 
 @functools.cache
 def byte_level_with_additions() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.add_special_tokens([AddedToken("<|tool|>", special=True)])
-    tokenizer.add_tokens([AddedToken("two words"), AddedToken("ünï"), AddedToken("\u00a0"), AddedToken("€")])
+    tokenizer.add_tokens(
+        [AddedToken("two words"), AddedToken("ünï"), AddedToken("\u00a0"), AddedToken("€")]
+    )
     return tokenizer
 
 
@@ -31,7 +49,12 @@ def sentencepiece() -> tokenizers.Tokenizer:
     model = models.BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<s>"])
     return tokenizer
@@ -40,7 +63,9 @@ def sentencepiece() -> tokenizers.Tokenizer:
 @functools.cache
 def metaspace() -> tokenizers.Tokenizer:
     """T5's kind."""
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, "a"))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, "a")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
@@ -49,14 +74,19 @@ def metaspace() -> tokenizers.Tokenizer:
 @functools.cache
 def bare() -> tokenizers.Tokenizer:
     """No decoder: words joined by spaces."""
-    return tokenizers.Tokenizer(models.WordLevel({"one": 0, "two": 1, "drei": 2, "\ufffd": 3}, "one"))
+    return tokenizers.Tokenizer(
+        models.WordLevel({"one": 0, "two": 1, "drei": 2, "\ufffd": 3}, "one")
+    )
 
 
 @functools.cache
 def byte_level_among_others() -> tokenizers.Tokenizer:
-    """Bytes are one step of decoding among several. A piece may end in the middle of a character."""
+    """Bytes are one step of decoding among several. A piece may end in the middle of a
+    character."""
     tokenizer = tokenizers.Tokenizer.from_str(byte_level_with_additions().to_str())
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Replace("hello", "bye")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Fuse(), decoders.Replace("hello", "bye")]
+    )
     return tokenizer
 
 
@@ -105,10 +135,15 @@ class DecodeCountingBackend:
 
 
 @pytest.mark.parametrize(
-    "kind", [sentencepiece, metaspace, bare, byte_level_among_others], ids=lambda kind: kind.__name__
+    "kind",
+    [sentencepiece, metaspace, bare, byte_level_among_others],
+    ids=lambda kind: kind.__name__,
 )
-def test_tokens_that_are_replacement_characters_are_decoded_once(kind: Callable[[], tokenizers.Tokenizer]) -> None:
-    """Such a token looks like one that ends in the middle of a character, and nothing that follows changes that."""
+def test_tokens_that_are_replacement_characters_are_decoded_once(
+    kind: Callable[[], tokenizers.Tokenizer],
+) -> None:
+    """Such a token looks like one that ends in the middle of a character, and nothing that follows
+    changes that."""
     backend = DecodeCountingBackend(kind())
     vocabulary = Vocabulary(cast(tokenizers.Tokenizer, backend))
     bad = kind().token_to_id("\ufffd") or byte_tokens(b"\x80")[0]
@@ -145,7 +180,14 @@ def test_invalid_utf8_becomes_replacement_characters(data: bytes) -> None:
 
 def test_an_emoji_comes_whole() -> None:
     detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
-    assert [detokenizer.append_tokens([token]) for token in byte_tokens("a😀b".encode())] == ["a", "", "", "", "😀", "b"]
+    assert [detokenizer.append_tokens([token]) for token in byte_tokens("a😀b".encode())] == [
+        "a",
+        "",
+        "",
+        "",
+        "😀",
+        "b",
+    ]
 
 
 def test_byte_fallback_waits_for_the_end_of_its_run() -> None:
@@ -162,14 +204,20 @@ def test_continuation_equals_the_text_it_adds(kind: Callable[[], tokenizers.Toke
     """As in Llama 2, where a decoding loses the space that its first word brings."""
     backend = kind()
     vocabulary = Vocabulary(backend)
-    words = (token for token in range(backend.get_vocab_size()) if "<0x" not in backend.id_to_token(token))
+    words = (
+        token
+        for token in range(backend.get_vocab_size())
+        if "<0x" not in backend.id_to_token(token)
+    )
     before = next(token for token in words if backend.decode([token]).strip().isalnum())
 
     @settings(max_examples=80)
     @given(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=12))
     def holds(tokens: list[int]) -> None:
         detokenizer = vocabulary.create_detokenizer(continuing=True)
-        added = "".join(detokenizer.append_tokens([token]) for token in tokens) + detokenizer.flush()
+        added = (
+            "".join(detokenizer.append_tokens([token]) for token in tokens) + detokenizer.flush()
+        )
         alone = backend.decode([before], skip_special_tokens=True)
         assert alone + added == backend.decode([before, *tokens], skip_special_tokens=True)
 
@@ -183,8 +231,16 @@ def test_continuing_word_keeps_its_leading_space() -> None:
     assert Vocabulary(backend).create_detokenizer(continuing=True).append_tokens(word) == " hello"
 
 
-NAMES = [(byte_level_tokenizer, "Ġ", " "), (sentencepiece, "▁hello", " hello"), (sentencepiece, "<0x0A>", "\n")]
-NAMES += [(sentencepiece, "<0xE2>", "bytes:\\xe2"), (byte_level_tokenizer, EOS_TOKEN, EOS_TOKEN), (byte_level_tokenizer, "Ã", "bytes:\\xc3")]
+NAMES = [
+    (byte_level_tokenizer, "Ġ", " "),
+    (sentencepiece, "▁hello", " hello"),
+    (sentencepiece, "<0x0A>", "\n"),
+]
+NAMES += [
+    (sentencepiece, "<0xE2>", "bytes:\\xe2"),
+    (byte_level_tokenizer, EOS_TOKEN, EOS_TOKEN),
+    (byte_level_tokenizer, "Ã", "bytes:\\xc3"),
+]
 
 
 @pytest.mark.parametrize(("kind", "piece", "text"), NAMES)
@@ -197,4 +253,7 @@ def test_token_text(kind: Callable[[], tokenizers.Tokenizer], piece: str, text: 
 def test_special_tokens_leave_no_text() -> None:
     detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
     end = byte_level_tokenizer().token_to_id(EOS_TOKEN)
-    assert detokenizer.append_tokens([end, *byte_level_tokenizer().encode("hello").ids, end]) == "hello"
+    assert (
+        detokenizer.append_tokens([end, *byte_level_tokenizer().encode("hello").ids, end])
+        == "hello"
+    )

@@ -15,8 +15,13 @@ def find_stop_naively(text: str, stops: list[str]) -> int | None:
 
 
 @settings(max_examples=500)
-@given(st.lists(WORDS, min_size=1, max_size=4), st.lists(st.text(alphabet="abc", max_size=3), max_size=12))
-def test_matcher_equals_naive_search_and_holds_possible_prefixes(stops: list[str], steps: list[str]) -> None:
+@given(
+    st.lists(WORDS, min_size=1, max_size=4),
+    st.lists(st.text(alphabet="abc", max_size=3), max_size=12),
+)
+def test_matcher_equals_naive_search_and_holds_possible_prefixes(
+    stops: list[str], steps: list[str]
+) -> None:
     search = StopStringMatcher(stops)
     text = ""
     for step in steps:
@@ -25,7 +30,9 @@ def test_matcher_equals_naive_search_and_holds_possible_prefixes(stops: list[str
         assert found == find_stop_naively(text, stops)
         if found is not None:
             break
-        beginnings = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
+        beginnings = [
+            size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])
+        ]
         assert search.held_characters == max(beginnings)
 
 

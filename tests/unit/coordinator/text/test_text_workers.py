@@ -14,10 +14,16 @@ async def test_smaller_work_goes_first_and_short_work_has_its_own_lane() -> None
     busy = [asyncio.create_task(workers.run_work(gate.wait, MAX_SHORT_BYTES + 1)) for _ in range(2)]
     await asyncio.sleep(0)
     sizes = [MAX_SHORT_BYTES * 9, MAX_SHORT_BYTES * 2, MAX_SHORT_BYTES * 5]
-    later = [asyncio.create_task(workers.run_work(lambda size=size: order.append(size), size)) for size in sizes]
+    later = [
+        asyncio.create_task(workers.run_work(lambda size=size: order.append(size), size))
+        for size in sizes
+    ]
     await asyncio.sleep(0)
     assert await workers.run_work(lambda: "short", MAX_SHORT_BYTES) == "short"
-    assert await workers.run_work(threading.current_thread, MAX_INLINE_BYTES) is threading.main_thread()
+    assert (
+        await workers.run_work(threading.current_thread, MAX_INLINE_BYTES)
+        is threading.main_thread()
+    )
     assert order == []
     gate.set()
     await asyncio.gather(*busy, *later)
@@ -60,7 +66,10 @@ async def test_short_text_overtakes_a_full_queue_of_longer_ones() -> None:
     workers, order, gate = TextWorkers(clock=lambda: now), list[int](), threading.Event()
     busy = asyncio.create_task(workers.run_work(gate.wait, MAX_SHORT_BYTES))
     await asyncio.sleep(0)
-    longer = [asyncio.create_task(workers.run_work(lambda: order.append(1), MAX_SHORT_BYTES)) for _ in range(250)]
+    longer = [
+        asyncio.create_task(workers.run_work(lambda: order.append(1), MAX_SHORT_BYTES))
+        for _ in range(250)
+    ]
     await asyncio.sleep(0)
     now = 10.0  # about what it takes to encode them
     short = asyncio.create_task(workers.run_work(lambda: order.append(0), 3000))
@@ -72,9 +81,14 @@ async def test_short_text_overtakes_a_full_queue_of_longer_ones() -> None:
 
 async def test_pending_text_is_bounded() -> None:
     workers, gate = TextWorkers(most_long_bytes=10 * MAX_SHORT_BYTES), threading.Event()
-    tasks = [asyncio.create_task(workers.run_work(gate.wait, 3 * MAX_SHORT_BYTES)) for _ in range(3)]
+    tasks = [
+        asyncio.create_task(workers.run_work(gate.wait, 3 * MAX_SHORT_BYTES)) for _ in range(3)
+    ]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match=f"{9 * SHORT_BYTES} bytes of text wait .* the limit is {10 * SHORT_BYTES}"):
+    with pytest.raises(
+        Overloaded,
+        match=f"{9 * MAX_SHORT_BYTES} bytes of text wait .* the limit is {10 * MAX_SHORT_BYTES}",
+    ):
         await workers.run_work(gate.wait, 2 * MAX_SHORT_BYTES)
     tasks[2].cancel()
     await asyncio.wait(tasks[2:])

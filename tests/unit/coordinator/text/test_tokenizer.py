@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from baton.errors import ConfigError, InvalidRequest, ContextLengthExceeded
+from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from baton.limits import TextLimit
 from coordinator.text import tokenizer_loader as tokenizer
 from coordinator.text.bounded_encoder import SLICE_CHARS, BoundedEncoder, longest_token_bytes
-from coordinator.text.chat_template import ChatTemplate, ChatPrompt
+from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from coordinator.text.text_workers import MAX_INLINE_BYTES, MAX_SHORT_BYTES, Result, TextWorkers
 from coordinator.text.tokenizer import DECODE_BYTES_PER_TOKEN, HfTokenizer
 from tests.small_tokenizers import CHAT_TEMPLATE, EOS_TOKEN, byte_level_tokenizer
@@ -42,7 +42,9 @@ def word_level_with_unk() -> tokenizers.Tokenizer:
 def tokenizer_with_bos() -> HfTokenizer:
     """Token 0 begins every encoding."""
     backend = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
-    backend.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS_TOKEN, 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{EOS_TOKEN} $A", special_tokens=[(EOS_TOKEN, 0)]
+    )
     return HfTokenizer(backend, bos=0)
 
 
@@ -50,9 +52,12 @@ async def test_special_tokens_are_added_as_configured_but_bos_never_twice() -> N
     plain = byte_level_tokenizer().encode("hello").ids
     text = tokenizer_with_bos()
     assert await text.encode("hello") == (0, *plain)
-    assert await text.encode(f"{EOS}hello") == (0, *plain)
+    assert await text.encode(f"{EOS_TOKEN}hello") == (0, *plain)
     assert await text.encode("") == (0,)
-    assert await HfTokenizer(byte_level_tokenizer(), bos=0).encode(f"{EOS}hello") == (0, *plain)
+    assert await HfTokenizer(byte_level_tokenizer(), bos=0).encode(f"{EOS_TOKEN}hello") == (
+        0,
+        *plain,
+    )
 
 
 async def test_truncation_and_padding_of_the_files_are_ignored() -> None:
@@ -66,10 +71,14 @@ async def test_truncation_and_padding_of_the_files_are_ignored() -> None:
 
 async def test_long_prompts_encode_the_same_off_the_loop() -> None:
     prompt = "hello wörld 😀 " * (MAX_INLINE_BYTES // 4)
-    assert await HfTokenizer(byte_level_tokenizer(), bos=None).encode(prompt) == tuple(byte_level_tokenizer().encode(prompt).ids)
+    assert await HfTokenizer(byte_level_tokenizer(), bos=None).encode(prompt) == tuple(
+        byte_level_tokenizer().encode(prompt).ids
+    )
 
 
-@pytest.mark.parametrize(("model", "engine", "told"), [("", "model", "the model has no"), ("x", "paced", "the paced")])
+@pytest.mark.parametrize(
+    ("model", "engine", "told"), [("", "model", "the model has no"), ("x", "paced", "the paced")]
+)
 async def test_text_is_refused_without_a_tokenizer(model: str, engine: str, told: str) -> None:
     text = await tokenizer.load_tokenizer(model, engine)
     with pytest.raises(InvalidRequest, match=f"prompt is text, but {told}.*send token ids"):
@@ -86,7 +95,7 @@ async def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
 async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
-        f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{EOS}", "clean_up_tokenization_spaces": false}}'
+        f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{EOS_TOKEN}", "clean_up_tokenization_spaces": false}}'
     )
     text = await tokenizer.load_tokenizer(str(tmp_path), "model")
     ids = await text.encode("hello wörld")
@@ -102,7 +111,9 @@ async def test_broken_files_are_a_start_up_error(tmp_path: Path) -> None:
 
 
 async def test_remote_code_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+    )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     with pytest.raises(ConfigError):
         await tokenizer.load_tokenizer(str(tmp_path), "model")
@@ -123,7 +134,9 @@ async def test_token_offset_includes_its_leading_space(nested: bool) -> None:
 
 async def test_token_without_text_starts_where_the_previous_ends() -> None:
     backend = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
-    backend.post_processor = processors.TemplateProcessing(single=f"{EOS} $A {EOS}", special_tokens=[(EOS_TOKEN, 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{EOS_TOKEN} $A {EOS_TOKEN}", special_tokens=[(EOS_TOKEN, 0)]
+    )
     starts = await HfTokenizer(backend, bos=None).compute_token_offsets("hello a")
     assert (starts[0], starts[1], starts[-1]) == (0, 0, len("hello a"))
 
@@ -167,8 +180,14 @@ async def test_oversized_text_is_refused_before_encoding() -> None:
     """No token of this tokenizer has more than so many bytes."""
     backend = byte_level_tokenizer()
     longest = max(map(len, backend.get_vocab()))
-    text, limit = HfTokenizer(backend, bos=None, workers=(workers := ThreadRecordingWorkers())), TextLimit(10, "as it is")
-    with pytest.raises(ContextLengthExceeded, match=rf"{10 * longest + 1} bytes of text: no token has more than {longest}.*as it is"):
+    text, limit = (
+        HfTokenizer(backend, bos=None, workers=(workers := ThreadRecordingWorkers())),
+        TextLimit(10, "as it is"),
+    )
+    with pytest.raises(
+        ContextLengthExceeded,
+        match=rf"{10 * longest + 1} bytes of text: no token has more than {longest}.*as it is",
+    ):
         await text.encode("x" * (10 * longest + 1), limit=limit)
     assert workers.threads == []
     assert len(await text.encode("x" * 10, limit=limit)) <= 10
@@ -190,12 +209,17 @@ class EncodeCountingBackend:
 
 
 @pytest.mark.parametrize("kind", [byte_level_tokenizer, word_level_with_unk])
-async def test_encoding_stops_at_twice_the_token_limit(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+async def test_encoding_stops_at_twice_the_token_limit(
+    kind: Callable[[], tokenizers.Tokenizer],
+) -> None:
     """Also where one token may stand for any number of bytes."""
     backend = EncodeCountingBackend(kind())
     encoder = BoundedEncoder(cast(tokenizers.Tokenizer, backend))
     text = "日 " * (2 << 20)
-    with pytest.raises(ContextLengthExceeded, match=r"prompt has more than 1000 tokens: the limit is 1000 .as it is"):
+    with pytest.raises(
+        ContextLengthExceeded,
+        match=r"prompt has more than 1000 tokens: the limit is 1000 .as it is",
+    ):
         encoder.encode_text(text, TextLimit(1000, "as it is"), special=True)
     assert backend.encoded_characters == SLICE_CHARS
     assert len(encoder.encode_text(text[:1000], TextLimit(1000, "as it is"), special=True)) >= 500
@@ -204,8 +228,12 @@ async def test_encoding_stops_at_twice_the_token_limit(kind: Callable[[], tokeni
 UNBOUNDED: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "a token for what is unknown": word_level_with_unk,
     "a normalizer": lambda: byte_level_with_parts(normalizer=normalizers.Strip()),
-    "a pre-tokenizer that drops spaces": lambda: byte_level_with_parts(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
-    "a token that swallows spaces": lambda: byte_level_with_token(AddedToken("<mask>", lstrip=True)),
+    "a pre-tokenizer that drops spaces": lambda: byte_level_with_parts(
+        pre_tokenizer=pre_tokenizers.WhitespaceSplit()
+    ),
+    "a token that swallows spaces": lambda: byte_level_with_token(
+        AddedToken("<mask>", lstrip=True)
+    ),
 }
 
 

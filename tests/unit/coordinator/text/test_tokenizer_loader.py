@@ -16,7 +16,9 @@ from coordinator.text.chat_template import ChatPrompt
 from tests.small_tokenizers import CORPUS, EOS_TOKEN, byte_level_tokenizer
 
 BOS = "<|begin|>"
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+)
 TALK = [{"role": "user", "content": "hello wörld 😀"}]
 
 
@@ -26,8 +28,12 @@ def write_tokenizer_files(where: Path, *, begins: bool = False, **settings: Any)
     backend.add_special_tokens([BOS])
     if begins:
         bos = backend.token_to_id(BOS)
-        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS_TOKEN).save_pretrained(where)
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, bos)]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=BOS, eos_token=EOS_TOKEN
+    ).save_pretrained(where)
     file = where / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return where
@@ -48,8 +54,11 @@ def write_tokenizer_files(where: Path, *, begins: bool = False, **settings: Any)
 )
 async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     where = write_tokenizer_files(tmp_path, **settings)
-    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
-    for text in [*CORPUS[:5], f"a{EOS}b", ""]:
+    ours, theirs = (
+        await tokenizer_files.load_tokenizer(str(where), "model"),
+        AutoTokenizer.from_pretrained(where),
+    )
+    for text in [*CORPUS[:5], f"a{EOS_TOKEN}b", ""]:
         for special in (True, False):
             expected = theirs.encode(text, add_special_tokens=special)
             assert await ours.encode(text, special=special) == tuple(expected)
@@ -58,14 +67,19 @@ async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, 
 @pytest.mark.parametrize("place", ["settings", "file", "names"])
 async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(place, {})
+    settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(
+        place, {}
+    )
     where = write_tokenizer_files(tmp_path, begins=True, **settings)
     if place == "file":
         (where / "chat_template.jinja").write_text(TEMPLATE)
-    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
+    ours, theirs = (
+        await tokenizer_files.load_tokenizer(str(where), "model"),
+        AutoTokenizer.from_pretrained(where),
+    )
     prompt = await ours.encode_chat(ChatPrompt(TALK))
     rendered = theirs.apply_chat_template(TALK, tokenize=False)
-    assert await ours.decode(prompt) == rendered == f"{BOS}user: hello wörld 😀{EOS}"
+    assert await ours.decode(prompt) == rendered == f"{BOS}user: hello wörld 😀{EOS_TOKEN}"
     ids = theirs.apply_chat_template(TALK, return_dict=False)
     assert prompt == tuple(ids)
     assert ids.count(theirs.bos_token_id) == 1

@@ -1,5 +1,5 @@
-"""A node's attachment that does not come about for a reason that nobody foresaw: the pool gets its byte back, and the
-node dials again. And one that outlives the pool."""
+"""A node's attachment that does not come about for a reason that nobody foresaw: the pool gets its
+byte back, and the node dials again. And one that outlives the pool."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from typing import cast
 
 import pytest
 
-from baton.shared_memory.addressing import BlockAddressSpace
-from baton.process.clock import monotonic_clock
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.pb import pool_pb2 as pb
+from baton.process.clock import monotonic_clock
+from baton.shared_memory.addressing import BlockAddressSpace
 from kv_pool.client.attachment import PoolAttachment, SegmentMappings
-from kv_pool.client.pool_client import PoolClient
 from kv_pool.client.factory import NodePoolContext, make_pool_client
-from kv_pool.core.eviction.policies import EVICTION_POLICIES
-from kv_pool.service.pool_manager import AttachRequest, PoolManager
+from kv_pool.client.pool_client import PoolClient
 from kv_pool.client.stream import PoolStream
-from kv_pool.memory.segment_store import SegmentStore
 from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
+from kv_pool.core.eviction.policies import EVICTION_POLICIES
+from kv_pool.memory.segment_store import SegmentStore
+from kv_pool.service.pool_manager import AttachRequest, PoolManager
 from tests.pool.harness import DIGEST, LAYOUT, client_config
 
 
@@ -43,16 +43,24 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlockAddressSpace:
     return BlockAddressSpace(LAYOUT.block_bytes, tmp_path, range_bytes=1 << 30)
 
 
-def test_fence_byte_is_unlocked_when_mapping_fails(store: SegmentStore, space: BlockAddressSpace, tmp_path: Path) -> None:
+def test_fence_byte_is_unlocked_when_mapping_fails(
+    store: SegmentStore, space: BlockAddressSpace, tmp_path: Path
+) -> None:
     byte = store.fences.allocate_byte()
     with pytest.raises(ValueError, match="mapped already"):
-        PoolAttachment(1, pb.Attached(segment=store.name, fence=byte), SegmentMappings(space, tmp_path, LAYOUT.block_bytes))
+        PoolAttachment(
+            1,
+            pb.Attached(segment=store.name, fence=byte),
+            SegmentMappings(space, tmp_path, LAYOUT.block_bytes),
+        )
     assert store.fences.try_close_byte(byte)
 
 
 @pytest.mark.parametrize("rate", ["0.5", "0", "-1", "much"])
 def test_invalid_publish_rate_is_rejected_at_start(space: BlockAddressSpace, rate: str) -> None:
-    parts = SimpleNamespace(config=Config(pool_publish_rate=rate), space=space, own=memoryview(bytearray(4096)))
+    parts = SimpleNamespace(
+        config=Config(pool_publish_rate=rate), space=space, own=memoryview(bytearray(4096))
+    )
     with pytest.raises(ConfigError, match=f"pool_publish_rate is '{rate}'"):
         make_pool_client(cast(NodePoolContext, parts))
 
@@ -60,14 +68,18 @@ def test_invalid_publish_rate_is_rejected_at_start(space: BlockAddressSpace, rat
 @pytest.mark.asyncio
 async def test_stream_may_end_after_the_pool_is_closed(tmp_path: Path) -> None:
     host = PoolManager(tmp_path, 1 << 20, EVICTION_POLICIES["lru"], monotonic_clock)
-    desk = await host.attach_client(AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT))
+    desk = await host.attach_client(
+        AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT)
+    )
     await host.close()
     host.on_stream_ended(desk)
     assert host._close_off_timer is None
 
 
 @pytest.mark.asyncio
-async def test_node_redials_after_an_unexpected_error(space: BlockAddressSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_redials_after_an_unexpected_error(
+    space: BlockAddressSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = asyncio.Semaphore(0)
 
     def session(_: object) -> PoolStream:
@@ -76,7 +88,9 @@ async def test_node_redials_after_an_unexpected_error(space: BlockAddressSpace, 
 
     monkeypatch.setattr("kv_pool.client.pool_client.Session", session)
     monkeypatch.setattr("kv_pool.client.pool_client.RETRY", 0.001)
-    client = PoolClient(client_config("127.0.0.1:1", tmp_path, "node"), space, memoryview(bytearray(4096)))
+    client = PoolClient(
+        client_config("127.0.0.1:1", tmp_path, "node"), space, memoryview(bytearray(4096))
+    )
     running = asyncio.create_task(client.run())
     async with asyncio.timeout(30):
         for _ in range(3):

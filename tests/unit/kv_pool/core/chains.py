@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from baton.kv.block_hash import BlockHash
+from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.index.radix_index import ROOT
-from kv_pool.core.blocks.cache_tier import CacheTier
 
 PROMPT_BLOCK_TOKENS = 4
 ROOTS = tuple(BlockHash(bytes([number]) * 32) for number in range(3))
@@ -15,9 +15,13 @@ def make_chain(tokens: Sequence[int], root: BlockHash = ROOTS[0]) -> PromptChain
     return PromptChain.from_tokens(root, tokens, PROMPT_BLOCK_TOKENS)
 
 
-def make_block_chain(*ids: int, root: BlockHash = ROOTS[0], rest: Sequence[int] = ()) -> PromptChain:
+def make_block_chain(
+    *ids: int, root: BlockHash = ROOTS[0], rest: Sequence[int] = ()
+) -> PromptChain:
     """A block of four equal tokens for each id, then `rest`."""
-    return make_chain([token for one in ids for token in (one,) * PROMPT_BLOCK_TOKENS] + list(rest), root)
+    return make_chain(
+        [token for one in ids for token in (one,) * PROMPT_BLOCK_TOKENS] + list(rest), root
+    )
 
 
 def insert_chain(tier: CacheTier, prompt: PromptChain, now: float = 0.0) -> list[int]:

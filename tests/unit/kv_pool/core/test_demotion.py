@@ -2,19 +2,22 @@
 
 import pytest
 
-from kv_pool.core.blocks.demotion import Demotion
-from kv_pool.core.eviction.evictor import LruEvictor
 from kv_pool.core.blocks.attachments import PoolClientId
-from kv_pool.core.disk.load_cost import DEFAULT_COMPUTE_SECONDS, LoadCostModel
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.blocks.demotion import Demotion
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.disk.load_cost import DEFAULT_COMPUTE_SECONDS, LoadCostModel
+from kv_pool.core.eviction.evictor import LruEvictor
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 CLIENT_ID = PoolClientId("node")
 
 
 def make_pool(memory: int, disk: int) -> SharedBlockPool:
-    pool = SharedBlockPool(CacheTier(memory, PROMPT_BLOCK_TOKENS, LruEvictor(memory)), CacheTier(disk, PROMPT_BLOCK_TOKENS, LruEvictor(disk)))
+    pool = SharedBlockPool(
+        CacheTier(memory, PROMPT_BLOCK_TOKENS, LruEvictor(memory)),
+        CacheTier(disk, PROMPT_BLOCK_TOKENS, LruEvictor(disk)),
+    )
     pool.attach_client(CLIENT_ID, 0.0)
     return pool
 
@@ -24,9 +27,14 @@ def test_used_blocks_are_demoted_with_their_ancestors() -> None:
     path = insert_chain(pool.memory, make_block_chain(1, 2, 3))
     pool.memory.match_prefix(make_block_chain(1, 2), 1.0)
     unused = insert_chain(pool.memory, make_block_chain(9), 2.0)
-    assert pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8), 0, 3.0).blocks == (path[2], path[1])
+    assert pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8), 0, 3.0).blocks == (
+        path[2],
+        path[1],
+    )
     moves = pool.take_demotions()
-    assert moves == (Demotion(path[0], 0), Demotion(path[1], 1)), "the third was never found, and is gone"
+    assert moves == (Demotion(path[0], 0), Demotion(path[1], 1)), (
+        "the third was never found, and is gone"
+    )
     assert pool.take_demotions() == ()
     assert unused[0] in pool.memory.index
     assert pool.disk is not None
@@ -57,9 +65,13 @@ def test_disk_blocks_are_loaded_as_a_publication() -> None:
     pool.withdraw_publication(CLIENT_ID, other.publication_id)
     found = pool.find_prefix(CLIENT_ID, prompt, 100, 3.0)
     more = pool.find_on_disk(prompt, len(found.blocks), len(prompt), 3.0)
-    granted = pool.reserve_blocks(CLIENT_ID, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more))
+    granted = pool.reserve_blocks(
+        CLIENT_ID, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more)
+    )
     assert granted.publication_id is not None
-    sealed = pool.seal_publication(CLIENT_ID, granted.publication_id, 1, 4.0)  # the second one's checksum was wrong
+    sealed = pool.seal_publication(
+        CLIENT_ID, granted.publication_id, 1, 4.0
+    )  # the second one's checksum was wrong
     assert len(sealed.blocks) == len(found.blocks) + 1
     pool.check()
 
@@ -70,7 +82,9 @@ def test_load_is_chosen_when_faster_than_recompute() -> None:
     assert worth.max_wait_seconds(0, 1024, 50_000_000, 1e-4, 1.0) == pytest.approx(0.1024, rel=0.01)
     assert worth.max_wait_seconds(0, 16, 50_000_000, 1e-4, 1.0) is None
     assert worth.max_wait_seconds(0, 1024, 120_000_000, 1e-4, 1.0) is None
-    assert worth.max_wait_seconds(65536, 1024, 120_000_000, 1e-4, 1.0), "behind a long context a token costs half as much again"
+    assert worth.max_wait_seconds(65536, 1024, 120_000_000, 1e-4, 1.0), (
+        "behind a long context a token costs half as much again"
+    )
 
 
 def test_load_is_tried_while_rates_are_unknown() -> None:
@@ -107,7 +121,9 @@ def test_full_disk_is_tried_once_per_grant(monkeypatch: pytest.MonkeyPatch) -> N
     pool.memory.match_prefix(prompt, 1.0)
     tried: list[int] = []
     chain = pool.memory.index.chain
-    monkeypatch.setattr(pool.memory.index, "chain", lambda block: (tried.append(block), chain(block))[1])
+    monkeypatch.setattr(
+        pool.memory.index, "chain", lambda block: (tried.append(block), chain(block))[1]
+    )
     for number in (1, 2):
         granted = pool.reserve_blocks(CLIENT_ID, make_block_chain(*range(20, 24)), 0, 2.0)
         assert pool.take_demotions() == ()

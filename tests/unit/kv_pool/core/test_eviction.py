@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_pool.core.eviction.evictor import evictor as eviction
+from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.eviction import evictor as eviction
 from kv_pool.core.eviction.cost_evictor import CostEvictor
-from kv_pool.core.eviction.evictor import Evictor, LruEvictor, CandidateQueues
+from kv_pool.core.eviction.evictor import CandidateQueues, Evictor, LruEvictor
 from kv_pool.core.eviction.ghost_table import GhostEntry, GhostTable
 from kv_pool.core.eviction.reuse_model import ReuseModel
-from kv_pool.core.blocks.cache_tier import CacheTier
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 
@@ -49,9 +49,15 @@ def test_cost_learns_to_keep_reused_blocks() -> None:
     """Pairs that come again every minute, among prompts that never do."""
     found = {}
     for name, evictor in zip(("lru", "cost"), make_evictors(40), strict=True):
-        tier, hits, fresh = CacheTier(40, PROMPT_BLOCK_TOKENS, evictor), 0, iter(range(1000, 100_000))
+        tier, hits, fresh = (
+            CacheTier(40, PROMPT_BLOCK_TOKENS, evictor),
+            0,
+            iter(range(1000, 100_000)),
+        )
         for step in range(3000):
-            prompt = make_block_chain(step % 10, 500) if step % 7 == 0 else make_block_chain(next(fresh))
+            prompt = (
+                make_block_chain(step % 10, 500) if step % 7 == 0 else make_block_chain(next(fresh))
+            )
             hits += len(tier.match_prefix(prompt, float(step)))
             insert_chain(tier, prompt, float(step))
         found[name] = hits
@@ -76,7 +82,8 @@ def test_cost_keeps_expensive_blocks() -> None:
 
 
 def test_gittins_index_is_the_best_hit_rate() -> None:
-    """Half of a class's blocks are used after 100 s, the others never: keeping one pays 0.5 uses for 100 s at most."""
+    """Half of a class's blocks are used after 100 s, the others never: keeping one pays 0.5 uses
+    for 100 s at most."""
     model = ReuseModel(2)
     model.record_entries(0, 100_000)
     for _ in range(50_000):
@@ -84,7 +91,9 @@ def test_gittins_index_is_the_best_hit_rate() -> None:
     rates = model.compute_reuse_rates()[0]
     assert rates[0] == pytest.approx(0.5 / 100, rel=0.35), "buckets grow by a quarter"
     assert rates[model.age_bucket(60.0)] > rates[0], "what is due soon is worth more"
-    assert rates[model.age_bucket(300.0)] < rates[0] / 100, "who has been idle for longer is not used again"
+    assert rates[model.age_bucket(300.0)] < rates[0] / 100, (
+        "who has been idle for longer is not used again"
+    )
 
 
 def test_class_without_evidence_is_the_average() -> None:
@@ -115,7 +124,12 @@ def test_ghost_is_popped_once() -> None:
     assert ghosts.pop_ghost(7 << 40 | 3) is None
 
 
-@given(st.lists(st.tuples(st.sampled_from(["offer", "use", "withdraw", "take"]), st.integers(0, 7)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["offer", "use", "withdraw", "take"]), st.integers(0, 7)),
+        max_size=80,
+    )
+)
 def test_oldest_candidate_survives_queue_compaction(steps: list[tuple[str, int]]) -> None:
     """Two queues; a block that is used changes to the other one."""
     with pytest.MonkeyPatch.context() as patch:

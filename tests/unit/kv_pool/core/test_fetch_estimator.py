@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from baton.types import Incarnation, NodeName, PeerAddress
-from kv_pool.core.peers.fetch_estimator import MAX_BACKOFF_SECONDS, MAX_PEERS, MIN_BACKOFF_SECONDS, PeerFetchEstimator
+from kv_pool.core.peers.fetch_estimator import (
+    MAX_BACKOFF_SECONDS,
+    MAX_PEERS,
+    MIN_BACKOFF_SECONDS,
+    PeerFetchEstimator,
+)
 
 MIB = 1 << 20
 
@@ -24,7 +29,11 @@ def test_fetch_time_is_predicted_from_measurements() -> None:
     assert before < 0.01
     assert abs(book.predict_fetch_seconds(A, 8 * MIB) - 0.21) < 0.02
     assert book.predict_fetch_seconds(B, 8 * MIB) < 0.01
-    assert book.predict_fetch_seconds(B, 8 * MIB) < book.predict_fetch_seconds(make_peer("new"), 8 * MIB) < book.predict_fetch_seconds(A, 8 * MIB)
+    assert (
+        book.predict_fetch_seconds(B, 8 * MIB)
+        < book.predict_fetch_seconds(make_peer("new"), 8 * MIB)
+        < book.predict_fetch_seconds(A, 8 * MIB)
+    )
 
 
 def test_failed_peer_backs_off_exponentially() -> None:
@@ -33,7 +42,9 @@ def test_failed_peer_backs_off_exponentially() -> None:
     rests = []
     for _ in range(8):
         book.record_failure(A, 100.0)
-        rests.append(next(second for second in range(100) if not book.is_backing_off(A, 100.0 + second)))
+        rests.append(
+            next(second for second in range(100) if not book.is_backing_off(A, 100.0 + second))
+        )
     assert rests[:3] == [MIN_BACKOFF_SECONDS, 2 * MIN_BACKOFF_SECONDS, 4 * MIN_BACKOFF_SECONDS]
     assert rests[-1] == MAX_BACKOFF_SECONDS
     assert not book.is_backing_off(B, 100.0)

@@ -17,7 +17,9 @@ def make_hash(home: int, number: int) -> bytes:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60), st.integers(1, 12))
-def test_hash_table_finds_entries_through_collisions(steps: list[tuple[int, int]], blocks: int) -> None:
+def test_hash_table_finds_entries_through_collisions(
+    steps: list[tuple[int, int]], blocks: int
+) -> None:
     """Homes at the end of the table wrap around."""
     table, model = BlockHashTable(blocks), dict[bytes, int]()
     free = list(range(blocks))
@@ -37,9 +39,13 @@ def test_hash_table_finds_entries_through_collisions(steps: list[tuple[int, int]
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=400), st.lists(st.integers(0, 400), max_size=200))
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=400),
+    st.lists(st.integers(0, 400), max_size=200),
+)
 def test_path_follows_the_parents(choices: list[int], removals: list[int]) -> None:
-    """A tree of any shape, from one long path to all first blocks; then leaves go, and their places are used again."""
+    """A tree of any shape, from one long path to all first blocks; then leaves go, and their places
+    are used again."""
     table, paths = PathTable(len(choices)), dict[int, list[int]]()
 
     def add(block: int, choice: int) -> None:
@@ -50,7 +56,9 @@ def test_path_follows_the_parents(choices: list[int], removals: list[int]) -> No
     for block, choice in enumerate(choices):
         add(block, 1 if choice > 60 else choice)  # mostly behind the last one
     for choice in removals:
-        leaves = [block for block in paths if not any(path[-2:-1] == [block] for path in paths.values())]
+        leaves = [
+            block for block in paths if not any(path[-2:-1] == [block] for path in paths.values())
+        ]
         block = leaves[choice % len(leaves)]
         assert table.remove_block(block) == (paths[block][-2] if len(paths[block]) > 1 else ROOT)
         assert block not in table

@@ -1,4 +1,5 @@
-"""A journal is believed up to the first record that is not as it was written, and what it says is of one piece."""
+"""A journal is believed up to the first record that is not as it was written, and what it says is
+of one piece."""
 
 from collections.abc import Sequence
 
@@ -6,18 +7,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.kv.block_hash import block_hash
-from kv_pool.core.disk.journal_records import JournalEntry, record_checksum, make_journal_entry, decode_records, record_size, restore_tier, encode_record
-from kv_pool.core.eviction.evictor import LruEvictor
 from kv_pool.core.blocks.cache_tier import CacheTier
-from tests.unit.kv_pool.core.chains import ROOTS, PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
+from kv_pool.core.disk.journal_records import (
+    JournalEntry,
+    decode_records,
+    encode_record,
+    make_journal_entry,
+    record_checksum,
+    record_size,
+    restore_tier,
+)
+from kv_pool.core.eviction.evictor import LruEvictor
+from tests.unit.kv_pool.core.chains import (
+    PROMPT_BLOCK_TOKENS,
+    ROOTS,
+    insert_chain,
+    make_block_chain,
+)
 
 SLOTS = 6
 GENERATION = 77
 RECORD = record_size(PROMPT_BLOCK_TOKENS)
 PROMPTS = st.builds(
-    lambda ids, root: make_block_chain(*ids, root=root), st.lists(st.integers(1, 2), max_size=4), st.sampled_from(ROOTS[:2])
+    lambda ids, root: make_block_chain(*ids, root=root),
+    st.lists(st.integers(1, 2), max_size=4),
+    st.sampled_from(ROOTS[:2]),
 )
-ON_ANY_MACHINE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ON_ANY_MACHINE = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def make_tier(slots: int = SLOTS) -> CacheTier:
@@ -40,7 +58,9 @@ def decode_journal(journal: bytes, generation: int = GENERATION) -> list[Journal
 def record_insertions(prompts: Sequence[object]) -> list[JournalEntry]:
     """What a small disk writes while these come and go, each block with a checksum of its own."""
     tier, entries = make_tier(), list[JournalEntry]()
-    tier.add_listeners(gained=lambda slot: entries.append(make_journal_entry(tier, slot, 1000 + len(entries))))
+    tier.add_listeners(
+        gained=lambda slot: entries.append(make_journal_entry(tier, slot, 1000 + len(entries)))
+    )
     for now, prompt in enumerate(prompts):
         insert_chain(tier, prompt, float(now))  # type: ignore[arg-type]
     return entries
@@ -48,7 +68,9 @@ def record_insertions(prompts: Sequence[object]) -> list[JournalEntry]:
 
 @ON_ANY_MACHINE
 @given(st.lists(PROMPTS, max_size=8), st.integers(0, 400))
-def test_any_journal_prefix_restores_the_slots_of_that_time(prompts: list[object], cut: int) -> None:
+def test_any_journal_prefix_restores_the_slots_of_that_time(
+    prompts: list[object], cut: int
+) -> None:
     entries = record_insertions(prompts)
     journal = encode_journal(entries)[: cut * 7]
     known = decode_journal(journal)
@@ -59,8 +81,14 @@ def test_any_journal_prefix_restores_the_slots_of_that_time(prompts: list[object
     assert len(taken) == len(tier.index) == SLOTS - tier.num_free
     last = {entry.slot: entry for entry in known}
     for entry in taken:
-        assert last[entry.slot] == entry, "a slot that was overwritten is what it was overwritten with"
-        assert block_hash(entry.parent_hash, _ids(entry.packed_tokens)) == entry.block_hash == tier.index.block_hash(entry.slot)  # type: ignore[arg-type]
+        assert last[entry.slot] == entry, (
+            "a slot that was overwritten is what it was overwritten with"
+        )
+        assert (
+            block_hash(entry.parent_hash, _ids(entry.packed_tokens))
+            == entry.block_hash
+            == tier.index.block_hash(entry.slot)
+        )  # type: ignore[arg-type]
         assert make_journal_entry(tier, entry.slot, entry.checksum) == entry
 
 

@@ -44,11 +44,13 @@ def test_full_queue_drops_new_jobs() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=30), st.integers(1, 20))
-def test_waiting_as_told_yields_every_accepted_job(
-    jobs: list[tuple[bool, int]], most: int
-) -> None:
+def test_waiting_as_told_yields_every_accepted_job(jobs: list[tuple[bool, int]], most: int) -> None:
     queue: PublishQueue[int] = PublishQueue(most, 10.0)
-    taken = {number for number, (paced, size) in enumerate(jobs) if queue.add_job(number, size, paced=paced)}
+    taken = {
+        number
+        for number, (paced, size) in enumerate(jobs)
+        if queue.add_job(number, size, paced=paced)
+    }
     now, got, spent = 0.0, set[int](), 0
     while (wait := queue.seconds_until_ready(now)) is not None:
         now += wait

@@ -1,14 +1,15 @@
-"""The radix index: what is found, what is refused, and that depth costs look-ups by its logarithm only."""
+"""The radix index: what is found, what is refused, and that depth costs look-ups by its logarithm
+only."""
 
 import pytest
 
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
 from baton.errors import InvalidRequest
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.ledger import PoolLedgerError
+from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
 from kv_pool.core.index.block_hash_table import BlockHashTable
+from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.index.radix_index import ROOT, RadixIndex
-from tests.unit.kv_pool.core.chains import ROOTS, PROMPT_BLOCK_TOKENS, make_chain, make_block_chain
+from kv_pool.core.ledger import PoolLedgerError
+from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, ROOTS, make_block_chain, make_chain
 
 
 def make_index(*prompts: PromptChain, blocks: int = 32) -> RadixIndex:
@@ -43,12 +44,26 @@ def test_equal_hashes_with_other_tokens_end_the_match(wrong: int) -> None:
     index, good = make_index(make_block_chain(1, 2, 3)), make_block_chain(1, 2, 3)
     tokens = bytearray(good.packed_tokens)
     tokens[wrong * PROMPT_BLOCK_TOKENS * 4] ^= 1
-    assert list(index.match_prefix(PromptChain(good.root_hash, good.packed_hashes, bytes(tokens), PROMPT_BLOCK_TOKENS))) == [0, 1, 2][:wrong]
+    assert (
+        list(
+            index.match_prefix(
+                PromptChain(good.root_hash, good.packed_hashes, bytes(tokens), PROMPT_BLOCK_TOKENS)
+            )
+        )
+        == [0, 1, 2][:wrong]
+    )
 
 
 def test_equal_hashes_and_tokens_under_another_root_do_not_match() -> None:
     index, good = make_index(make_block_chain(1, 2)), make_block_chain(1, 2)
-    assert list(index.match_prefix(PromptChain(ROOTS[1], good.packed_hashes, good.packed_tokens, PROMPT_BLOCK_TOKENS))) == []
+    assert (
+        list(
+            index.match_prefix(
+                PromptChain(ROOTS[1], good.packed_hashes, good.packed_tokens, PROMPT_BLOCK_TOKENS)
+            )
+        )
+        == []
+    )
 
 
 def test_index_key_collision_is_refused_with_its_descendants() -> None:
@@ -64,12 +79,21 @@ def test_index_key_collision_is_refused_with_its_descendants() -> None:
 
 def test_hashes_in_the_wrong_order_do_not_match() -> None:
     good = make_block_chain(1, 2)
-    swapped = PromptChain(good.root_hash, good.block_hash(1) + good.block_hash(0), good.packed_tokens, PROMPT_BLOCK_TOKENS)
+    swapped = PromptChain(
+        good.root_hash,
+        good.block_hash(1) + good.block_hash(0),
+        good.packed_tokens,
+        PROMPT_BLOCK_TOKENS,
+    )
     assert list(make_index(good).match_prefix(swapped)) == []
 
 
 def test_partial_match_prefers_the_longest_shared_tokens() -> None:
-    index = make_index(make_chain([1, 1, 1, 1, 5, 6, 7, 8]), make_chain([1, 1, 1, 1, 5, 6, 9, 9]), make_chain([1, 1, 1, 1, 2, 2, 2, 2]))
+    index = make_index(
+        make_chain([1, 1, 1, 1, 5, 6, 7, 8]),
+        make_chain([1, 1, 1, 1, 5, 6, 9, 9]),
+        make_chain([1, 1, 1, 1, 2, 2, 2, 2]),
+    )
     for rest, expected in {
         (5, 6, 7): (1, 3),
         (5, 6, 8, 1): (1, 2),
@@ -82,7 +106,10 @@ def test_partial_match_prefers_the_longest_shared_tokens() -> None:
         assert index.match_partial_block(wanted, index.match_prefix(wanted)) == expected
     none = make_chain([1, 1, 2])
     assert index.match_partial_block(none, index.match_prefix(none)) == (0, 2)
-    assert index.match_partial_block(make_chain([1, 1], ROOTS[1]), index.match_prefix(make_chain([]))) is None
+    assert (
+        index.match_partial_block(make_chain([1, 1], ROOTS[1]), index.match_prefix(make_chain([])))
+        is None
+    )
 
 
 def test_only_leaves_are_removed() -> None:
@@ -138,5 +165,7 @@ def test_packed_hashes_equal_the_nodes_hashes() -> None:
     from baton.kv.block_hash import iter_block_hashes as one_by_one
 
     tokens, root = [5, 70000, 2**32 - 1, 0, 1, 2, 3, 4, 9], BlockHash(bytes(range(32)))
-    assert compute_packed_hashes(root, pack_tokens(tokens), PROMPT_BLOCK_TOKENS) == b"".join(one_by_one(root, tokens, PROMPT_BLOCK_TOKENS))
+    assert compute_packed_hashes(root, pack_tokens(tokens), PROMPT_BLOCK_TOKENS) == b"".join(
+        one_by_one(root, tokens, PROMPT_BLOCK_TOKENS)
+    )
     assert compute_packed_hashes(root, b"", PROMPT_BLOCK_TOKENS) == b""

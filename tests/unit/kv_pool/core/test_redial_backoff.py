@@ -10,7 +10,12 @@ def test_delay_doubles_after_each_refusal() -> None:
 
 def test_delay_after_disconnect_is_always_short() -> None:
     redial = RedialBackoff(0.2, 1.0)
-    assert [redial.delay_after_refusal(), redial.delay_after_refusal(), redial.delay_after_disconnect(), redial.delay_after_disconnect()] == [0.2, 0.4, 0.2, 0.2]
+    assert [
+        redial.delay_after_refusal(),
+        redial.delay_after_refusal(),
+        redial.delay_after_disconnect(),
+        redial.delay_after_disconnect(),
+    ] == [0.2, 0.4, 0.2, 0.2]
     assert redial.delay_after_refusal() == 0.8, "the same one is back"
     redial.reset()
     assert redial.delay_after_refusal() == 0.2

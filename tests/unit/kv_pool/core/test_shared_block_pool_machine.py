@@ -3,18 +3,30 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.blocks.attachments import PoolClientId, PublicationId
+from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.cost_evictor import CostEvictor
 from kv_pool.core.eviction.evictor import Evictor, LruEvictor
-from kv_pool.core.blocks.attachments import PoolClientId, PublicationId
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
-from kv_pool.core.blocks.cache_tier import CacheTier
-from tests.unit.kv_pool.core.chains import ROOTS, PROMPT_BLOCK_TOKENS, make_chain
+from kv_pool.core.index.prompt_chain import PromptChain
+from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, ROOTS, make_chain
 
 CLIENT_IDS = tuple(PoolClientId(name) for name in ("a", "b", "c"))
-PROMPTS = st.builds(make_chain, st.lists(st.sampled_from([1, 2]), max_size=6 * PROMPT_BLOCK_TOKENS), st.sampled_from(ROOTS[:2]))
+PROMPTS = st.builds(
+    make_chain,
+    st.lists(st.sampled_from([1, 2]), max_size=6 * PROMPT_BLOCK_TOKENS),
+    st.sampled_from(ROOTS[:2]),
+)
 
 
 def content(prompt: PromptChain, number: int) -> tuple[bytes, bytes]:
@@ -22,8 +34,8 @@ def content(prompt: PromptChain, number: int) -> tuple[bytes, bytes]:
 
 
 class SharedBlockPoolMachine(RuleBasedStateMachine):
-    """`memory` and `file` are what the blocks would hold: a (root, tokens up to the block's end) each. Pins are those
-    of live and doubtful holders; nobody else's word ends them."""
+    """`memory` and `file` are what the blocks would hold: a (root, tokens up to the block's end)
+    each. Pins are those of live and doubtful holders; nobody else's word ends them."""
 
     pins = Bundle("pins")
     publications = Bundle("publications")
@@ -34,7 +46,10 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             return CostEvictor(total, PROMPT_BLOCK_TOKENS) if cost else LruEvictor(total)
 
         self.now = 0.0
-        self.pool = SharedBlockPool(CacheTier(blocks, PROMPT_BLOCK_TOKENS, evictor(blocks)), CacheTier(disk, PROMPT_BLOCK_TOKENS, evictor(disk)) if disk else None)
+        self.pool = SharedBlockPool(
+            CacheTier(blocks, PROMPT_BLOCK_TOKENS, evictor(blocks)),
+            CacheTier(disk, PROMPT_BLOCK_TOKENS, evictor(disk)) if disk else None,
+        )
         self.memory: dict[int, tuple[bytes, bytes]] = {}
         self.file: dict[int, tuple[bytes, bytes]] = {}
         self.live_clients: set[PoolClientId] = set()
@@ -59,7 +74,13 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             self.pool.attach_client(holder, self.now)
             self.live_clients.add(holder)
 
-    @rule(target=pins, holder=st.sampled_from(CLIENT_IDS), prompt=PROMPTS, less=st.integers(0, 5), partial=st.booleans())
+    @rule(
+        target=pins,
+        holder=st.sampled_from(CLIENT_IDS),
+        prompt=PROMPTS,
+        less=st.integers(0, 5),
+        partial=st.booleans(),
+    )
     def find(self, holder: PoolClientId, prompt: PromptChain, less: int, partial: bool) -> object:
         if holder not in self.live_clients:
             return multiple()
@@ -75,7 +96,10 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             assert partial
             assert tokens > 0
             root, prefix = self.memory[block]
-            assert (root, prefix[: covered * 4]) == (prompt.root_hash, prompt.packed_tokens[: covered * 4])
+            assert (root, prefix[: covered * 4]) == (
+                prompt.root_hash,
+                prompt.packed_tokens[: covered * 4],
+            )
         assert covered <= most
         if found.pin_id is None:
             assert not held
@@ -89,7 +113,12 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             self.pool.release_pin(*pin)  # type: ignore[arg-type]
             del self.pinned[pin]
 
-    @rule(target=publications, holder=st.sampled_from(CLIENT_IDS), prompt=PROMPTS, first=st.integers(0, 3))
+    @rule(
+        target=publications,
+        holder=st.sampled_from(CLIENT_IDS),
+        prompt=PROMPTS,
+        first=st.integers(0, 3),
+    )
     def reserve(self, holder: PoolClientId, prompt: PromptChain, first: int) -> object:
         if holder not in self.live_clients:
             return multiple()
@@ -104,7 +133,11 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
         return holder, granted.publication_id, prompt, granted.first_block, granted.blocks
 
     @rule(what=consumes(publications), whole=st.integers(0, 6))
-    def seal(self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]], whole: int) -> None:
+    def seal(
+        self,
+        what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]],
+        whole: int,
+    ) -> None:
         holder, publication, prompt, first, blocks = what
         if (holder, publication) not in self.writing or holder not in self.live_clients:
             return
@@ -119,7 +152,9 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             self.pinned[holder, found.pin_id] = held
 
     @rule(what=consumes(publications))
-    def withdraw(self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]]) -> None:
+    def withdraw(
+        self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]]
+    ) -> None:
         if what[:2] in self.writing and what[0] in self.live_clients:
             self.pool.withdraw_publication(*what[:2])
             del self.writing[what[:2]]
@@ -145,7 +180,9 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
     def load_from_disk(self, prompt: PromptChain, holder: PoolClientId) -> None:
         if holder not in self.live_clients or self.pool.disk is None:
             return
-        found = self.pool.find_prefix(holder, prompt, len(prompt.packed_tokens) // 4, self.now, partial=False)
+        found = self.pool.find_prefix(
+            holder, prompt, len(prompt.packed_tokens) // 4, self.now, partial=False
+        )
         more = self.pool.find_on_disk(prompt, len(found.blocks), len(prompt), self.now)
         for number, block in enumerate(more, len(found.blocks)):
             assert self.file[block] == content(prompt, number)
@@ -176,7 +213,9 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             for holder in self.live_clients | self.suspects:
                 self.pool.remove_client(holder)
             self.pool.check()
-            counts = {state.value: blocks for state, blocks in self.pool.ledger(self.now).counts.items()}
+            counts = {
+                state.value: blocks for state, blocks in self.pool.ledger(self.now).counts.items()
+            }
             assert counts["in_use"] == counts["quarantined"] == counts["writing"] == 0
 
 

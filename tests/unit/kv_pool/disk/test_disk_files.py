@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.process.clock import monotonic_clock
 from baton.errors import ConfigError, ShuttingDown
 from baton.kv.kv_layout import KVLayout
+from baton.process.clock import monotonic_clock
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry, record_size
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
-from kv_pool.disk.data_file import HEADER_BYTES, DISK_FILE_NAME, DiskFile, open_disk_file
+from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile, open_disk_file
 from kv_pool.disk.journal_file import DISK_FILE_NAME as JOURNAL
 from kv_pool.disk.journal_file import DiskJournalFile
 from kv_pool.disk.mount import DiskSettings, mount_disk
@@ -26,7 +26,9 @@ SIZE = HEADER_BYTES + SLOTS * BLOCK
 DIGEST = "11" * 32
 
 
-def open_test_file(folder: Path, size: int = SIZE, digest: str = DIGEST, layout: KVLayout = LAYOUT) -> DiskFile:
+def open_test_file(
+    folder: Path, size: int = SIZE, digest: str = DIGEST, layout: KVLayout = LAYOUT
+) -> DiskFile:
     return open_disk_file(folder, size, digest, layout, lambda: True)
 
 
@@ -73,7 +75,9 @@ def test_written_slot_survives_reopen(filled: Path) -> None:
     [{"digest": "22" * 32}, {"size": SIZE + BLOCK}, {"layout": KVLayout(2, 1, 4, 4, "float32")}],
     ids=["model", "size", "layout"],
 )
-def test_file_of_another_model_layout_or_size_is_recreated(filled: Path, changed: dict[str, object]) -> None:
+def test_file_of_another_model_layout_or_size_is_recreated(
+    filled: Path, changed: dict[str, object]
+) -> None:
     assert read_slot_after_reopen(filled, **changed) is None
 
 
@@ -106,7 +110,9 @@ def test_file_writable_by_others_is_recreated(filled: Path) -> None:
 
 
 def test_file_locked_by_another_pool_is_refused(file: DiskFile, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is another pool's: choose another folder with --pool-disk-dir"):
+    with pytest.raises(
+        ConfigError, match="is another pool's: choose another folder with --pool-disk-dir"
+    ):
         open_test_file(tmp_path)
 
 
@@ -118,7 +124,9 @@ def test_another_users_file_is_left_alone(filled: Path, monkeypatch: pytest.Monk
     assert read_slot_after_reopen(filled) == b"\7" * BLOCK
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/etc/passwd"), os.mkfifo])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/etc/passwd"), os.mkfifo]
+)
 def test_non_regular_file_is_refused(tmp_path: Path, make: object) -> None:
     make(tmp_path / DISK_FILE_NAME)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="--pool-disk-dir"):
@@ -132,8 +140,19 @@ def test_hard_linked_file_is_refused(tmp_path: Path, name: str) -> None:
     mine.write_bytes(b"dear to me")
     (tmp_path / name).hardlink_to(mine)
     memory = BlockRows(memoryview(bytearray(BLOCK)), BLOCK)
-    with pytest.raises(ConfigError, match="under this name alone: choose another folder with --pool-disk-dir"):
-        mount_disk(DiskSettings(tmp_path, SIZE), EVICTION_POLICIES["lru"], DIGEST, LAYOUT, memory, monotonic_clock, lambda _: None, lambda: True)
+    with pytest.raises(
+        ConfigError, match="under this name alone: choose another folder with --pool-disk-dir"
+    ):
+        mount_disk(
+            DiskSettings(tmp_path, SIZE),
+            EVICTION_POLICIES["lru"],
+            DIGEST,
+            LAYOUT,
+            memory,
+            monotonic_clock,
+            lambda _: None,
+            lambda: True,
+        )
     assert mine.read_bytes() == b"dear to me"
 
 
@@ -144,7 +163,10 @@ def test_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_for_a_block_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"one block and the header take {HEADER_BYTES + BLOCK}: enlarge --pool-disk"):
+    with pytest.raises(
+        ConfigError,
+        match=f"one block and the header take {HEADER_BYTES + BLOCK}: enlarge --pool-disk",
+    ):
         open_test_file(tmp_path, size=HEADER_BYTES + BLOCK - 1)
 
 
@@ -156,7 +178,9 @@ def test_a_full_disk_says_what_is_free_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=rf"cannot hold {SIZE} bytes .* free\): lower --pool-disk"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot hold {SIZE} bytes .* free\): lower --pool-disk"
+    ):
         open_test_file(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -171,7 +195,9 @@ def test_creation_stops_when_no_longer_wanted(tmp_path: Path) -> None:
 
 
 def make_entry(slot: int, number: int = 0) -> JournalEntry:
-    return JournalEntry(slot, 0, number, bytes([slot]) * 32, bytes([slot, number % 256]) * 16, bytes(16))
+    return JournalEntry(
+        slot, 0, number, bytes([slot]) * 32, bytes([slot, number % 256]) * 16, bytes(16)
+    )
 
 
 def open_journal(folder: Path, file: DiskFile) -> tuple[DiskJournalFile, list[JournalEntry]]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.shared_memory import segment
 from baton.config.settings import Config
+from baton.shared_memory import segment
 from kv_pool.disk.data_file import DISK_FILE_NAME
 from kv_pool.pool_process import disk_settings
 

@@ -1,4 +1,5 @@
-"""The disk behind a pool's memory, in one process: what goes there comes back, and what is wrong is never served."""
+"""The disk behind a pool's memory, in one process: what goes there comes back, and what is wrong is
+never served."""
 
 import asyncio
 import os
@@ -9,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.process import clock
 from baton.kv.block_hash import BlockHash, root_hash
+from baton.process import clock
 from baton.process.failpoints import FAILPOINTS
+from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
+from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.ledger import PoolBlockState
-from kv_pool.core.eviction.policies import EVICTION_POLICIES
-from kv_pool.disk.data_file import HEADER_BYTES, DISK_FILE_NAME, DiskFile
+from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
 from kv_pool.service.pool_manager import AttachRequest, PoolClientSession, PoolManager, PrefixQuery
-from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio
@@ -61,17 +62,25 @@ class DiskTierRig:
             self.manager.release_pins(self.session, [pin])
 
     async def find_blocks(
-        self, tokens: Sequence[int], root: BlockHash = UNSALTED_ROOT, token_seconds: float | None = None
+        self,
+        tokens: Sequence[int],
+        root: BlockHash = UNSALTED_ROOT,
+        token_seconds: float | None = None,
     ) -> tuple[int, int]:
         """Blocks that are there at first, and in the end; all of them hold what they should."""
-        asked = PrefixQuery(PromptChain.from_tokens(root, tokens, SIZE), len(tokens), False, token_seconds)
+        asked = PrefixQuery(
+            PromptChain.from_tokens(root, tokens, SIZE), len(tokens), False, token_seconds
+        )
         found, arrival = self.manager.find_prefix(self.session, asked)
         first = len(found.blocks)
         if arrival is not None:
             self.release_pin(found.pin_id)
             found = await self.manager.wait_for_more(self.session, asked, arrival, first)
         for number, block in enumerate(found.blocks, 1):
-            assert bytes(self.manager._current.store.rows.row(block)) == make_block_content(tokens[: number * SIZE]).tobytes()
+            assert (
+                bytes(self.manager._current.store.rows.row(block))
+                == make_block_content(tokens[: number * SIZE]).tobytes()
+            )
         self.release_pin(found.pin_id)
         return first, len(found.blocks)
 
@@ -95,14 +104,20 @@ def make_tokens(seed: int, blocks: int) -> tuple[int, ...]:
 
 
 @asynccontextmanager
-async def open_rig(folder: Path, *, ready: bool = True, slots: int = SLOTS) -> AsyncIterator[DiskTierRig]:
+async def open_rig(
+    folder: Path, *, ready: bool = True, slots: int = SLOTS
+) -> AsyncIterator[DiskTierRig]:
     """Memory of 512 blocks, which evicts the least recently used."""
     segments = folder / "segments"
     segments.mkdir(exist_ok=True)
     terms = DiskSettings(folder / "disk", HEADER_BYTES + slots * LAYOUT.block_bytes)
-    host = PoolManager(segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk=terms)
+    host = PoolManager(
+        segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk=terms
+    )
     try:
-        desk = await host.attach_client(AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT))
+        desk = await host.attach_client(
+            AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT)
+        )
         assert len(host._current.store.rows) == 512
         await host._current.disk._opening  # type: ignore[union-attr]
         assert bool(host.disk_ledger()) == ready
@@ -127,7 +142,9 @@ async def test_hit_blocks_are_demoted_and_loaded_back(tmp_path: Path) -> None:
         assert it.read_counter('baton_pool_found_blocks_total{tier="disk"}') == 40
         assert it.read_counter("baton_pool_loads_total") == 1
         await it.evict_all()
-        assert it.read_counter("baton_pool_disk_written_bytes_total") == 40 * LAYOUT.block_bytes, "it is there already"
+        assert it.read_counter("baton_pool_disk_written_bytes_total") == 40 * LAYOUT.block_bytes, (
+            "it is there already"
+        )
 
 
 async def test_disk_contents_survive_a_restart(tmp_path: Path) -> None:
@@ -164,8 +181,8 @@ async def test_full_disk_evicts_its_own_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_flipped_bit_anywhere_is_never_served(tmp_path: Path, restarted: bool) -> None:
-    """`find` compares every block with what it should hold. A damaged one is dropped with all behind it, and what is
-    published again is good again."""
+    """`find` compares every block with what it should hold. A damaged one is dropped with all
+    behind it, and what is published again is good again."""
     tokens = make_tokens(1, 12)
     path = tmp_path / "disk" / DISK_FILE_NAME
     if restarted:
@@ -259,7 +276,9 @@ async def test_load_slower_than_recompute_is_declined(tmp_path: Path) -> None:
         assert await it.find_blocks(tokens, token_seconds=10.0) == (0, 12)
 
 
-async def test_pool_runs_without_an_unusable_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pool_runs_without_an_unusable_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with open_rig(tmp_path, ready=False, slots=0) as it:
         await it.publish_tokens(make_tokens(1, 5))
         assert await it.find_blocks(make_tokens(1, 5)) == (5, 5)

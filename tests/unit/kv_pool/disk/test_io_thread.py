@@ -9,8 +9,8 @@ from baton.process.clock import monotonic_clock
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry
 from kv_pool.disk.data_file import DiskFile
-from kv_pool.disk.journal_file import DiskJournalFile
 from kv_pool.disk.io_thread import DiskIOThread
+from kv_pool.disk.journal_file import DiskJournalFile
 
 BLOCK = 64
 
@@ -49,7 +49,9 @@ class DiskIORig:
         self.disk, self.failures = FakeDiskFile(), list[OSError]()
         self.memory = BlockRows(memoryview(bytearray(4 * BLOCK)), BLOCK)
         file, journal = cast(DiskFile, self.disk), cast(DiskJournalFile, self.disk)
-        self.thread = DiskIOThread(file, journal, self.memory, BLOCK, monotonic_clock, self.failures.append)
+        self.thread = DiskIOThread(
+            file, journal, self.memory, BLOCK, monotonic_clock, self.failures.append
+        )
 
     def queue_write(self, slot: int) -> int:
         """The checksum."""
@@ -70,7 +72,9 @@ def test_cancelled_read_does_not_block_writes() -> None:
     scene.thread.close()
     assert sorted(scene.disk.journaled_slots) == [0, 1]
     assert scene.disk.num_closed == 2
-    assert bytes(scene.memory.row(0)) == bytes(BLOCK), "nobody waits for that place to be left alone"
+    assert bytes(scene.memory.row(0)) == bytes(BLOCK), (
+        "nobody waits for that place to be left alone"
+    )
 
 
 @pytest.mark.parametrize("error", [OSError(5, "it is broken"), ValueError("a defect")])
@@ -82,7 +86,9 @@ def test_failed_disk_answers_every_read(error: Exception) -> None:
     scene.disk.error = error
     assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 0
     scene.disk.error = None
-    assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 0, "it is used no more"
+    assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 0, (
+        "it is used no more"
+    )
     scene.thread.close()
     assert len(scene.failures) == 1
     assert scene.disk.num_closed == 2

@@ -1,4 +1,5 @@
-"""What is on its way into memory, and who waits for it: over the pool's core, with a source that does as it is told."""
+"""What is on its way into memory, and who waits for it: over the pool's core, with a source that
+does as it is told."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,13 +7,19 @@ from collections.abc import Sequence
 import pytest
 
 from baton.errors import PeerUnreachable
-from kv_pool.memory.block_loader import LOADER_CLIENT_ID, PendingBlocks, BlockLoader, LoadPlan, LoadRequest
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.blocks.attachments import PoolMatch, PoolClientId, Publication
-from kv_pool.core.ledger import PoolBlockState
-from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.blocks.attachments import PoolClientId, PoolMatch, Publication
 from kv_pool.core.blocks.cache_tier import CacheTier
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.eviction.evictor import LruEvictor
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.ledger import PoolBlockState
+from kv_pool.memory.block_loader import (
+    LOADER_CLIENT_ID,
+    BlockLoader,
+    LoadPlan,
+    LoadRequest,
+    PendingBlocks,
+)
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 pytestmark = pytest.mark.asyncio
@@ -22,7 +29,8 @@ PROMPT = make_block_chain(1, 2, 3, 4)
 
 
 class ScriptedSource:
-    """Has `end_block` blocks of every chain, of which `intact_blocks` come when the test lets them."""
+    """Has `end_block` blocks of every chain, of which `intact_blocks` come when the test lets
+    them."""
 
     def __init__(self, end: int, whole: int | Exception) -> None:
         self.end_block, self.intact_blocks = end, whole
@@ -33,7 +41,9 @@ class ScriptedSource:
     def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
         if wanted.first_block >= self.end_block:
             return None
-        return LoadPlan("elsewhere", min(self.end_block, wanted.end_block), 1.0, self._fetch, self._on_done)
+        return LoadPlan(
+            "elsewhere", min(self.end_block, wanted.end_block), 1.0, self._fetch, self._on_done
+        )
 
     async def _fetch(self, publication: Publication) -> Sequence[int]:
         self.fetched.append(publication)
@@ -61,13 +71,19 @@ class LoaderRig:
         self.loader.sources.append(source)
 
     def find_prefix(self, chain: PromptChain) -> PoolMatch:
-        return self.pool.find_prefix(CLIENT_ID, chain, len(chain) * PROMPT_BLOCK_TOKENS, 0.0, partial=False)
+        return self.pool.find_prefix(
+            CLIENT_ID, chain, len(chain) * PROMPT_BLOCK_TOKENS, 0.0, partial=False
+        )
 
-    def find_or_start_load(self, chain: PromptChain, most: int | None = None) -> PendingBlocks | None:
+    def find_or_start_load(
+        self, chain: PromptChain, most: int | None = None
+    ) -> PendingBlocks | None:
         found = self.find_prefix(chain)
         if found.pin_id is not None:
             self.pool.release_pin(CLIENT_ID, found.pin_id)
-        return self.loader.find_or_start_load(chain, found, len(chain) if most is None else most, None)
+        return self.loader.find_or_start_load(
+            chain, found, len(chain) if most is None else most, None
+        )
 
 
 async def test_loaded_blocks_are_found_and_pinned_for_waiters() -> None:
@@ -104,8 +120,13 @@ async def test_lookups_missing_the_same_block_share_a_load() -> None:
     assert len(rig.find_prefix(make_block_chain(1, 2, 9)).blocks) == 2
 
 
-@pytest.mark.parametrize(("whole", "found"), [(1, 1), (0, 0), (PeerUnreachable("it is gone"), 0), (ValueError("a defect"), 0)])
-async def test_corrupt_blocks_are_not_indexed_and_their_places_are_freed(whole: int | Exception, found: int) -> None:
+@pytest.mark.parametrize(
+    ("whole", "found"),
+    [(1, 1), (0, 0), (PeerUnreachable("it is gone"), 0), (ValueError("a defect"), 0)],
+)
+async def test_corrupt_blocks_are_not_indexed_and_their_places_are_freed(
+    whole: int | Exception, found: int
+) -> None:
     source = ScriptedSource(4, whole)
     rig = LoaderRig(source)
     arrival = rig.find_or_start_load(PROMPT)
@@ -162,6 +183,11 @@ async def test_load_covers_only_missing_and_requested_blocks() -> None:
     insert_chain(rig.pool.memory, make_block_chain(1, 2))
     assert rig.find_or_start_load(PROMPT, most=2) is None
     assert rig.find_or_start_load(make_block_chain(1, 2)) is None
-    assert rig.loader.find_or_start_load(PROMPT, PoolMatch(None, rig.pool.memory.index.match_prefix(PROMPT)), 3, None) is not None
+    assert (
+        rig.loader.find_or_start_load(
+            PROMPT, PoolMatch(None, rig.pool.memory.index.match_prefix(PROMPT)), 3, None
+        )
+        is not None
+    )
     assert LOADER_CLIENT_ID in {entry.owner for entry in rig.pool.ledger(0.0).entries}
     await rig.loader.close()

@@ -9,16 +9,18 @@ import pytest
 from baton.errors import StaleMessage
 from baton.kv.kv_layout import KVLayout
 from baton.types import Incarnation, NodeName, PeerAddress, Ticket, TicketId
-from kv_pool.core.blocks.attachments import Publication
 from kv_pool.common.grpc_link import PeerChannels
-from kv_pool.peers.promotion_receiver import PromotionReceiver
 from kv_pool.common.protocol import PoolIdentity
-from kv_transfer.plane import InboundEvent, InboundPlane, InboundLost, InboundSealed, SealInfo
+from kv_pool.core.blocks.attachments import Publication
+from kv_pool.peers.promotion_receiver import PromotionReceiver
+from kv_transfer.plane import InboundEvent, InboundLost, InboundPlane, InboundSealed, SealInfo
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, make_block_chain
 
 pytestmark = pytest.mark.asyncio
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=PROMPT_BLOCK_TOKENS, dtype="float32")
+LAYOUT = KVLayout(
+    num_layers=1, num_kv_heads=1, head_dim=4, block_size=PROMPT_BLOCK_TOKENS, dtype="float32"
+)
 THERE = PeerAddress(NodeName("pool-1"), Incarnation("there"), "host-b", "b:1")
 
 
@@ -70,7 +72,9 @@ async def test_fetch_succeeds_when_sealed_before_the_ticket_was_lost() -> None:
     receiver = PromotionReceiver(make, me, cast(PeerChannels, UnresponsiveChannels()), 5.0)
     receiver.rejoin(Incarnation("here"))
     (plane,) = planes
-    fetching = asyncio.create_task(receiver.fetch_blocks(THERE, Publication(make_block_chain(1, 2), 0, (3, 4), -1)))
+    fetching = asyncio.create_task(
+        receiver.fetch_blocks(THERE, Publication(make_block_chain(1, 2), 0, (3, 4), -1))
+    )
     await asyncio.sleep(0)
     (ticket,) = plane.granted
     plane.emit(InboundSealed(ticket.id, SealInfo(()), 1))

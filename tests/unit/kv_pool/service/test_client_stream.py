@@ -1,5 +1,5 @@
-"""A node's stream at the pool: its end when the node takes no more answers or one fails, and what it says that is no
-number."""
+"""A node's stream at the pool: its end when the node takes no more answers or one fails, and what
+it says that is no number."""
 
 import asyncio
 import math
@@ -11,9 +11,9 @@ import pytest
 
 from baton.kv.block_hash import BlockHash
 from baton.pb import pool_pb2 as pb
-from kv_pool.service.link_service import link_service as service
-from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.blocks.attachments import PoolMatch
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.service import link_service as service
 from kv_pool.service.pool_manager import PoolClientSession, PoolManager, PrefixQuery
 
 
@@ -29,8 +29,15 @@ class FakeNodeStream:
 
 def make_stream(write: Any, **asked: Any) -> service._ClientStream:
     pool, layout = SimpleNamespace(memory=SimpleNamespace(total=1)), SimpleNamespace(block_size=4)
-    host = cast(PoolManager, SimpleNamespace(segment="baton-pool", pool=pool, incarnation="1", layout=layout, **asked))
-    return service._ClientStream(host, cast(PoolClientSession, SimpleNamespace(fence=0, holder="node")), FakeNodeStream(write))
+    host = cast(
+        PoolManager,
+        SimpleNamespace(segment="baton-pool", pool=pool, incarnation="1", layout=layout, **asked),
+    )
+    return service._ClientStream(
+        host,
+        cast(PoolClientSession, SimpleNamespace(fence=0, holder="node")),
+        FakeNodeStream(write),
+    )
 
 
 async def test_pool_stops_although_a_node_reads_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +96,9 @@ async def test_invalid_token_seconds_is_ignored(said: float, taken: float | None
         return PoolMatch(None, array("i")), None
 
     chain = PromptChain.from_tokens(BlockHash(bytes(32)), range(4), 4)
-    told = pb.FindPrefix(chain=pb.Chain(root=chain.root_hash, names=chain.packed_hashes, tokens=chain.packed_tokens), token_seconds=said)
+    told = pb.FindPrefix(
+        chain=pb.Chain(root=chain.root_hash, names=chain.packed_hashes, tokens=chain.packed_tokens),
+        token_seconds=said,
+    )
     make_stream(None, find=find)._handle_question(pb.PoolQuestion(id=1, find=told))
     assert [one.compute_seconds_per_token for one in asked] == [taken]

@@ -9,8 +9,8 @@ import pytest
 from baton.cluster_link import pb_conversion as wire
 from baton.pb import pool_pb2 as pb
 from kv_pool.core.blocks.attachments import PoolClientId
-from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 from kv_pool.service.link_service import PoolLinkService
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 from tests.pool.harness import LAYOUT
 
 
@@ -31,10 +31,15 @@ class FakePoolManager:
 
 
 class SlowCancelContext:
-    """A node that attaches and asks nothing more. What reads its stream takes its time when it is cancelled."""
+    """A node that attaches and asks nothing more. What reads its stream takes its time when it is
+    cancelled."""
 
     def __init__(self) -> None:
-        self.attached, self.is_cancelling, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.attached, self.is_cancelling, self.may_end = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
 
     async def read(self) -> Any:
         if not self.attached.is_set():

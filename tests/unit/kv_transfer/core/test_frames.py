@@ -1,4 +1,5 @@
-"""Whatever bytes arrive, decoding ends in a frame of the union or in BadFrame; and every field has its bound."""
+"""Whatever bytes arrive, decoding ends in a frame of the union or in BadFrame; and every field has
+its bound."""
 
 from typing import Any
 
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 
 from baton.limits import MAX_LOGPROBS
 from kv_transfer.core import frames
-from kv_transfer.core.frames import BadFrame, parse_frame_to_decode, parse_frame_to_writer, encode_frame
+from kv_transfer.core.frames import (
+    BadFrame,
+    encode_frame,
+    parse_frame_to_decode,
+    parse_frame_to_writer,
+)
 
 IDS = ("0" * 32, 1, "writer", "decode")
 A_PICKLE = b"\x80\x04\x95\n\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."  # of a dictionary
@@ -89,7 +95,11 @@ def _raw_fields(frame: frames.Frame) -> list[Any]:
 def test_every_field_has_a_bound(frame: frames.Frame) -> None:
     """Each field in turn is made too large, negative, or of another type: none gets through."""
     tag, *values = _raw_fields(frame)
-    decode = parse_frame_to_decode if isinstance(frame, tuple(type(one) for one in TO_DECODE)) else parse_frame_to_writer
+    decode = (
+        parse_frame_to_decode
+        if isinstance(frame, tuple(type(one) for one in TO_DECODE))
+        else parse_frame_to_writer
+    )
     names = frame.__struct_fields__
     for place, name in enumerate(names):
         for bad in _out_of_bounds_values(name, values[place]):
@@ -116,7 +126,17 @@ def _out_of_bounds_values(name: str, value: Any) -> list[Any]:
             return ["x" * 600, 5, None, b"x"]
         case list() if name == "top":
             most = [[1, -1.0]] * (MAX_LOGPROBS + 1)
-            return [most, [[-1, -1.0]], [[2**40, -1.0]], [[1, 0.5]], [[1]], [[1, -1.0, -1.0]], [1], 5, None]
+            return [
+                most,
+                [[-1, -1.0]],
+                [[2**40, -1.0]],
+                [[1, 0.5]],
+                [[1]],
+                [[1, -1.0, -1.0]],
+                [1],
+                5,
+                None,
+            ]
         case list():
             return [[-1], [2**40], ["x"], 5, None]
     raise AssertionError(f"{name} has no bad values yet")

@@ -6,7 +6,9 @@ from kv_transfer.core.send_queue import ReadySlabs, split_next_write
 
 
 def _slabs(ready: ReadySlabs) -> list[tuple[int, int, int]]:
-    return [(ready.layer, ready.first_block + n, source) for n, source in enumerate(ready.source_blocks)]
+    return [
+        (ready.layer, ready.first_block + n, source) for n, source in enumerate(ready.source_blocks)
+    ]
 
 
 @st.composite
@@ -21,7 +23,9 @@ def queues(draw: st.DrawFn) -> tuple[ReadySlabs, ...]:
 
 
 @given(queues(), st.integers(1, 12), st.integers(0, 4))
-def test_every_slab_is_sent_once_within_message_bounds(queue: tuple[ReadySlabs, ...], slabs: int, layers: int) -> None:
+def test_every_slab_is_sent_once_within_message_bounds(
+    queue: tuple[ReadySlabs, ...], slabs: int, layers: int
+) -> None:
     expected = [slab for ready in queue for slab in _slabs(ready)]
     sent = []
     while queue:
@@ -30,7 +34,10 @@ def test_every_slab_is_sent_once_within_message_bounds(queue: tuple[ReadySlabs, 
         assert outgoing.slab_range.num_layers <= (layers or slabs)
         assert len(outgoing.source_blocks) == outgoing.slab_range.num_blocks
         for layer in range(outgoing.slab_range.first_layer, outgoing.slab_range.end_layer):
-            sent += [(layer, outgoing.slab_range.first_block + n, source) for n, source in enumerate(outgoing.source_blocks)]
+            sent += [
+                (layer, outgoing.slab_range.first_block + n, source)
+                for n, source in enumerate(outgoing.source_blocks)
+            ]
     assert sorted(sent) == sorted(expected)
 
 
@@ -45,4 +52,8 @@ def test_layers_of_one_chunk_share_a_message_and_those_of_two_do_not() -> None:
     source, other = (BlockIndex(1), BlockIndex(2)), (BlockIndex(3),)
     queue = (ReadySlabs(0, 0, source), ReadySlabs(1, 0, source), ReadySlabs(0, 2, other))
     outgoing, rest = split_next_write(queue, 100, 0)
-    assert (outgoing.slab_range.num_layers, outgoing.slab_range.num_blocks, rest) == (2, 2, queue[2:])
+    assert (outgoing.slab_range.num_layers, outgoing.slab_range.num_blocks, rest) == (
+        2,
+        2,
+        queue[2:],
+    )

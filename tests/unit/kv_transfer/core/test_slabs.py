@@ -4,17 +4,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.kv_layout import KVLayout
-from kv_transfer.core.slabs import SlabGrid, SlabRange, split_by_layer, extend_manifest_digest
 from kv_transfer.arena.arena_slabs import ArenaSlabs
+from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=2, dtype="bfloat16")
 
-slab_ranges = st.builds(SlabRange, st.integers(0, 5), st.integers(0, 5), st.integers(0, 9), st.integers(0, 9))
+slab_ranges = st.builds(
+    SlabRange, st.integers(0, 5), st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)
+)
 
 
 def _members(area: SlabRange) -> set[tuple[int, int]]:
     return {
-        (layer, block) for layer in range(area.first_layer, area.end_layer) for block in range(area.first_block, area.end_block)
+        (layer, block)
+        for layer in range(area.first_layer, area.end_layer)
+        for block in range(area.first_block, area.end_block)
     }
 
 
@@ -36,7 +40,9 @@ def test_bitmasks_behave_as_sets_of_slabs(one: SlabRange, other: SlabRange) -> N
 
 
 @given(st.permutations([(SlabRange(n, 1, 0, 2), n * 17) for n in range(5)]))
-def test_a_manifest_does_not_depend_on_the_order_of_arrival(writes: list[tuple[SlabRange, int]]) -> None:
+def test_a_manifest_does_not_depend_on_the_order_of_arrival(
+    writes: list[tuple[SlabRange, int]],
+) -> None:
     digest = 0
     for area, checksum in writes:
         digest = extend_manifest_digest(digest, area, checksum)
@@ -48,7 +54,11 @@ def test_a_manifest_does_not_depend_on_the_order_of_arrival(writes: list[tuple[S
     assert 0 <= digest < 2**64
 
 
-@given(st.integers(0, 2), st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True))
+@given(
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True),
+)
 def test_gather_and_scatter_follow_the_layout(layer: int, layers: int, blocks: list[int]) -> None:
     """Row arithmetic against KVLayout's own offsets."""
     layers = min(layers, LAYOUT.num_layers - layer)

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.unit.kv_transfer.model_checking.scenario import InvariantViolation, Scenario
 from tests.unit.kv_transfer.model_checking.world import HandoffWorld
-from tests.unit.kv_transfer.model_checking.scenario import Scenario, InvariantViolation
 
 
 def explore_all_states(setting: Scenario, limit: int = 1_000_000) -> int:
-    """Visit every reachable state, nearest first. Returns how many there are; raises Violation with a shortest way to
-    it."""
+    """Visit every reachable state, nearest first. Returns how many there are; raises Violation with
+    a shortest way to it."""
     start = HandoffWorld.create(setting)
     seen = {start.identity_key()}
     frontier: list[tuple[HandoffWorld, Any]] = [(start, ())]
@@ -53,7 +53,9 @@ def _next_worlds(world: HandoffWorld, trail: Any) -> list[tuple[HandoffWorld, st
             reached.append((following, step))
         return reached
     except InvariantViolation as violation:
-        raise InvariantViolation(f"{violation}\nafter {' '.join(_unwind(trail))} {step}") from None
+        raise InvariantViolation(
+            f"{violation}\nafter {' '.join(_unwind_trail(trail))} {step}"
+        ) from None
 
 
 def _unwind_trail(trail: Any) -> list[str]:

@@ -1,5 +1,5 @@
-"""Both machines against every interleaving of a small world: two layers, two blocks, two attempts, one crash. And the
-same search over machines with a planted bug, which it must find."""
+"""Both machines against every interleaving of a small world: two layers, two blocks, two attempts,
+one crash. And the same search over machines with a planted bug, which it must find."""
 
 from dataclasses import dataclass, replace
 
@@ -7,19 +7,33 @@ import pytest
 
 from kv_transfer.core import frames
 from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core.events import InboundFenced, OutboundAborted, SealInfo
+from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
 from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
 from kv_transfer.core.outbound_handoff import OutboundOutput as DepartureOutput
-from kv_transfer.core.events import OutboundAborted, InboundFenced, SealInfo
-from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
 from tests.unit.kv_transfer.model_checking.explorer import explore_all_states
-from tests.unit.kv_transfer.model_checking.scenario import ONE_SLAB_PER_MESSAGE, SLAB_BYTES, Scenario, InvariantViolation
+from tests.unit.kv_transfer.model_checking.scenario import (
+    ONE_SLAB_PER_MESSAGE,
+    SLAB_BYTES,
+    InvariantViolation,
+    Scenario,
+)
 
 CRASHES_ONLY = frozenset({"crash"})
 ONE_LAYER_PER_MESSAGE = replace(ONE_SLAB_PER_MESSAGE, max_payload_bytes=2 * SLAB_BYTES)
-TWO_ATTEMPTS = Scenario(max_attempts=2, fault_kinds=CRASHES_ONLY, send_settings=ONE_LAYER_PER_MESSAGE)
+TWO_ATTEMPTS = Scenario(
+    max_attempts=2, fault_kinds=CRASHES_ONLY, send_settings=ONE_LAYER_PER_MESSAGE
+)
 ONE_ATTEMPT = Scenario(max_attempts=1)
 NO_FAULTS = Scenario(max_attempts=1, max_faults=0, max_endings=0)
-GHOST_SCENARIO = Scenario(max_attempts=1, num_layers=1, is_one_sided=False, has_ghost_writer=True, max_faults=0, max_endings=1)
+GHOST_SCENARIO = Scenario(
+    max_attempts=1,
+    num_layers=1,
+    is_one_sided=False,
+    has_ghost_writer=True,
+    max_faults=0,
+    max_endings=1,
+)
 
 
 @pytest.mark.timeout(600)  # a few seconds of one core; more where many share it
@@ -34,7 +48,14 @@ def test_one_attempt_slab_by_slab_with_any_fault_at_any_moment(one_sided: bool) 
 
 
 def test_delayed_acknowledgements() -> None:
-    assert explore_all_states(replace(ONE_ATTEMPT, has_slow_acks=True, send_settings=ONE_LAYER_PER_MESSAGE, max_endings=1)) > 1_000
+    assert (
+        explore_all_states(
+            replace(
+                ONE_ATTEMPT, has_slow_acks=True, send_settings=ONE_LAYER_PER_MESSAGE, max_endings=1
+            )
+        )
+        > 1_000
+    )
 
 
 def test_writes_of_a_stale_incarnation() -> None:
@@ -43,7 +64,13 @@ def test_writes_of_a_stale_incarnation() -> None:
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_prefix_held_by_decode_in_two_chunks(one_sided: bool) -> None:
-    setting = replace(ONE_ATTEMPT, num_layers=1, blocks_held_by_decode=1, blocks_per_chunk=(2, 1), is_one_sided=one_sided)
+    setting = replace(
+        ONE_ATTEMPT,
+        num_layers=1,
+        blocks_held_by_decode=1,
+        blocks_per_chunk=(2, 1),
+        is_one_sided=one_sided,
+    )
     assert explore_all_states(setting) > 1_000
 
 
@@ -51,9 +78,14 @@ def test_prefix_held_by_decode_in_two_chunks(one_sided: bool) -> None:
 
 
 class CommitsOneBlockEarly(InboundHandoff):
-    def finish_write(self, frame: frames.WriteFrame, checksum_right: bool, now: float) -> list[landing.InboundOutput]:
+    def finish_write(
+        self, frame: frames.WriteFrame, checksum_right: bool, now: float
+    ) -> list[landing.InboundOutput]:
         outputs = super().finish_write(frame, checksum_right, now)
-        if self.state is InboundState.WRITING and self.landed_slabs.bit_count() == self.grid.num_slabs - 1:
+        if (
+            self.state is InboundState.WRITING
+            and self.landed_slabs.bit_count() == self.grid.num_slabs - 1
+        ):
             self.seal_info = SealInfo(())
             outputs += self._seal_if_fenced()
         return outputs
@@ -79,7 +111,9 @@ class HonoursAnExpiredTicket(InboundHandoff):
 
 
 class CountsADuplicate(InboundHandoff):
-    def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[landing.InboundOutput]]:
+    def check_write(
+        self, frame: frames.WriteFrame, now: float
+    ) -> tuple[bool, list[landing.InboundOutput]]:
         held, self.landed_slabs = self.landed_slabs, 0
         admitted = super().check_write(frame, now)
         self.landed_slabs = held
@@ -114,12 +148,24 @@ class PlantedBug:
 
 
 PLANTED = [
-    PlantedBug(replace(NO_FAULTS, is_one_sided=False, inbound_class=CommitsOneBlockEarly), "is sealed over"),
-    PlantedBug(replace(NO_FAULTS, max_endings=1, outbound_class=FreesWithoutAcknowledgement), "under a read"),
-    PlantedBug(replace(GHOST_SCENARIO, inbound_class=AcceptsAStaleIncarnation), "ticket 0 is sealed over"),
+    PlantedBug(
+        replace(NO_FAULTS, is_one_sided=False, inbound_class=CommitsOneBlockEarly), "is sealed over"
+    ),
+    PlantedBug(
+        replace(NO_FAULTS, max_endings=1, outbound_class=FreesWithoutAcknowledgement),
+        "under a read",
+    ),
+    PlantedBug(
+        replace(GHOST_SCENARIO, inbound_class=AcceptsAStaleIncarnation), "ticket 0 is sealed over"
+    ),
     PlantedBug(replace(NO_FAULTS, max_endings=1, inbound_class=HonoursAnExpiredTicket), "expired"),
-    PlantedBug(replace(ONE_ATTEMPT, is_one_sided=False, inbound_class=CountsADuplicate), "counted twice"),
-    PlantedBug(replace(NO_FAULTS, max_endings=1, inbound_class=ReleasesAQuarantineByMessage), "wrote blocks of"),
+    PlantedBug(
+        replace(ONE_ATTEMPT, is_one_sided=False, inbound_class=CountsADuplicate), "counted twice"
+    ),
+    PlantedBug(
+        replace(NO_FAULTS, max_endings=1, inbound_class=ReleasesAQuarantineByMessage),
+        "wrote blocks of",
+    ),
     PlantedBug(replace(NO_FAULTS, inbound_class=SealsUnfenced), "sealed without the fence"),
     PlantedBug(replace(NO_FAULTS, outbound_class=SealsUnderItsLock), "sealed under a lock"),
 ]

@@ -1,14 +1,14 @@
-"""Random walks through larger worlds than exploration can exhaust: the same rules, the same bugs to be found. More of
-everything: blocks, chunks and faults, messages of many sizes, a narrow window, and acknowledgements that take their
-time."""
+"""Random walks through larger worlds than exploration can exhaust: the same rules, the same bugs to
+be found. More of everything: blocks, chunks and faults, messages of many sizes, a narrow window,
+and acknowledgements that take their time."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kv_transfer.core.outbound_handoff import SendSettings
-from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 from tests.unit.kv_transfer.model_checking.scenario import SLAB_BYTES, Scenario
+from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 
 _MAX_DRAIN_STEPS = 5_000  # steps: more than any walk needs to come to its end
 
@@ -65,7 +65,7 @@ class RandomWalk(RuleBasedStateMachine):
                 world.check_quiescent()
                 return
             world.apply_action(*actions[step % len(actions)])
-        raise AssertionError(f"no end after {_QUIET} steps; still possible: {actions}")
+        raise AssertionError(f"no end after {_MAX_DRAIN_STEPS} steps; still possible: {actions}")
 
 
 RandomWalk.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

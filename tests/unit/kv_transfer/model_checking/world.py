@@ -1,9 +1,10 @@
-"""A small world around the two machines: writers, decode's block pool, fence bytes, an ordered network, crashes. Every
-moment at which something else could happen in the real system is an action of its own, so a search over actions is a
-search over interleavings. What must never be is checked at the moment it would happen: `InvariantViolation`.
+"""A small world around the two machines: writers, decode's block pool, fence bytes, an ordered
+network, crashes. Every moment at which something else could happen in the real system is an action
+of its own, so a search over actions is a search over interleavings. What must never be is checked
+at the moment it would happen: `InvariantViolation`.
 
-Contents are modelled by tags: (writer, layer, block) in a slab means that this writer's KV of that logical slab lies
-there.
+Contents are modelled by tags: (writer, layer, block) in a slab means that this writer's KV of that
+logical slab lies there.
 """
 
 from dataclasses import replace
@@ -22,13 +23,30 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.core import events, frames
-from kv_transfer.core import outbound_handoff as departure
 from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core import outbound_handoff as departure
 from kv_transfer.core.inbound_handoff import ArenaShape, IgnoredInput, InboundHandoff
 from kv_transfer.core.send_queue import ReadySlabs
+from tests.unit.kv_transfer.model_checking.scenario import (
+    AFTER_EVERY_LEASE,
+    DECODE_INCARNATION,
+    EMPTY_SLAB,
+    GHOST_WRITER,
+    SLAB_BYTES,
+    TORN_SLAB,
+    FrameInFlight,
+    InvariantViolation,
+    Scenario,
+    SlabTag,
+)
 from tests.unit.kv_transfer.model_checking.world_actions import WorldActions
-from tests.unit.kv_transfer.model_checking.scenario import DECODE_INCARNATION, EMPTY_SLAB, GHOST_WRITER, AFTER_EVERY_LEASE, SLAB_BYTES, TORN_SLAB, FrameInFlight, Scenario, SlabTag, InvariantViolation
-from tests.unit.kv_transfer.model_checking.world_state import ModelWriterLock, checksum, outbound_state_key, inbound_state_key, intern_state
+from tests.unit.kv_transfer.model_checking.world_state import (
+    ModelWriterLock,
+    checksum,
+    inbound_state_key,
+    intern_state,
+    outbound_state_key,
+)
 
 
 class HandoffWorld(WorldActions):
@@ -56,8 +74,14 @@ class HandoffWorld(WorldActions):
         )
         self.machine_state_ids[f"departure {writer}"] = -1
         self.announced_steps[writer] = 0
-        self.frames_to_decode[writer], self.frames_to_writer[writer], self.writes_in_flight[writer] = (), (), None
-        if attempt > 0:  # a search that also spread out the second attempt's layers would learn nothing new
+        (
+            self.frames_to_decode[writer],
+            self.frames_to_writer[writer],
+            self.writes_in_flight[writer],
+        ) = (), (), None
+        if (
+            attempt > 0
+        ):  # a search that also spread out the second attempt's layers would learn nothing new
             for _ in self._announce_steps():
                 self.do_announce(writer)
 
@@ -81,7 +105,9 @@ class HandoffWorld(WorldActions):
         )
         shape = ArenaShape(setting.num_layers, 1, SLAB_BYTES)
         self.machine_state_ids[f"landing {attempt}"] = -1
-        self.inbound[attempt] = setting.inbound_class(ticket, shape, self._fence(attempt), 1 << 20, 1.0, 1.0)
+        self.inbound[attempt] = setting.inbound_class(
+            ticket, shape, self._fence(attempt), 1 << 20, 1.0, 1.0
+        )
 
     # writers
 
@@ -90,7 +116,9 @@ class HandoffWorld(WorldActions):
         self.announced_steps[writer] += 1
         source = tuple(BlockIndex(10 * (writer + 2) + first + n) for n in range(count))
         machine = self._own_outbound(writer)
-        self._apply_outbound_outputs(writer, machine.announce_slabs(ReadySlabs(layer, first, source), 0.0))
+        self._apply_outbound_outputs(
+            writer, machine.announce_slabs(ReadySlabs(layer, first, source), 0.0)
+        )
         if self.announced_steps[writer] == len(self._announce_steps()):
             self._apply_outbound_outputs(writer, machine.seal(events.SealInfo((writer + 1,)), 0.0))
 
@@ -99,7 +127,9 @@ class HandoffWorld(WorldActions):
         if writer == GHOST_WRITER:
             ticket = replace(ticket, writer_incarnation=self.outbound[writer].writer_incarnation)
         lock = ModelWriterLock(self, writer) if self.scenario.is_one_sided else departure.NoLock()
-        self._apply_outbound_outputs(writer, self._own_outbound(writer).set_ticket(ticket, lock, 0.0))
+        self._apply_outbound_outputs(
+            writer, self._own_outbound(writer).set_ticket(ticket, lock, 0.0)
+        )
 
     def do_begin_write(self, writer: int) -> None:
         outgoing, outputs = self._own_outbound(writer).begin_write()
@@ -117,8 +147,12 @@ class HandoffWorld(WorldActions):
         arrives = (TORN_SLAB,) * len(content) if damage else content
         if self.scenario.is_one_sided:
             self._write_tags(writer, outgoing.slab_range, arrives)
-        outputs = self._own_outbound(writer).finish_write(outgoing, checksum(content), not self.scenario.is_one_sided, 0.0)
-        self._apply_outbound_outputs(writer, outputs, None if self.scenario.is_one_sided else arrives)
+        outputs = self._own_outbound(writer).finish_write(
+            outgoing, checksum(content), not self.scenario.is_one_sided, 0.0
+        )
+        self._apply_outbound_outputs(
+            writer, outputs, None if self.scenario.is_one_sided else arrives
+        )
 
     def do_abort(self, writer: int) -> None:
         self.endings += 1
@@ -126,7 +160,9 @@ class HandoffWorld(WorldActions):
 
     def do_give_up_waiting(self, writer: int) -> None:
         self.endings += 1
-        self._apply_outbound_outputs(writer, self._own_outbound(writer).tick(AFTER_EVERY_LEASE), renewals=False)
+        self._apply_outbound_outputs(
+            writer, self._own_outbound(writer).tick(AFTER_EVERY_LEASE), renewals=False
+        )
 
     def do_deliver_to_writer(self, writer: int) -> None:
         frame, *rest = self.frames_to_writer[writer]
@@ -149,7 +185,9 @@ class HandoffWorld(WorldActions):
     def do_notice_cut(self, writer: int) -> None:
         self.cut_links -= {writer}
         was_up = "decode" not in self.dead_processes
-        self._apply_outbound_outputs(writer, self._own_outbound(writer).on_link_lost(PeerUnreachable("link"), was_up))
+        self._apply_outbound_outputs(
+            writer, self._own_outbound(writer).on_link_lost(PeerUnreachable("link"), was_up)
+        )
 
     def do_place_again(self, writer: int) -> None:
         self._open(writer)
@@ -189,10 +227,13 @@ class HandoffWorld(WorldActions):
     # faults
 
     def do_crash_writer(self, writer: int) -> None:
-        """Whatever it was writing is torn, and the kernel drops its locks. What it sent may still arrive."""
+        """Whatever it was writing is torn, and the kernel drops its locks. What it sent may still
+        arrive."""
         self.faults += 1
         if (outgoing := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
-            self._write_tags(writer, outgoing.slab_range, (TORN_SLAB,) * outgoing.slab_range.num_slabs)
+            self._write_tags(
+                writer, outgoing.slab_range, (TORN_SLAB,) * outgoing.slab_range.num_slabs
+            )
         self.writes_in_flight[writer] = None
         self.dead_processes |= {f"writer {writer}"}
         self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
@@ -203,7 +244,10 @@ class HandoffWorld(WorldActions):
         """Its arena is nobody's any more; the writers' links are lost."""
         self.faults += 1
         self.dead_processes |= {"decode"}
-        self.arena, self.times_landed = (EMPTY_SLAB,) * len(self.arena), (0,) * len(self.times_landed)
+        self.arena, self.times_landed = (
+            (EMPTY_SLAB,) * len(self.arena),
+            (0,) * len(self.times_landed),
+        )
         self.owning_attempt, self.expired_attempts = None, frozenset()
         self.locks = frozenset(lock for lock in self.locks if lock[1] != "decode")
         for attempt in self.inbound:
@@ -252,7 +296,9 @@ class HandoffWorld(WorldActions):
                 outputs = machine.on_renew(frame, now)
         self._apply_inbound_outputs(attempt, outputs, reply_to=writer)
 
-    def _deliver_write(self, machine: InboundHandoff, frame: frames.WriteFrame, sent: FrameInFlight, now: float) -> list[landing.InboundOutput]:
+    def _deliver_write(
+        self, machine: InboundHandoff, frame: frames.WriteFrame, sent: FrameInFlight, now: float
+    ) -> list[landing.InboundOutput]:
         admitted, outputs = machine.check_write(frame, now)
         if not admitted:
             return outputs
@@ -282,7 +328,9 @@ class HandoffWorld(WorldActions):
     ) -> None:
         machine = self.outbound[writer]
         over = machine.state in departure.TERMINAL_STATES
-        self.machine_state_ids[f"departure {writer}"] = intern_state(machine.state if over else outbound_state_key(machine))
+        self.machine_state_ids[f"departure {writer}"] = intern_state(
+            machine.state if over else outbound_state_key(machine)
+        )
         for output in outputs:
             match output:
                 case events.OutboundCommitted() | events.OutboundAborted():
@@ -292,13 +340,23 @@ class HandoffWorld(WorldActions):
                     if any(who == f"writer {writer}" for _, who in self.locks):
                         raise InvariantViolation("the end was told under a lock")
                 case frames.Frame():
-                    if isinstance(output, frames.SealFrame) and any(w == f"writer {writer}" for _, w in self.locks):
+                    if isinstance(output, frames.SealFrame) and any(
+                        w == f"writer {writer}" for _, w in self.locks
+                    ):
                         raise InvariantViolation("sealed under a lock")
                     renewal = isinstance(output, frames.RenewFrame)
-                    if "decode" not in self.dead_processes and writer not in self.cut_links and not (renewal and not renewals):
-                        sent = FrameInFlight(output, content if isinstance(output, frames.WriteFrame) else None)
+                    if (
+                        "decode" not in self.dead_processes
+                        and writer not in self.cut_links
+                        and not (renewal and not renewals)
+                    ):
+                        sent = FrameInFlight(
+                            output, content if isinstance(output, frames.WriteFrame) else None
+                        )
                         if self._ticket_is_over(writer) and not self.frames_to_decode[writer]:
-                            self._deliver_frame_to_decode(writer, sent)  # when it arrives makes no difference any more
+                            self._deliver_frame_to_decode(
+                                writer, sent
+                            )  # when it arrives makes no difference any more
                         else:
                             self.frames_to_decode[writer] += (sent,)
                 case IgnoredInput() | events.LayerLanded():
@@ -307,10 +365,14 @@ class HandoffWorld(WorldActions):
             self.announced_steps[writer] = len(self._announce_steps())
             self.frames_to_writer[writer] = ()
 
-    def _apply_inbound_outputs(self, attempt: int, outputs: list[landing.InboundOutput], reply_to: int | None = None) -> None:
+    def _apply_inbound_outputs(
+        self, attempt: int, outputs: list[landing.InboundOutput], reply_to: int | None = None
+    ) -> None:
         machine = self.inbound[attempt]
         over = machine.state in landing.TERMINAL_STATES
-        self.machine_state_ids[f"landing {attempt}"] = intern_state(machine.state if over else inbound_state_key(machine))
+        self.machine_state_ids[f"landing {attempt}"] = intern_state(
+            machine.state if over else inbound_state_key(machine)
+        )
         for output in outputs:
             match output:
                 case events.InboundSealed():
@@ -323,11 +385,21 @@ class HandoffWorld(WorldActions):
                     self._release_blocks(attempt, True)
                 case frames.Frame():
                     to = attempt if reply_to is None else reply_to
-                    if self._is_dead(to) or to in self.cut_links or self.outbound[to].state in departure.TERMINAL_STATES:
+                    if (
+                        self._is_dead(to)
+                        or to in self.cut_links
+                        or self.outbound[to].state in departure.TERMINAL_STATES
+                    ):
                         continue
-                    if isinstance(output, frames.RefusedFrame) and output in self.frames_to_writer[to]:
+                    if (
+                        isinstance(output, frames.RefusedFrame)
+                        and output in self.frames_to_writer[to]
+                    ):
                         continue
-                    if isinstance(output, frames.LandedFrame | frames.CreditFrame) and not self.scenario.has_slow_acks:
+                    if (
+                        isinstance(output, frames.LandedFrame | frames.CreditFrame)
+                        and not self.scenario.has_slow_acks
+                    ):
                         self._deliver_frame_to_writer(to, output)
                     else:
                         self.frames_to_writer[to] += (output,)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from kv_transfer.core import outbound_handoff as departure
 from kv_transfer.core import inbound_handoff as landing
-from kv_transfer.core.outbound_handoff import OutboundState
+from kv_transfer.core import outbound_handoff as departure
 from kv_transfer.core.inbound_handoff import InboundState
+from kv_transfer.core.outbound_handoff import OutboundState
 from tests.unit.kv_transfer.model_checking.scenario import AFTER_EVERY_LEASE, InvariantViolation
 from tests.unit.kv_transfer.model_checking.world_state import WorldState
 
@@ -14,8 +14,9 @@ class WorldActions(WorldState):
     __slots__ = ()
 
     def list_actions(self) -> list[tuple[str, int]]:
-        """What goes on by itself; the faults; as often as `endings` says, a change of mind or the end of a lease; and,
-        when nothing of all that is left, the time-outs. So whatever ends only by a time-out does end by it."""
+        """What goes on by itself; the faults; as often as `endings` says, a change of mind or the
+        end of a lease; and, when nothing of all that is left, the time-outs. So whatever ends only
+        by a time-out does end by it."""
         found = [*self._progress(), *self._faults()]
         if self.endings < self.scenario.max_endings:
             found += [*self._voluntary_endings(), *self._leases()]
@@ -46,9 +47,17 @@ class WorldActions(WorldState):
                 yield "announce", writer
             if state is OutboundState.UNTICKETED and self._attempt(writer) in self.inbound:
                 yield "ticket", writer
-            if state is OutboundState.STREAMING and machine.send_queue and self.writes_in_flight[writer] is None:
+            if (
+                state is OutboundState.STREAMING
+                and machine.send_queue
+                and self.writes_in_flight[writer] is None
+            ):
                 yield "begin_write", writer
-        if self.scenario.max_attempts > 1 and 1 not in self.outbound and self._first_attempt_failed():
+        if (
+            self.scenario.max_attempts > 1
+            and 1 not in self.outbound
+            and self._first_attempt_failed()
+        ):
             yield "place_again", 1
 
     def _decodes_progress(self) -> Iterator[tuple[str, int]]:
@@ -67,7 +76,10 @@ class WorldActions(WorldState):
 
     def _voluntary_endings(self) -> Iterator[tuple[str, int]]:
         for writer, machine in self.outbound.items():
-            over = machine.state in departure.TERMINAL_STATES or machine.state is OutboundState.ABORTING
+            over = (
+                machine.state in departure.TERMINAL_STATES
+                or machine.state is OutboundState.ABORTING
+            )
             if not over and not self._is_dead(writer):
                 yield "abort", writer
         for attempt, landing_machine in self.inbound.items():
@@ -76,7 +88,11 @@ class WorldActions(WorldState):
 
     def _leases(self) -> Iterator[tuple[str, int]]:
         for attempt, machine in self.inbound.items():
-            if machine.deadline < AFTER_EVERY_LEASE and attempt not in self.expired_attempts and "decode" not in self.dead_processes:
+            if (
+                machine.deadline < AFTER_EVERY_LEASE
+                and attempt not in self.expired_attempts
+                and "decode" not in self.dead_processes
+            ):
                 yield "lease_passes", attempt
 
     def _timeouts(self) -> Iterator[tuple[str, int]]:
@@ -84,7 +100,10 @@ class WorldActions(WorldState):
             if machine.is_answer_overdue(AFTER_EVERY_LEASE) and not self._is_dead(writer):
                 yield "give_up_waiting", writer
             elif machine.state is OutboundState.UNTICKETED and not self._is_dead(writer):
-                yield "abort", writer  # its role gives it up: there is no clock for work without a ticket
+                yield (
+                    "abort",
+                    writer,
+                )  # its role gives it up: there is no clock for work without a ticket
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         if self.faults >= self.scenario.max_faults:
@@ -96,7 +115,12 @@ class WorldActions(WorldState):
             ended = machine.state in departure.TERMINAL_STATES
             if "crash" in kinds and not ended:
                 yield "crash_writer", writer
-            if "cut" in kinds and not ended and machine.ticket is not None and "decode" not in self.dead_processes:
+            if (
+                "cut" in kinds
+                and not ended
+                and machine.ticket is not None
+                and "decode" not in self.dead_processes
+            ):
                 yield "cut_link", writer
             if self.frames_to_decode[writer] and "decode" not in self.dead_processes:
                 if "duplicate" in kinds:

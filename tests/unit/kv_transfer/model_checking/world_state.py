@@ -1,5 +1,6 @@
-"""The state of the small world: the machines, decode's blocks, fence bytes, what is under way. Worlds are compared by
-`key()` and copied by `clone()`; machines are shared between copies until they change."""
+"""The state of the small world: the machines, decode's blocks, fence bytes, what is under way.
+Worlds are compared by `key()` and copied by `clone()`; machines are shared between copies until
+they change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -8,11 +9,18 @@ from typing import Any, Self
 
 from kv_transfer.core import frames
 from kv_transfer.core import inbound_handoff as landing
-from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
 from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
+from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.slabs import SlabRange
-from tests.unit.kv_transfer.model_checking.scenario import EMPTY_SLAB, GHOST_WRITER, FrameInFlight, Scenario, SlabTag, InvariantViolation
+from tests.unit.kv_transfer.model_checking.scenario import (
+    EMPTY_SLAB,
+    GHOST_WRITER,
+    FrameInFlight,
+    InvariantViolation,
+    Scenario,
+    SlabTag,
+)
 
 Key = tuple[Any, ...]
 
@@ -25,9 +33,25 @@ def intern_state(value: Any) -> int:
     return _state_ids.setdefault(value, len(_state_ids))
 
 
-_FIELDS_NOT_COMPARED = {"ticket", "shape", "fence", "lock", "grid", "error", "pace", "key", "writer", "host", "credit"}
-inbound_state_key = attrgetter(*(f.name for f in fields(InboundHandoff) if f.name not in _FIELDS_NOT_COMPARED))
-outbound_state_key = attrgetter(*(f.name for f in fields(OutboundHandoff) if f.name not in _FIELDS_NOT_COMPARED))
+_FIELDS_NOT_COMPARED = {
+    "ticket",
+    "shape",
+    "fence",
+    "lock",
+    "grid",
+    "error",
+    "pace",
+    "key",
+    "writer",
+    "host",
+    "credit",
+}
+inbound_state_key = attrgetter(
+    *(f.name for f in fields(InboundHandoff) if f.name not in _FIELDS_NOT_COMPARED)
+)
+outbound_state_key = attrgetter(
+    *(f.name for f in fields(OutboundHandoff) if f.name not in _FIELDS_NOT_COMPARED)
+)
 _ALL_INBOUND_FIELDS = tuple(f.name for f in fields(InboundHandoff))
 _ALL_OUTBOUND_FIELDS = tuple(f.name for f in fields(OutboundHandoff))
 
@@ -42,10 +66,14 @@ def _clone(machine: Any, names: tuple[str, ...]) -> Any:
 @dataclass(slots=True)
 class WorldState:
     scenario: Scenario
-    outbound: dict[int, OutboundHandoff] = field(default_factory=dict)  # by writer; shared between worlds: see `_own_outbound`
+    outbound: dict[int, OutboundHandoff] = field(
+        default_factory=dict
+    )  # by writer; shared between worlds: see `_own_outbound`
     inbound: dict[int, InboundHandoff] = field(default_factory=dict)  # by attempt; shared likewise
     machine_state_ids: dict[str, int] = field(default_factory=dict)  # of each machine's state
-    announced_steps: dict[int, int] = field(default_factory=dict)  # (chunk, layer) steps done by each writer
+    announced_steps: dict[int, int] = field(
+        default_factory=dict
+    )  # (chunk, layer) steps done by each writer
     frames_to_decode: dict[int, tuple[FrameInFlight, ...]] = field(default_factory=dict)
     frames_to_writer: dict[int, tuple[frames.Frame, ...]] = field(default_factory=dict)
     writes_in_flight: dict[int, OutgoingWrite | None] = field(default_factory=dict)
@@ -59,7 +87,9 @@ class WorldState:
     ended_machines: frozenset[str] = frozenset()  # departures and landings that told their end
     faults: int = 0
     endings: int = 0
-    cut_links: frozenset[int] = frozenset()  # writers that have yet to notice that their link was lost
+    cut_links: frozenset[int] = (
+        frozenset()
+    )  # writers that have yet to notice that their link was lost
 
     # identity
 
@@ -141,7 +171,9 @@ class WorldState:
         for size in setting.blocks_per_chunk or (total,):
             chunks.append((first, size))
             first += size
-        return [(layer, first, size) for first, size in chunks for layer in range(setting.num_layers)]
+        return [
+            (layer, first, size) for first, size in chunks for layer in range(setting.num_layers)
+        ]
 
     def _attempt(self, writer: int) -> int:
         return 0 if writer == GHOST_WRITER else writer
@@ -179,7 +211,9 @@ class WorldState:
         if "decode" in self.dead_processes:
             return
         if self.owning_attempt != self._attempt(writer) or self.is_committed:
-            raise InvariantViolation(f"writer {writer} wrote blocks of {self.owner} (in use: {self.in_use})")
+            raise InvariantViolation(
+                f"writer {writer} wrote blocks of {self.owner} (in use: {self.in_use})"
+            )
         arena = list(self.arena)
         for place, tag in zip(self._arena_positions(area), content, strict=True):
             arena[place] = tag
@@ -187,7 +221,10 @@ class WorldState:
 
     def _check_arena_contents(self, attempt: int) -> None:
         setting = self.scenario
-        wanted = self._expected_tags(attempt, SlabRange(0, setting.num_layers, setting.blocks_held_by_decode, setting.num_blocks))
+        wanted = self._expected_tags(
+            attempt,
+            SlabRange(0, setting.num_layers, setting.blocks_held_by_decode, setting.num_blocks),
+        )
         if self.arena != wanted:
             raise InvariantViolation(f"ticket {attempt} is sealed over {self.arena}")
 
@@ -214,7 +251,9 @@ class ModelWriterLock:
         self._writer = writer
 
     def try_acquire(self) -> bool:
-        return self._world._try_lock_byte(self._world._attempt(self._writer), f"writer {self._writer}")
+        return self._world._try_lock_byte(
+            self._world._attempt(self._writer), f"writer {self._writer}"
+        )
 
     def release(self) -> None:
         world = self._world

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.common.settings import TransferSettings
+from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDecodeLink
 
 
@@ -12,7 +12,10 @@ def advertised_and_bound(advertise: str) -> tuple[str, str]:
     plain = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings())
     bound = plain.endpoint.rpartition(":")[2]
     plain.close()
-    link = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings(listen=f"127.0.0.1:{bound}", advertise=advertise))
+    link = ZmqDecodeLink(
+        derive_curve_keys("token"),
+        TransferSettings(listen=f"127.0.0.1:{bound}", advertise=advertise),
+    )
     try:
         return link.endpoint, bound
     finally:

@@ -1,13 +1,27 @@
-"""A node without its shell: pool, scheduler and paced engine, run step by step and checked at every step."""
+"""A node without its shell: pool, scheduler and paced engine, run step by step and checked at every
+step."""
 
 from collections.abc import Sequence
 
 from baton.kv.block_hash import BlockHash, root_hash
 from baton.process.clock import FakeClock
-from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, TicketId, AttemptSpec
+from baton.types import (
+    AttemptKey,
+    AttemptSpec,
+    BlockIndex,
+    Request,
+    RequestId,
+    SamplingParams,
+    TicketId,
+)
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.sequences.outcomes import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    SequenceFailed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.sequences.sequence import Sequence as NodeSequence
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.paced.paced_engine import ZERO_COSTS, PacedEngine, paced_reference_tokens
@@ -25,7 +39,9 @@ def unshared_prompt(length: int, salt: int) -> list[int]:
 
 def batch_shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
     assert batch is not None
-    return [(piece.start, len(piece.token_ids), piece.sample_spec is not None) for piece in batch.slices]
+    return [
+        (piece.start, len(piece.token_ids), piece.sample_spec is not None) for piece in batch.slices
+    ]
 
 
 def make_work(
@@ -40,9 +56,15 @@ def make_work(
 ) -> AttemptSpec:
     key = AttemptKey(RequestId(f"r{name}"), 0, 0)
     sampling = SamplingParams(
-        max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop), temperature=0.0
+        max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=tuple(stop),
+        temperature=0.0,
     )
-    return AttemptSpec(key, Request(key.request_id, tuple(prompt), sampling, timeout_seconds=60.0), tuple(emitted))
+    return AttemptSpec(
+        key, Request(key.request_id, tuple(prompt), sampling, timeout_seconds=60.0), tuple(emitted)
+    )
 
 
 def expected_tokens(job: AttemptSpec) -> list[int]:
@@ -64,7 +86,9 @@ class SteppedNode:
         eos_probability: float = 0.0,
     ) -> None:
         self.clock = FakeClock()
-        self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock)
+        self.engine = PacedEngine(
+            ZERO_COSTS, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock
+        )
         self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
         self.engine.bind_cache(memoryview(self.arena), num_blocks)
         self.pool = BlockPool(num_blocks, BLOCK, self.clock)
@@ -82,11 +106,15 @@ class SteppedNode:
         plan = self.scheduler.schedule_step()
         self.outcomes += plan.outcomes
         if plan.batch is None:
-            assert not self.scheduler.schedule_step().outcomes, "a plan without a batch settles everything"
+            assert not self.scheduler.schedule_step().outcomes, (
+                "a plan without a batch settles everything"
+            )
         else:
             self.check_batch(plan.batch)
             self.batches.append(plan.batch)
-            self.outcomes += self.scheduler.update_from_results(plan.batch, self.engine.run(plan.batch))
+            self.outcomes += self.scheduler.update_from_results(
+                plan.batch, self.engine.run(plan.batch)
+            )
         self.pool.check_invariants()
         return plan.batch
 
@@ -100,10 +128,20 @@ class SteppedNode:
     def check_batch(self, batch: StepBatch) -> None:
         limits = self.scheduler.limits
         assert 0 < batch.num_tokens <= limits.max_batched_tokens
-        assert len({piece.sequence_id for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
-        assert len({destination for _, destination in batch.block_copies}) == len(batch.block_copies)
+        assert (
+            len({piece.sequence_id for piece in batch.slices})
+            == len(batch.slices)
+            <= limits.max_num_seqs
+        )
+        assert len({destination for _, destination in batch.block_copies}) == len(
+            batch.block_copies
+        )
         written: dict[BlockIndex, int] = {}  # and the first token of the block that is
-        copied = [each.pending_copy[0] for each in self.scheduler.list_sequences() if each.pending_copy is not None]
+        copied = [
+            each.pending_copy[0]
+            for each in self.scheduler.list_sequences()
+            if each.pending_copy is not None
+        ]
         for piece in batch.slices:
             sequence = self.scheduler.get_sequence_in_flight(piece.sequence_id)
             end = piece.start + len(piece.token_ids)
@@ -112,25 +150,46 @@ class SteppedNode:
             assert (piece.sample_spec is None) == (end < len(sequence.token_ids))
             assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
             for number in range(piece.start // BLOCK, -(-end // BLOCK)):
-                assert piece.block_table[number] not in written, "a block is written twice in a step"
+                assert piece.block_table[number] not in written, (
+                    "a block is written twice in a step"
+                )
                 written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
         for block, first in written.items():
-            assert self.pool.get_ref_count(block) == 1 + copied.count(block), "a shared block is written"
-            found = len(self.pool.prefix_index.get_entry(block).token_ids) if block in self.pool.prefix_index else 0
+            assert self.pool.get_ref_count(block) == 1 + copied.count(block), (
+                "a shared block is written"
+            )
+            found = (
+                len(self.pool.prefix_index.get_entry(block).token_ids)
+                if block in self.pool.prefix_index
+                else 0
+            )
             assert found <= first, "what others can find is written"
 
     def emitted_tokens(self, job: AttemptSpec) -> list[int]:
-        events = [each.event for each in self.outcomes if isinstance(each, TokenEmitted) and each.event.key == job.key]
-        assert [event.output_index for event in events] == list(range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(events)))
+        events = [
+            each.event
+            for each in self.outcomes
+            if isinstance(each, TokenEmitted) and each.event.key == job.key
+        ]
+        assert [event.output_index for event in events] == list(
+            range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(events))
+        )
         assert all(event.finish_reason is None for event in events[:-1])
         return [event.token_id for event in events]
 
     def error_codes(self) -> dict[AttemptKey, str]:
-        return {each.sequence.key: each.error.code for each in self.outcomes if isinstance(each, SequenceFailed)}
+        return {
+            each.sequence.key: each.error.code
+            for each in self.outcomes
+            if isinstance(each, SequenceFailed)
+        }
 
 
-def transfer_kv(source: SteppedNode, target: SteppedNode, key: AttemptKey, ticket: TicketId) -> None:
-    """What the transfer plane does: copy the promised blocks from arena to arena, then seal and commit."""
+def transfer_kv(
+    source: SteppedNode, target: SteppedNode, key: AttemptKey, ticket: TicketId
+) -> None:
+    """What the transfer plane does: copy the promised blocks from arena to arena, then seal and
+    commit."""
     sent, awaited = source.scheduler.get_sequence(key), target.scheduler.get_sequence(key)
     assert sent is not None
     assert awaited is not None
@@ -139,9 +198,13 @@ def transfer_kv(source: SteppedNode, target: SteppedNode, key: AttemptKey, ticke
     target.pool.mark_writing(ticket)
     for number, destination in enumerate(awaited.reserved_blocks):
         block = sent.block_table[first + number]
-        target.arena[destination * size : (destination + 1) * size] = source.arena[block * size : (block + 1) * size]
+        target.arena[destination * size : (destination + 1) * size] = source.arena[
+            block * size : (block + 1) * size
+        ]
     completed = next(
-        each for each in reversed(source.outcomes) if isinstance(each, PrefillCompleted) and each.event.key == key
+        each
+        for each in reversed(source.outcomes)
+        if isinstance(each, PrefillCompleted) and each.event.key == key
     )
     target.outcomes += target.scheduler.commit_handoff(key, (completed.event.token_id,))
     source.scheduler.finish_handoff(key)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.config.memory_size import parse_memory_size
 from node_engine.host.engine_factory import compute_cache_blocks, compute_cache_bytes
 
 FREE = 100 << 30
@@ -31,7 +31,9 @@ def test_auto_leaves_a_small_folder_its_room() -> None:
     assert parse_memory_size("auto", 1 << 30) == (1 << 30) // 10
 
 
-@pytest.mark.parametrize("text", ["", "much", "4GB", "inf", "nan", "infGiB", "1e400", "0", "-1", "-0.5", "-1GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "4GB", "inf", "nan", "infGiB", "1e400", "0", "-1", "-0.5", "-1GiB"]
+)
 def test_malformed_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_memory_size(text, FREE)
@@ -56,5 +58,8 @@ def test_auto_is_no_more_than_all_sequences_need(tmp_path: Path) -> None:
 
 
 def test_too_much_memory_is_refused_before_allocation(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot hold \d+ bytes .*kept in reserve: lower --kv-memory to .* or less"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot hold \d+ bytes .*kept in reserve: lower --kv-memory to .* or less",
+    ):
         compute_cache_bytes(Config(kv_memory="900TiB", segment_dir=str(tmp_path)))

@@ -1,4 +1,5 @@
-"""A node that others can reach needs the cluster token, whatever its role: its health port listens there too."""
+"""A node that others can reach needs the cluster token, whatever its role: its health port listens
+there too."""
 
 import asyncio
 
@@ -17,7 +18,9 @@ def fail_to_make_role(parts: RoleContext) -> RolePolicy:
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "node.example:7000"])
-async def test_exposed_node_without_token_is_refused_before_loading(role: Role, listen: str) -> None:
+async def test_exposed_node_without_token_is_refused_before_loading(
+    role: Role, listen: str
+) -> None:
     config = Config(coordinator="127.0.0.1:1", listen=listen)
     with pytest.raises(ConfigError, match=r"set --cluster-token, .*or say --insecure"):
         await run_node(config, role, {role: fail_to_make_role}, asyncio.Event())

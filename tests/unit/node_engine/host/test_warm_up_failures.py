@@ -1,4 +1,5 @@
-"""A node that computes its first steps can be stopped, and what fails there ends it with one line."""
+"""A node that computes its first steps can be stopped, and what fails there ends it with one
+line."""
 
 import asyncio
 import os
@@ -22,9 +23,13 @@ def fail_to_make_role(parts: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
-async def start(warm_up: WarmUp, folder: Path, stop: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+async def start(
+    warm_up: WarmUp, folder: Path, stop: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PacedEngine, "warm_up", warm_up)
-    config = Config(coordinator="127.0.0.1:1", engine="paced", kv_memory="2MiB", segment_dir=str(folder))
+    config = Config(
+        coordinator="127.0.0.1:1", engine="paced", kv_memory="2MiB", segment_dir=str(folder)
+    )
     await run_node(config, Role.DECODE, {Role.DECODE: fail_to_make_role}, stop)
 
 
@@ -48,7 +53,10 @@ async def _set(stop: asyncio.Event) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (DeviceLost("CUDA error: launch failure\nCompile with more to know more."), "CUDA error: launch failure"),
+        (
+            DeviceLost("CUDA error: launch failure\nCompile with more to know more."),
+            "CUDA error: launch failure",
+        ),
         (OutOfMemory("no memory left"), "no memory left"),
     ],
 )

@@ -1,4 +1,5 @@
-"""What ModelEngine does besides the arithmetic: errors, copies, progress. The arithmetic is in tests/parity."""
+"""What ModelEngine does besides the arithmetic: errors, copies, progress. The arithmetic is in
+tests/parity."""
 
 import io
 import sys
@@ -10,12 +11,21 @@ import torch
 from baton.errors import ConfigError, OutOfMemory
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.host_memory import MemoryPinError
-from node_engine.core.step.step_batch import SliceResult, DeviceLost, SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.core.step.step_batch import (
+    DeviceLost,
+    SampleSpec,
+    SequenceId,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+)
 from node_engine.model.model_engine import ModelEngine
 from tests.models import build_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-STEP = StepBatch((SequenceSlice(SequenceId(1), (3, 4), 0, [BlockIndex(2)], SampleSpec(GREEDY, 0, 2)),))
+STEP = StepBatch(
+    (SequenceSlice(SequenceId(1), (3, 4), 0, [BlockIndex(2)], SampleSpec(GREEDY, 0, 2)),)
+)
 BLOCKS = 4
 
 
@@ -36,7 +46,9 @@ def bound(engine: ModelEngine) -> bytearray:
 
 
 def test_engine_properties_match_the_model_folder(folder: Path) -> None:
-    engine = ModelEngine.load(folder, dtype="bfloat16", device="cpu", block_size=8, max_model_len=100)
+    engine = ModelEngine.load(
+        folder, dtype="bfloat16", device="cpu", block_size=8, max_model_len=100
+    )
     layout = engine.layout
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (2, 2, 16)
     assert (layout.block_size, layout.dtype) == (8, "bfloat16")
@@ -73,7 +85,9 @@ def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+        ),
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
 )
@@ -90,7 +104,9 @@ def test_torch_out_of_memory_becomes_out_of_memory(
         engine.run(STEP)
 
 
-def test_lost_device_is_not_a_failed_step(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_a_failed_step(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bound(engine)
 
     def fail(*_: object) -> None:
@@ -101,7 +117,9 @@ def test_lost_device_is_not_a_failed_step(engine: ModelEngine, monkeypatch: pyte
         engine.run(STEP)
 
 
-def test_lost_device_is_not_a_config_error(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_a_config_error(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: the device is lost")
 
@@ -118,7 +136,9 @@ def test_other_torch_errors_are_not_translated(engine: ModelEngine) -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_weight_loading_shows_progress_on_a_terminal(folder: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_loading_shows_progress_on_a_terminal(
+    folder: Path, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: watched  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)

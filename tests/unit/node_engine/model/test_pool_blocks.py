@@ -1,4 +1,5 @@
-"""A model reads blocks of the shared pool where they are, or from copies of its own: the tokens are transformers'."""
+"""A model reads blocks of the shared pool where they are, or from copies of its own: the tokens are
+transformers'."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What an engine computes before its first request stays within its cache and its lengths, and changes no answer."""
+"""What an engine computes before its first request stays within its cache and its lengths, and
+changes no answer."""
 
 from pathlib import Path
 
@@ -30,17 +31,28 @@ from tests.models import build_model
     ],
 )
 def test_warm_up_steps_stay_within_limits(
-    block_size: int, num_blocks: int, max_model_len: int, max_batched_tokens: int, prompts: list[int]
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+    prompts: list[int],
 ) -> None:
     computed: dict[int, int] = {}
     begun: list[int] = []
-    for step in iter_warm_up_steps(GPU_PROMPT_LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens):
+    for step in iter_warm_up_steps(
+        GPU_PROMPT_LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens
+    ):
         assert step.num_tokens <= max_batched_tokens
         blocks = [block for piece in step.slices for block in piece.block_table]
-        assert all(0 <= block < num_blocks for block in (*blocks, *(place for pair in step.block_copies for place in pair)))
+        assert all(
+            0 <= block < num_blocks
+            for block in (*blocks, *(place for pair in step.block_copies for place in pair))
+        )
         for piece in step.slices:
             end = piece.start + len(piece.token_ids)
-            assert 0 <= piece.start <= computed.get(piece.sequence_id, 0), "nothing that was not computed is read"
+            assert 0 <= piece.start <= computed.get(piece.sequence_id, 0), (
+                "nothing that was not computed is read"
+            )
             assert end <= min(max_model_len, len(piece.block_table) * block_size)
             assert piece.sample_spec is not None
             assert piece.sample_spec.position == end

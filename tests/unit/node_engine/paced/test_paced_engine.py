@@ -1,4 +1,5 @@
-"""The paced engine keeps time by its costs, agrees with its reference, and notices KV that is not as it should be."""
+"""The paced engine keeps time by its costs, agrees with its reference, and notices KV that is not
+as it should be."""
 
 from itertools import pairwise
 
@@ -7,13 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.process.clock import FakeClock
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
+from baton.process.clock import FakeClock
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.sequences.outcomes import TokenEmitted
-from node_engine.core.step.step_batch import SliceResult, Engine, SampleSpec, PromptLogprobsSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import ZERO_COSTS, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference_tokens, paced_reference_logprobs
+from node_engine.core.step.step_batch import (
+    Engine,
+    PromptLogprobsSpec,
+    SampleSpec,
+    SequenceId,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+)
+from node_engine.paced.paced_engine import (
+    PACED_LAYOUT,
+    ZERO_COSTS,
+    PacedCosts,
+    PacedEngine,
+    paced_reference_logprobs,
+    paced_reference_tokens,
+)
 from tests.unit.node_engine.core.stepped_node import VOCAB, SteppedNode, expected_tokens, make_work
 
 SIZE = PACED_LAYOUT.block_size
@@ -44,11 +60,25 @@ class PacedBench:
         self.engine.bind_cache(memoryview(self.arena), num_blocks)
         self.table = [BlockIndex(block) for block in range(num_blocks)]
 
-    def slice(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> SequenceSlice:
+    def slice(
+        self,
+        tokens: list[int],
+        start: int,
+        sequence: int = 0,
+        table: list[BlockIndex] | None = None,
+    ) -> SequenceSlice:
         sample = SampleSpec(SamplingParams(9), 0, start + len(tokens))
-        return SequenceSlice(SequenceId(sequence), tuple(tokens), start, table or self.table, sample)
+        return SequenceSlice(
+            SequenceId(sequence), tuple(tokens), start, table or self.table, sample
+        )
 
-    def run(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> int:
+    def run(
+        self,
+        tokens: list[int],
+        start: int,
+        sequence: int = 0,
+        table: list[BlockIndex] | None = None,
+    ) -> int:
         [made] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
         assert made.token_id is not None
         return made.token_id
@@ -83,7 +113,9 @@ def test_every_token_of_the_context_counts(changed: int) -> None:
     prompt[changed] += 1
     assert paced_reference_tokens(prompt, 1, VOCAB) != paced_reference_tokens(PROMPT[:10], 1, VOCAB)
     swapped = [PROMPT[1], PROMPT[0], *PROMPT[2:10]]
-    assert paced_reference_tokens(swapped, 1, VOCAB) != paced_reference_tokens(PROMPT[:10], 1, VOCAB)
+    assert paced_reference_tokens(swapped, 1, VOCAB) != paced_reference_tokens(
+        PROMPT[:10], 1, VOCAB
+    )
 
 
 # KV that is not as it should be
@@ -92,7 +124,8 @@ def test_every_token_of_the_context_counts(changed: int) -> None:
 @settings(max_examples=200)
 @given(data=st.data())
 def test_one_flipped_bit_is_noticed(data: st.DataObject) -> None:
-    """Anywhere in the KV of a context of 40 tokens, when another sequence id reads it: after a hand-off."""
+    """Anywhere in the KV of a context of 40 tokens, when another sequence id reads it: after a
+    hand-off."""
     bench = PacedBench()
     bench.run(PROMPT[:40], 0)
     token = data.draw(st.integers(0, 39))
@@ -100,7 +133,9 @@ def test_one_flipped_bit_is_noticed(data: st.DataObject) -> None:
     side = data.draw(st.integers(0, 1))
     byte = data.draw(st.integers(0, PACED_LAYOUT.head_dim * 4 - 1))
     slab = PACED_LAYOUT.slab_offset(token // SIZE * PACED_LAYOUT.block_bytes, layer)
-    offset = slab + side * PACED_LAYOUT.slab_bytes // 2 + token % SIZE * PACED_LAYOUT.head_dim * 4 + byte
+    offset = (
+        slab + side * PACED_LAYOUT.slab_bytes // 2 + token % SIZE * PACED_LAYOUT.head_dim * 4 + byte
+    )
     bench.arena[offset] ^= 1 << data.draw(st.integers(0, 7))
     wrong = [bench.run([7], 40, sequence=1)]
     for position in range(41, 44):  # one of a thousand tokens may be right by chance, not four
@@ -128,7 +163,9 @@ def damage(bench: PacedBench, kind: str) -> None:
         bench.run(PROMPT[50:82], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)])
         arena[block : block + slab] = arena[5 * block : 5 * block + slab]
     elif kind == "the same tokens after another prefix":
-        bench.run(PROMPT[50:66] + PROMPT[16:32], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)])
+        bench.run(
+            PROMPT[50:66] + PROMPT[16:32], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)]
+        )
         arena[block : 2 * block] = arena[5 * block : 6 * block]
     else:
         raise AssertionError(kind)
@@ -150,7 +187,10 @@ def damage(bench: PacedBench, kind: str) -> None:
 def test_wrong_kv_gives_wrong_tokens(kind: str) -> None:
     bench = PacedBench()
     right = bench.run(PROMPT[:40], 0)
-    assert bench.run([right], 40, sequence=1) == paced_reference_tokens([*PROMPT[:40], right], 1, VOCAB)[0]
+    assert (
+        bench.run([right], 40, sequence=1)
+        == paced_reference_tokens([*PROMPT[:40], right], 1, VOCAB)[0]
+    )
     damage(bench, kind)
     wrong = [bench.run([right], 40, sequence=2)]
     for position in range(41, 44):
@@ -196,7 +236,9 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
     bench = PacedBench(1)
     prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
     tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
-    pieces = [bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)]
+    pieces = [
+        bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)
+    ]
     outputs = [[made.token_id] for made in engine.run(StepBatch(tuple(pieces)))]
     for _ in range(5):
         pieces = [
@@ -262,21 +304,34 @@ def test_time_is_spread_over_the_layers() -> None:
     bench = PacedBench(16)
     layers: list[tuple[int, float]] = []
     chunk = SequenceSlice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
-    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (SliceResult(),)
+    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (
+        SliceResult(),
+    )
     total = 100e-6 + 32 * 10e-6
     assert [layer for layer, _ in layers] == [0, 1, 2, 3]
-    assert [now for _, now in layers] == pytest.approx([total * (layer + 1) / 4 for layer in range(4)])
+    assert [now for _, now in layers] == pytest.approx(
+        [total * (layer + 1) / 4 for layer in range(4)]
+    )
     rest = bench.slice(PROMPT[32:40], 32)
-    assert costs.compute_step_seconds(StepBatch((rest,))) == pytest.approx(100e-6 + 8 * 10e-6 + 32 * 1e-6)
+    assert costs.compute_step_seconds(StepBatch((rest,))) == pytest.approx(
+        100e-6 + 8 * 10e-6 + 32 * 1e-6
+    )
     two = (bench.slice([1], 40), bench.slice([1], 60, 1))
-    assert costs.compute_step_seconds(StepBatch(two)) == pytest.approx(100e-6 + 1000e-6 + 2 * 50e-6 + 100 * 2e-6)
+    assert costs.compute_step_seconds(StepBatch(two)) == pytest.approx(
+        100e-6 + 1000e-6 + 2 * 50e-6 + 100 * 2e-6
+    )
 
 
 def test_own_step_time_is_subtracted_from_the_wait() -> None:
     clock, waits = FakeClock(), list[float]()
-    engine = PacedEngine(PacedCosts(4e6, 0, 0, 0, 0, 0), clock=clock, wait=waits.append)  # the clock stands still
+    engine = PacedEngine(
+        PacedCosts(4e6, 0, 0, 0, 0, 0), clock=clock, wait=waits.append
+    )  # the clock stands still
     engine.bind_cache(memoryview(bytearray(PACED_LAYOUT.block_bytes)), 1)
-    engine.run(StepBatch((SequenceSlice(SequenceId(0), (1,), 0, [BlockIndex(0)], None),)), lambda layer: clock.advance(1.5))
+    engine.run(
+        StepBatch((SequenceSlice(SequenceId(0), (1,), 0, [BlockIndex(0)], None),)),
+        lambda layer: clock.advance(1.5),
+    )
     assert waits == [1.0, 0.5], "the calls back took the time of the last two layers"
 
 
@@ -315,7 +370,9 @@ def test_a_node_stops_at_eos() -> None:
     node.run()
     tokens = paced_reference_tokens(PROMPT[:10], 100, VOCAB, eos_probability=0.2)
     assert node.emitted_tokens(job) == tokens[: tokens.index(0) + 1]
-    assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][-1] is FinishReason.STOP
+    assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][
+        -1
+    ] is FinishReason.STOP
     ignoring = make_work("b", PROMPT[:10], 100, ignore_eos=True)
     node.add_work(ignoring)
     node.run()
@@ -327,7 +384,9 @@ def test_forbidding_almost_everything_ends() -> None:
     engine = PacedEngine(ZERO_COSTS, vocab_size=4, eos_token_ids=(0,))
     engine.bind_cache(memoryview(bench.arena), 8)
     sample = SampleSpec(SamplingParams(9), 0, 1, forbidden_token_ids=(0, 1, 2))
-    assert engine.run(StepBatch((SequenceSlice(SequenceId(0), (1,), 0, bench.table, sample),))) == (SliceResult(3),)
+    assert engine.run(StepBatch((SequenceSlice(SequenceId(0), (1,), 0, bench.table, sample),))) == (
+        SliceResult(3),
+    )
 
 
 def test_other_layouts() -> None:
@@ -339,4 +398,6 @@ def test_other_layouts() -> None:
 
 
 def test_expected_tokens_are_the_reference() -> None:
-    assert expected_tokens(make_work("a", PROMPT[:4], 6)) == paced_reference_tokens(PROMPT[:4], 6, VOCAB)
+    assert expected_tokens(make_work("a", PROMPT[:4], 6)) == paced_reference_tokens(
+        PROMPT[:4], 6, VOCAB
+    )

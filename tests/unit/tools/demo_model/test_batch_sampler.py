@@ -20,7 +20,9 @@ def test_targets_are_the_next_tokens_and_a_seed_draws_the_same() -> None:
 
 
 def test_rows_come_by_share_and_half_of_them_from_a_start() -> None:
-    inputs, _ = BatchSampler({"a": RISING, "b": HIGH}, {"a": 3.0, "b": 1.0}, CPU, 0).sample_batch(800, 4)
+    inputs, _ = BatchSampler({"a": RISING, "b": HIGH}, {"a": 3.0, "b": 1.0}, CPU, 0).sample_batch(
+        800, 4
+    )
     from_high = (inputs >= 1000).any(dim=1).float().mean().item()
     assert 0.19 < from_high < 0.31
     assert 0.44 < (inputs[:, 0] == BOS_ID).float().mean().item() < 0.58

@@ -1,4 +1,5 @@
-"""The folder that is bundled: whole, small, readable, and silent about the machine it was made on."""
+"""The folder that is bundled: whole, small, readable, and silent about the machine it was made
+on."""
 
 import json
 import re
@@ -49,10 +50,18 @@ def test_tokenizer_and_template() -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES - {"model.safetensors", "tokenizer.json"}))
 def test_model_files_hold_no_local_path(name: str) -> None:
-    assert not re.search(r"(?<![\w.:/])/(home|root|work|tmp|usr|mnt|Users)/", (FOLDER / name).read_text())
+    assert not re.search(
+        r"(?<![\w.:/])/(home|root|work|tmp|usr|mnt|Users)/", (FOLDER / name).read_text()
+    )
 
 
 def test_the_card_has_what_a_reader_asks_for() -> None:
     card = (FOLDER / "README.md").read_text()
-    for word in ("PSF License", "train_demo_model prepare", "train_demo_model train --", "bits per byte", "ast.parse"):
+    for word in (
+        "PSF License",
+        "train_demo_model prepare",
+        "train_demo_model train --",
+        "bits per byte",
+        "ast.parse",
+    ):
         assert word in card

@@ -26,7 +26,9 @@ def test_three_equal_lines_are_a_repetition_wherever_they_stand() -> None:
     line = "    x += 1\n"
     assert not Continuation(OPENING, line * 2, True).has_repetition
     assert Continuation(OPENING, line + "    y = 2\n" + line * 2, True).has_repetition
-    assert not Continuation(OPENING, "    (\n    )\n    )\n    )\n", True).has_repetition  # no word in it
+    assert not Continuation(
+        OPENING, "    (\n    )\n    )\n    )\n", True
+    ).has_repetition  # no word in it
 
 
 def test_lines_of_the_opening_are_not_counted_as_written() -> None:
@@ -44,10 +46,17 @@ def test_score_shares() -> None:
     good = Continuation(OPENING, "    return x\n", True)
     bad = Continuation(OPENING, "    x = (\n" * 3, False)
     judgement = score_continuations([good, good, good, bad])
-    assert (judgement.count, judgement.python_share, judgement.ended_share, judgement.repeat_share) == (4, 0.75, 0.75, 0.25)
+    assert (
+        judgement.count,
+        judgement.python_share,
+        judgement.ended_share,
+        judgement.repeat_share,
+    ) == (4, 0.75, 0.75, 0.25)
     assert judgement.median_lines == 1
 
 
 def test_openings_are_fifty_and_seldom_pass_with_nothing_written() -> None:
     assert len(set(OPENINGS)) == 50
-    assert score_continuations([Continuation(one, "", False) for one in OPENINGS]).python_share <= 0.25
+    assert (
+        score_continuations([Continuation(one, "", False) for one in OPENINGS]).python_share <= 0.25
+    )

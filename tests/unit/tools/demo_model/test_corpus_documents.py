@@ -4,7 +4,12 @@ import textwrap
 
 from tools.demo_model.common.chat_format import BOS, EOS
 from tools.demo_model.corpus.conversations import ROUNDS_PER_NAME, generate_conversations
-from tools.demo_model.corpus.definitions import DocumentedName, list_documented_names, first_sentences, list_snippets
+from tools.demo_model.corpus.definitions import (
+    DocumentedName,
+    first_sentences,
+    list_documented_names,
+    list_snippets,
+)
 from tools.demo_model.corpus.source_files import SourceFile
 
 TEXT = '''"""Things that are counted.
@@ -45,9 +50,15 @@ def test_methods_are_snippets_of_their_own_with_their_decorators() -> None:
 def test_public_names_with_the_first_paragraph_on_one_line() -> None:
     assert list(list_documented_names(source())) == [
         DocumentedName("module", "pkg.things", "pkg.things", "", "Things that are counted."),
-        DocumentedName("class", "pkg.things", "pkg.things.Counter", "", "Counts what is passed to it."),
         DocumentedName(
-            "function", "pkg.things", "pkg.things.Counter.total", "(self, start=0)", "Return what was counted so far."
+            "class", "pkg.things", "pkg.things.Counter", "", "Counts what is passed to it."
+        ),
+        DocumentedName(
+            "function",
+            "pkg.things",
+            "pkg.things.Counter.total",
+            "(self, start=0)",
+            "Return what was counted so far.",
         ),
         DocumentedName(
             "function",
@@ -79,7 +90,9 @@ def test_first_sentences() -> None:
 
 
 def test_every_name_is_asked_about_and_turns_alternate() -> None:
-    names = [DocumentedName("function", "m", f"m.f{i}", "", f"Says the number {i}.") for i in range(20)]
+    names = [
+        DocumentedName("function", "m", f"m.f{i}", "", f"Says the number {i}.") for i in range(20)
+    ]
     told = list(generate_conversations(names, 1))
     whole = "".join(told)
     for i in range(20):

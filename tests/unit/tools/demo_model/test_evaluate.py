@@ -8,15 +8,23 @@ import pytest
 import torch
 
 from tools.demo_model import evaluate, train
-from tools.demo_model.training import checkpoint
-from tools.demo_model.common import corpus_files as corpus
 from tools.demo_model.common import bpe_tokenizer as tokenizer
-from tools.demo_model.export import export_model
+from tools.demo_model.common import corpus_files as corpus
 from tools.demo_model.evaluation.exported_model import ExportedModel
+from tools.demo_model.export import export_model
+from tools.demo_model.training import checkpoint
 from tools.demo_model.training.llama import LlamaForTraining, LlamaShape
 
 TEXT = "<|bos|>def f(x):\n    return x + 1\n<|eos|>"
-SHAPE = {"hidden": 16, "intermediate": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 256}
+SHAPE = {
+    "hidden": 16,
+    "intermediate": 16,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "context": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +33,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     words = tokenizer.train_tokenizer([TEXT] * 3, 270)
     words.save(str(root / tokenizer.TOKENIZER_FILE))
     torch.manual_seed(0)
-    checkpoint.save_checkpoint(root / "best", LlamaForTraining(LlamaShape(words.get_vocab_size(), **SHAPE)))
+    checkpoint.save_checkpoint(
+        root / "best", LlamaForTraining(LlamaShape(words.get_vocab_size(), **SHAPE))
+    )
     export_model(root, root / "best", root / "model")
     tokens = np.array(words.encode(TEXT, add_special_tokens=False).ids * 4, dtype=np.uint16)
     facts = corpus.CorpusFacts("3.11.0", words.get_vocab_size(), {"library": 1, "tests": 1})
@@ -34,11 +44,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
         facts.documents[part], facts.utf8_bytes[part], facts.tokens[part] = 4, 4 * 27, len(tokens)
     corpus.save_facts(root, facts)
     settings = {"steps": "12", "dropout": "0.1", "no_compile": "False"}
-    summary = {"device": "Toy", "seconds": 7.4, "steps": 12, "tokens": 12e6, "torch": "2", "settings": settings}
+    summary = {
+        "device": "Toy",
+        "seconds": 7.4,
+        "steps": 12,
+        "tokens": 12e6,
+        "torch": "2",
+        "settings": settings,
+    }
     (root / train.SUMMARY_FILE).write_text(json.dumps(summary))
-    lines = [{f"held_out_{name}": figure for name in corpus.HELD_OUT_PARTS} for figure in (3.25, 1.75, 2.5)]
+    lines = [
+        {f"held_out_{name}": figure for name in corpus.HELD_OUT_PARTS}
+        for figure in (3.25, 1.75, 2.5)
+    ]
     (root / train.LOG_FILE).write_text("\n".join(map(json.dumps, lines)))
-    return argparse.Namespace(data=root, trained=root, model=root / "model", tokens=60, note="A remark.", show=False)
+    return argparse.Namespace(
+        data=root, trained=root, model=root / "model", tokens=60, note="A remark.", show=False
+    )
 
 
 def test_model_card(
@@ -67,7 +89,9 @@ def test_held_out_bits_of_a_model_that_knows_nothing(made: argparse.Namespace) -
     assert evaluate.compute_held_out_bits(model, tokens) == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_opening_that_was_trained_on_is_refused(made: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_was_trained_on_is_refused(
+    made: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluate, "OPENINGS", ("def f(x):\n",))
     with pytest.raises(SystemExit, match="library"):
         evaluate.reject_seen_openings(ExportedModel(made.model, torch.float32), made.data)

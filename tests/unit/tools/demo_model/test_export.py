@@ -1,4 +1,5 @@
-"""A tiny model, exported: transformers computes the same with it, and its template is the layout of training."""
+"""A tiny model, exported: transformers computes the same with it, and its template is the layout of
+training."""
 
 import json
 from pathlib import Path
@@ -8,14 +9,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tools.demo_model.training import checkpoint
 from tools.demo_model.common import bpe_tokenizer as tokenizer
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS, render_chat
 from tools.demo_model.export import export_model
+from tools.demo_model.training import checkpoint
 from tools.demo_model.training.llama import LlamaForTraining, LlamaShape
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n    pass\n", "héllo wörld ☃\n"] * 3
-SHAPE = {"hidden": 32, "intermediate": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "context": 64}
+SHAPE = {
+    "hidden": 32,
+    "intermediate": 48,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "context": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +34,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained.save(str(root / tokenizer.TOKENIZER_FILE))
     torch.manual_seed(0)
     model = LlamaForTraining(LlamaShape(trained.get_vocab_size(), **SHAPE))
-    for parameter in model.parameters():  # wide enough to tell a wrong rotation, and not exact in bfloat16
+    for (
+        parameter
+    ) in model.parameters():  # wide enough to tell a wrong rotation, and not exact in bfloat16
         torch.nn.init.normal_(parameter, std=0.3)
     checkpoint.save_checkpoint(root / "weights", model)
     export_model(root, root / "weights", root / "out")
@@ -40,7 +51,9 @@ def test_transformers_computes_the_same_logits(exported: Path) -> None:
         {name: one.float() for name, one in load_file(exported / "model.safetensors").items()}
     )
     assert not missing.missing_keys
-    tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
@@ -48,7 +61,10 @@ def test_transformers_computes_the_same_logits(exported: Path) -> None:
 def test_ids_of_the_ends_agree(exported: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         config = json.loads((exported / name).read_text())
-        assert (config["bos_token_id"], config["eos_token_id"]) == (SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(EOS))
+        assert (config["bos_token_id"], config["eos_token_id"]) == (
+            SPECIAL_TOKENS.index(BOS),
+            SPECIAL_TOKENS.index(EOS),
+        )
 
 
 def test_text_comes_back_whole(exported: Path) -> None:
@@ -69,7 +85,12 @@ def test_text_cut_at_a_line_is_tokenized_as_it_is_within_the_text(exported: Path
 
 def test_the_template_is_the_layout_of_training(exported: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(exported)
-    turns = [("system", "Be brief."), ("user", " hello "), ("assistant", "Hi."), ("user", "What is\nf?")]
+    turns = [
+        ("system", "Be brief."),
+        ("user", " hello "),
+        ("assistant", "Hi."),
+        ("user", "What is\nf?"),
+    ]
     messages = [{"role": role, "content": text} for role, text in turns]
     rendered = loaded.apply_chat_template(messages, tokenize=False)
     assert rendered == render_chat(turns)

@@ -1,4 +1,5 @@
-"""Steps are taken in order, one at a time, only where they can help, and taken back in the opposite order."""
+"""Steps are taken in order, one at a time, only where they can help, and taken back in the opposite
+order."""
 
 from itertools import pairwise
 
@@ -8,9 +9,16 @@ from hypothesis import strategies as st
 
 from baton.errors import Overloaded
 from baton.types import Principal
-from coordinator.core.common import messages as m
-from coordinator.core.admission.degradation import ENGAGE_SECONDS, SAMPLE_PERIOD_SECONDS, RELEASE_SECONDS, DegradationController, PressureSample, DegradationStep
+from coordinator.core.admission.degradation import (
+    ENGAGE_SECONDS,
+    RELEASE_SECONDS,
+    SAMPLE_PERIOD_SECONDS,
+    DegradationController,
+    DegradationStep,
+    PressureSample,
+)
 from coordinator.core.admission.tenants import Tenant, TenantTable
+from coordinator.core.common import messages as m
 from coordinator.operators.degradation_view import degradation_to_pb, list_notices
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -29,7 +37,9 @@ class DegradationRun:
     def hold_pressure(self, pressure: float | None, seconds: float) -> None:
         """A reading every PERIOD, the first one now."""
         for _ in range(round(seconds / SAMPLE_PERIOD_SECONDS)):
-            change = self.degradation.apply_sample(PressureSample(pressure, self.cannot_help), self.now)
+            change = self.degradation.apply_sample(
+                PressureSample(pressure, self.cannot_help), self.now
+            )
             if change is not None:
                 self.changes.append((self.now, change.step, change.is_taken))
             self.now += SAMPLE_PERIOD_SECONDS
@@ -38,7 +48,9 @@ class DegradationRun:
 def test_each_step_has_engage_time_before_next() -> None:
     run = DegradationRun()
     run.hold_pressure(1.0, 20.0)
-    assert run.changes == [((number + 1) * ENGAGE_SECONDS, step, True) for number, step in enumerate(ORDER)]
+    assert run.changes == [
+        ((number + 1) * ENGAGE_SECONDS, step, True) for number, step in enumerate(ORDER)
+    ]
     assert list(run.degradation.active_steps) == ORDER
 
 
@@ -48,15 +60,22 @@ def test_steps_are_taken_back_in_reverse_order_and_slower() -> None:
     run.changes.clear()
     began = run.now
     run.hold_pressure(0.0, 60.0)
-    assert run.changes == [(began + (n + 1) * RELEASE_SECONDS, step, False) for n, step in enumerate(reversed(ORDER))]
+    assert run.changes == [
+        (began + (n + 1) * RELEASE_SECONDS, step, False) for n, step in enumerate(reversed(ORDER))
+    ]
     assert not run.degradation.active_steps
-    assert run.degradation.change_counts == {(s.value, how): 1 for s in ORDER for how in ("taken", "taken_back")}
+    assert run.degradation.change_counts == {
+        (s.value, how): 1 for s in ORDER for how in ("taken", "taken_back")
+    }
 
 
 def test_unhelpful_steps_are_skipped() -> None:
     run = DegradationRun(DegradationStep.SHED_LOWEST, DegradationStep.CAPPED_OUTPUT)
     run.hold_pressure(5.0, 30.0)
-    assert [step for _, step, _ in run.changes] == [DegradationStep.SMALLER_TOKEN_BUDGET, DegradationStep.LOCAL_PREFILL_ONLY]
+    assert [step for _, step, _ in run.changes] == [
+        DegradationStep.SMALLER_TOKEN_BUDGET,
+        DegradationStep.LOCAL_PREFILL_ONLY,
+    ]
     nothing = DegradationRun(*DegradationStep)
     nothing.hold_pressure(5.0, 60.0)
     assert not nothing.changes
@@ -89,7 +108,9 @@ def test_oscillating_load_flaps_no_faster_than_hold_times() -> None:
     for _ in range(60):
         run.hold_pressure(1.2, 4.0)
         run.hold_pressure(0.2, 4.0)
-    assert [taken for _, _, taken in run.changes] == [True] * len(ORDER), "never taken back within RELEASE"
+    assert [taken for _, _, taken in run.changes] == [True] * len(ORDER), (
+        "never taken back within RELEASE"
+    )
 
 
 @settings(max_examples=200)
@@ -97,12 +118,16 @@ def test_oscillating_load_flaps_no_faster_than_hold_times() -> None:
     st.lists(st.tuples(st.none() | st.floats(0.0, 3.0), st.integers(1, 30)), max_size=30),
     st.sets(st.sampled_from(DegradationStep)),
 )
-def test_steps_follow_order_under_any_pressure(loads: list[tuple[float | None, int]], useless: set[DegradationStep]) -> None:
+def test_steps_follow_order_under_any_pressure(
+    loads: list[tuple[float | None, int]], useless: set[DegradationStep]
+) -> None:
     run = DegradationRun(*useless)
     for pressure, readings in loads:
         run.hold_pressure(pressure, readings * SAMPLE_PERIOD_SECONDS)
         active = list(run.degradation.active_steps)
-        assert active == [step for step in ORDER if step in active], "always the first ones, in order"
+        assert active == [step for step in ORDER if step in active], (
+            "always the first ones, in order"
+        )
         assert not useless & set(active)
     for (before, _, _), (after, _, taken) in pairwise(run.changes):
         assert after - before >= (ENGAGE_SECONDS if taken else RELEASE_SECONDS)
@@ -123,14 +148,18 @@ def test_sampling_is_scheduled_only_while_relevant() -> None:
 
 TWO = TenantTable(
     classes=("premium", "batch"),
-    by_name={"a": Tenant("a", "premium", tokens_per_second=1e4, token_burst=1e4), "b": Tenant("b", "batch")},
+    by_name={
+        "a": Tenant("a", "premium", tokens_per_second=1e4, token_burst=1e4),
+        "b": Tenant("b", "batch"),
+    },
     max_wait_seconds={"premium": 1.0},
 )
 PREMIUM, BATCH = Principal("a", "premium", 0), Principal("b", "batch", 1)
 
 
 def make_crowded_cluster(mode: str = "auto", **settings: object) -> BrainHarness:
-    """A decode node with all of its places taken, and a request of the first class that waits for one."""
+    """A decode node with all of its places taken, and a request of the first class that waits for
+    one."""
     world = BrainHarness(mode, prefill_share=0.5, **settings)  # type: ignore[arg-type]
     node = world.join_node("d", DECODE)
     world.brain.reload_tenants(TWO, world.now)
@@ -142,7 +171,11 @@ def make_crowded_cluster(mode: str = "auto", **settings: object) -> BrainHarness
 
 
 def changes(world: BrainHarness) -> list[tuple[str, bool]]:
-    return [(effect.step, effect.is_taken) for effect in world.effects if isinstance(effect, m.DegradationChanged)]
+    return [
+        (effect.step, effect.is_taken)
+        for effect in world.effects
+        if isinstance(effect, m.DegradationChanged)
+    ]
 
 
 def wait(world: BrainHarness, seconds: float) -> None:
@@ -157,7 +190,11 @@ def test_long_waits_degrade_step_by_step() -> None:
     world = make_crowded_cluster(degraded_max_tokens=10)
     node = next(iter(world.brain.node_registry.nodes))
     wait(world, 1.0 + 3 * (ENGAGE_SECONDS + 2 * SAMPLE_PERIOD_SECONDS))
-    assert changes(world) == [("shed_lowest", True), ("smaller_token_budget", True), ("capped_output", True)]
+    assert changes(world) == [
+        ("shed_lowest", True),
+        ("smaller_token_budget", True),
+        ("capped_output", True),
+    ]
     with pytest.raises(Overloaded, match="'batch', the lowest") as refused:
         world.submit(standing=BATCH)
     assert refused.value.retry_after
@@ -172,21 +209,41 @@ def test_long_waits_degrade_step_by_step() -> None:
     assert told["shed_lowest"].seconds >= ENGAGE_SECONDS
     assert told["local_prefill_only"].cannot_help == "hand-offs do not fail"
     world.stop(world.last_attempt_key(node).request_id)
-    (bucket,) = (account.token_bucket for account in world.brain._table.admission._accounts.values() if account.token_bucket)
+    (bucket,) = (
+        account.token_bucket
+        for account in world.brain._table.admission._accounts.values()
+        if account.token_bucket
+    )
     assert bucket.rate == 5e3
-    assert world.messages_to(node, m.DecodeOrder)[-1].work.request.sampling.max_tokens == 4, "it was let in before"
+    assert world.messages_to(node, m.DecodeOrder)[-1].work.request.sampling.max_tokens == 4, (
+        "it was let in before"
+    )
     world.report_token(node, world.last_attempt_key(node), 0)
     capped = world.submit(max_tokens=100, min_tokens=20, standing=PREMIUM)
     world.stop(next(iter(world.brain.list_active_requests())))
-    sampling = next(o.work.request for o in world.messages_to(node, m.DecodeOrder) if o.work.request.id == capped).sampling
+    sampling = next(
+        o.work.request
+        for o in world.messages_to(node, m.DecodeOrder)
+        if o.work.request.id == capped
+    ).sampling
     assert (sampling.max_tokens, sampling.min_tokens) == (10, 10)
     for _ in range(3):
         wait(world, RELEASE_SECONDS + 2 * SAMPLE_PERIOD_SECONDS)
-    assert changes(world)[3:] == [("capped_output", False), ("smaller_token_budget", False), ("shed_lowest", False)]
-    (bucket,) = (account.token_bucket for account in world.brain._table.admission._accounts.values() if account.token_bucket)
+    assert changes(world)[3:] == [
+        ("capped_output", False),
+        ("smaller_token_budget", False),
+        ("shed_lowest", False),
+    ]
+    (bucket,) = (
+        account.token_bucket
+        for account in world.brain._table.admission._accounts.values()
+        if account.token_bucket
+    )
     assert bucket.rate == 1e4
     world.submit(standing=BATCH)
-    assert list_notices(world.brain) == ["no prefill node serves: decode nodes compute every prompt"]
+    assert list_notices(world.brain) == [
+        "no prefill node serves: decode nodes compute every prompt"
+    ]
 
 
 def test_single_class_without_options_does_not_degrade() -> None:
@@ -199,7 +256,9 @@ def test_single_class_without_options_does_not_degrade() -> None:
     world.submit()
     wait(world, 40.0)
     assert changes(world) == []
-    assert world.brain.degradation.last_sample.pressure == pytest.approx(8.0, rel=0.1), "5 s are normal"
+    assert world.brain.degradation.last_sample.pressure == pytest.approx(8.0, rel=0.1), (
+        "5 s are normal"
+    )
     assert set(world.brain.degradation.last_sample.unhelpful_steps) == set(DegradationStep)
 
 
@@ -210,11 +269,16 @@ def test_flooding_tenant_or_waiting_lowest_class_sheds_nothing() -> None:
     for standing in (BATCH, Principal("c", "batch", 1)):
         world.submit(standing=standing)
     wait(world, 8.0)
-    assert world.brain.degradation.last_sample.unhelpful_steps[DegradationStep.SHED_LOWEST] == "no other class waits too long"
+    assert (
+        world.brain.degradation.last_sample.unhelpful_steps[DegradationStep.SHED_LOWEST]
+        == "no other class waits too long"
+    )
     assert world.brain.degradation.last_sample.pressure == pytest.approx(8.0 / 5.0, rel=0.1)
     world.submit(standing=Principal("d", "batch", 1))
     wait(world, 2 * SAMPLE_PERIOD_SECONDS)
-    assert world.brain.degradation.last_sample.pressure == pytest.approx(0.2, rel=0.6), "that of who waits least"
+    assert world.brain.degradation.last_sample.pressure == pytest.approx(0.2, rel=0.6), (
+        "that of who waits least"
+    )
 
 
 def test_outage_is_not_overload() -> None:

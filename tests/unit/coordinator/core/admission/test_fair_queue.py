@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import FinishReason, RequestId, Principal
-from coordinator.core.common import messages as m
-from coordinator.core.admission.fair_queue import MAX_CREDIT, QueueEntry, FairQueue
-from coordinator.core.admission.waiting_queue import WaitingQueue, compute_due_time
+from baton.types import FinishReason, Principal, RequestId
+from coordinator.core.admission.fair_queue import MAX_CREDIT, FairQueue, QueueEntry
 from coordinator.core.admission.tenants import Tenant, TenantTable
+from coordinator.core.admission.waiting_queue import WaitingQueue, compute_due_time
+from coordinator.core.common import messages as m
 from tests.unit.coordinator.core.brain_harness import DECODE, BrainHarness
 
 
@@ -19,7 +19,8 @@ def name(number: int) -> RequestId:
 
 
 def two_tenant_queue(length: int) -> FairQueue:
-    """Of equal requests: r0, r1, ... are of the tenant `yields`, r100, r101, ... of the tenant `comes`."""
+    """Of equal requests: r0, r1, ... are of the tenant `yields`, r100, r101, ... of the tenant
+    `comes`."""
     order = FairQueue()
     for number in range(length):
         order.add_request(name(number), QueueEntry("yields", prompt_tokens=10))
@@ -103,20 +104,26 @@ def test_a_tenant_may_yield_to_another_request_of_its_own() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 1)), min_size=1, max_size=60))
-def test_request_is_never_passed_by_arrival_after_its_due_time(arrivals: list[tuple[int, float]]) -> None:
+def test_request_is_never_passed_by_arrival_after_its_due_time(
+    arrivals: list[tuple[int, float]],
+) -> None:
     queue, now, came = WaitingQueue(), 0.0, dict[RequestId, tuple[float, float]]()
     for number, (tokens, passed) in enumerate(arrivals):
         now += passed
         when = compute_due_time(tokens / 1e4, now, now + 600.0)
         came[name(number)] = (now, when)
-        queue.add_request(name(number), QueueEntry(prompt_tokens=tokens, due_at=when, arrived_at=now))
+        queue.add_request(
+            name(number), QueueEntry(prompt_tokens=tokens, due_at=when, arrived_at=now)
+        )
     taken: list[RequestId] = []
     while queue:
         taken.append(queue.list_candidates()[0])
         queue.take_request(taken[-1], now)
     for place, first in enumerate(taken):
         for other in taken[place + 1 :]:
-            assert came[first][0] <= came[other][1], f"{first} came after {other} was due and went first"
+            assert came[first][0] <= came[other][1], (
+                f"{first} came after {other} was due and went first"
+            )
 
 
 def test_higher_classes_go_first_and_requeued_first_within_class() -> None:
@@ -141,12 +148,15 @@ def test_backlog_ahead_counts_others_by_weight() -> None:
 # in the brain
 
 TENANTS = TenantTable(
-    ("premium", "standard", "batch"), {each: Tenant(each, "standard") for each in ("big", "small")}, reserved_share=0.0
+    ("premium", "standard", "batch"),
+    {each: Tenant(each, "standard") for each in ("big", "small")},
+    reserved_share=0.0,
 )
 
 
 def test_tenant_waiting_for_room_is_compensated() -> None:
-    """Prompts of `big` need more blocks than are free; two of them go before the next of who passed it."""
+    """Prompts of `big` need more blocks than are free; two of them go before the next of who passed
+    it."""
     world = BrainHarness(mode="colocated")
     world.brain.reload_tenants(TENANTS, world.now)
     node = world.join_node("d0", DECODE)
@@ -158,24 +168,35 @@ def test_tenant_waiting_for_room_is_compensated() -> None:
         world.report_token(node, world.last_attempt_key(node), 0, finish=FinishReason.LENGTH)
     assert world.count_placed() == 0
     world.send_heartbeat(node, room=0)
-    world.submit_all(*(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2)))
+    world.submit_all(
+        *(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2))
+    )
     world.send_heartbeat(node, room=32)
-    assert [each.work.key.request for each in world.messages_to(node, m.DecodeOrder)[-2:]] == waiting
+    assert [
+        each.work.key.request for each in world.messages_to(node, m.DecodeOrder)[-2:]
+    ] == waiting
 
 
 @pytest.mark.parametrize(("later", "next_ones"), [(0.0, 2), (0.25, 1)])
 def test_yielding_in_one_class_does_not_affect_another(
     monkeypatch: pytest.MonkeyPatch, later: float, next_ones: int
 ) -> None:
-    """As above, and `big` asks for a later class at times. There it is to leave less, or nothing."""
+    """As above, and `big` asks for a later class at times. There it is to leave less, or
+    nothing."""
     parts = {("big", 1): 0.9, ("big", 2): later}
     monkeypatch.setattr(
-        WaitingQueue, "headroom_share", lambda queue, request, *_: parts.get(_flow(queue._claims[request]), 0.0)
+        WaitingQueue,
+        "headroom_share",
+        lambda queue, request, *_: parts.get(_flow(queue._claims[request]), 0.0),
     )
     world = BrainHarness(mode="colocated")
     world.brain.reload_tenants(TENANTS, world.now)
     node = world.join_node("d0", DECODE)
-    own, late, small = Principal("big", "standard", 1), Principal("big", "batch", 2), Principal("small", "batch", 2)
+    own, late, small = (
+        Principal("big", "standard", 1),
+        Principal("big", "batch", 2),
+        Principal("small", "batch", 2),
+    )
     world.submit(prompt=4, standing=small)
     world.report_token(node, world.last_attempt_key(node), 0)  # the node is not empty
     yields = world.submit(prompt=4, standing=own)
@@ -185,7 +206,9 @@ def test_yielding_in_one_class_does_not_affect_another(
         world.submit(prompt=60, max_tokens=1, standing=small)
         world.report_token(node, world.last_attempt_key(node), 0, finish=FinishReason.LENGTH)
     world.send_heartbeat(node, room=0)
-    world.submit_all(*(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2)))
+    world.submit_all(
+        *(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2))
+    )
     world.send_heartbeat(node, room=32)
     placed = [each.work.key.request for each in world.messages_to(node, m.DecodeOrder)]
     assert yields not in placed

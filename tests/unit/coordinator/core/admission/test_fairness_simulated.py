@@ -1,4 +1,5 @@
-"""Overload and fairness, on the virtual clock. A node here serves about 25 requests of 64 + 16 tokens a second."""
+"""Overload and fairness, on the virtual clock. A node here serves about 25 requests of 64 + 16
+tokens a second."""
 
 import gc
 from collections import deque
@@ -9,14 +10,17 @@ import pytest
 
 from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt
 from node_engine.paced.paced_engine import PacedCosts
-from tests.virtual_cluster import VirtualRequest, VirtualCluster, percentile
+from tests.virtual_cluster import VirtualCluster, VirtualRequest, percentile
 
 SLOW = PacedCosts(prefill_us_per_token=400.0, decode_base_us=4000.0, decode_us_per_sequence=500.0)
 SHAPE = {"prompt": 64, "output": 16}
 
 
 def tenants(reserve: float = 0.3, max_wait: float | None = None, **classes: str) -> TenantTable:
-    made = {name: Tenant(name, tenant_class, cache_salt=derive_cache_salt(name)) for name, tenant_class in classes.items()}
+    made = {
+        name: Tenant(name, tenant_class, cache_salt=derive_cache_salt(name))
+        for name, tenant_class in classes.items()
+    }
     waits = {} if max_wait is None else dict.fromkeys(("premium", "standard", "batch"), max_wait)
     return TenantTable(("premium", "standard", "batch"), made, (), reserve, waits)
 
@@ -26,7 +30,11 @@ def cluster(known: TenantTable | None = None, **settings: object) -> VirtualClus
 
 
 def rate_of(world: VirtualCluster, since: float, until: float) -> float:
-    done = [each for each in world.requests.values() if each.is_done and each.ended_at and since <= each.ended_at < until]
+    done = [
+        each
+        for each in world.requests.values()
+        if each.is_done and each.ended_at and since <= each.ended_at < until
+    ]
     return len(done) / (until - since)
 
 
@@ -62,7 +70,11 @@ def again(world: VirtualCluster) -> Callable[[VirtualRequest], None]:
     tries: dict[float, int] = {}
 
     def ended(served: VirtualRequest) -> None:
-        if served.error is not None and served.error.retry_after and tries.get(served.arrived_at, 0) < 5:
+        if (
+            served.error is not None
+            and served.error.retry_after
+            and tries.get(served.arrived_at, 0) < 5
+        ):
             delay = served.error.retry_after * (1 + world.random.random())
             when = world.now + delay
             tries[when] = tries.get(served.arrived_at, 0) + 1
@@ -72,16 +84,21 @@ def again(world: VirtualCluster) -> Callable[[VirtualRequest], None]:
 
 
 def test_rejected_requests_leave_no_state(capacity: float) -> None:
-    """All that the brain holds, counted entry by entry, after twice the storm as after the storm."""
+    """All that the brain holds, counted entry by entry, after twice the storm as after the
+    storm."""
     world = cluster(tenants(bulk="standard"), max_queue=32)
     sizes: list[tuple[int, int]] = []
     for _ in range(3):
-        world.schedule_poisson_load(5 * capacity, world.now + 5.0, start=world.now, tenant="bulk", **SHAPE)
+        world.schedule_poisson_load(
+            5 * capacity, world.now + 5.0, start=world.now, tenant="bulk", **SHAPE
+        )
         world.run(world.now + 15.0)
         assert world.brain.queued_requests == world.brain.running_requests == 0
         sizes.append((entries(world.brain), len(world.requests)))
     (before, served), (after, all_served) = sizes[1:]
-    kept = 3 * (all_served - served) + 32  # a timeline, what was asked, how it was served; refusals by the second
+    kept = (
+        3 * (all_served - served) + 32
+    )  # a timeline, what was asked, how it was served; refusals by the second
     assert after - before <= kept, "of what was served something is kept, up to a bound"
     assert len(world.refused_requests) > 2 * len(world.requests)
 
@@ -101,7 +118,9 @@ def entries(root: object) -> int:
 
 
 @pytest.mark.parametrize("timeout", [2.0, 8.0])
-def test_admission_rejects_requests_that_would_miss_deadlines(capacity: float, timeout: float) -> None:
+def test_admission_rejects_requests_that_would_miss_deadlines(
+    capacity: float, timeout: float
+) -> None:
     """Nobody is let in, or begun, whose answer would be cut off."""
     world = cluster(max_queue=1024)
     world.schedule_poisson_load(5 * capacity, 15.0, timeout=timeout, **SHAPE)
@@ -110,7 +129,9 @@ def test_admission_rejects_requests_that_would_miss_deadlines(capacity: float, t
     let_in = [each for each in world.requests.values() if each.arrived_at >= 5.0]
     cut_off = [each for each in let_in if each.error is not None and each.token_count]
     assert len(cut_off) <= 0.02 * len(let_in)
-    assert max(each.error.retry_after or 0.0 for each in world.refused_requests if each.error) <= 60.0
+    assert (
+        max(each.error.retry_after or 0.0 for each in world.refused_requests if each.error) <= 60.0
+    )
 
 
 def test_immediate_retries_do_not_collapse_goodput(capacity: float) -> None:
@@ -177,7 +198,9 @@ def test_a_long_prompt_is_not_starved_by_short_ones(capacity: float) -> None:
     assert long[0].ttft_seconds <= 10 * alone
 
 
-def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacity(capacity: float) -> None:
+def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacity(
+    capacity: float,
+) -> None:
     known = tenants(gold="premium", bulk="standard")
     alone = cluster(known)
     alone.schedule_poisson_load(0.2 * capacity, 16.0, tenant="gold", **SHAPE)
@@ -194,9 +217,14 @@ def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacit
 
 def four(headroom: float = 0.35, reserve: float = 0.0, **limits: float) -> TenantTable:
     """`limits` are the greedy one's."""
-    made = {name: Tenant(name, "standard", cache_salt=derive_cache_salt(name)) for name in ("a", "b", "c")}
+    made = {
+        name: Tenant(name, "standard", cache_salt=derive_cache_salt(name))
+        for name in ("a", "b", "c")
+    }
     made["greedy"] = Tenant("greedy", "standard", cache_salt=derive_cache_salt("greedy"), **limits)
-    return TenantTable(("premium", "standard"), made, reserved_share=reserve, headroom_share=headroom)
+    return TenantTable(
+        ("premium", "standard"), made, reserved_share=reserve, headroom_share=headroom
+    )
 
 
 def others(world: VirtualCluster, share: float, greed: float) -> list[float]:
@@ -206,7 +234,9 @@ def others(world: VirtualCluster, share: float, greed: float) -> list[float]:
     world.schedule_poisson_load(greed * share, 30.0, tenant="greedy", vary=True, **SHAPE)
     world.run(35.0)
     assert not [each for each in world.refused_requests if each.tenant != "greedy"]
-    return [each.ttft_seconds for each in world.completed_requests(since=5.0) if each.tenant != "greedy"]
+    return [
+        each.ttft_seconds for each in world.completed_requests(since=5.0) if each.tenant != "greedy"
+    ]
 
 
 def few_places(headroom: float, seed: int) -> VirtualCluster:
@@ -219,14 +249,17 @@ def few_places(headroom: float, seed: int) -> VirtualCluster:
         max_num_seqs=8,
         max_batched_tokens=128,
         max_queue=64,
-        costs=PacedCosts(prefill_us_per_token=100.0, decode_base_us=40000.0, decode_us_per_sequence=20.0),
+        costs=PacedCosts(
+            prefill_us_per_token=100.0, decode_base_us=40000.0, decode_us_per_sequence=20.0
+        ),
         seed=seed,
     )
 
 
 def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
-    """As in tests/soak/test_fairness.py decode nodes have too few places, and prompts wait for nothing else. It leaves
-    the others room, and they find a place as before; without that they wait for somebody's end."""
+    """As in tests/soak/test_fairness.py decode nodes have too few places, and prompts wait for
+    nothing else. It leaves the others room, and they find a place as before; without that they wait
+    for somebody's end."""
 
     def p95(headroom: float, greed: float, runs: int = 4) -> float:
         waits: list[float] = []
@@ -241,25 +274,33 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_tenant_that_stopped_flooding_is_back_at_its_share_within_10_seconds(seed: int) -> None:
-    """Then its line of 32 requests has been served, at least half of what it asks waits as little as what others ask,
-    and these have not waited meanwhile."""
+    """Then its line of 32 requests has been served, at least half of what it asks waits as little
+    as what others ask, and these have not waited meanwhile."""
     world, stopped = few_places(0.35, seed), 20.0
     for name in ("a", "b", "c"):
         world.schedule_poisson_load(3.4, stopped + 22.0, tenant=name, vary=True, **SHAPE)
     world.schedule_poisson_load(34.0, stopped, tenant="greedy", vary=True, **SHAPE)
-    world.schedule_poisson_load(3.4, stopped + 22.0, start=stopped, tenant="greedy", vary=True, **SHAPE)
+    world.schedule_poisson_load(
+        3.4, stopped + 22.0, start=stopped, tenant="greedy", vary=True, **SHAPE
+    )
     world.run(stopped + 40.0)
     waits = {
-        greedy: [each.ttft_seconds for each in world.completed_requests(since=stopped + 10.0) if (each.tenant == "greedy") == greedy]
+        greedy: [
+            each.ttft_seconds
+            for each in world.completed_requests(since=stopped + 10.0)
+            if (each.tenant == "greedy") == greedy
+        ]
         for greedy in (False, True)
     }
-    assert percentile(waits[True], 0.5) <= 0.1, "4 s if the flood of the last half minute told against it"
+    assert percentile(waits[True], 0.5) <= 0.1, (
+        "4 s if the flood of the last half minute told against it"
+    )
     assert percentile(waits[False], 0.95) <= 0.3
 
 
 def test_headroom_backlog_is_not_served_in_one_burst() -> None:
-    """It has had more than its share while headroom was off, and leaves room for that while it still floods. What has
-    piled up by the end of the flood goes in turn."""
+    """It has had more than its share while headroom was off, and leaves room for that while it
+    still floods. What has piled up by the end of the flood goes in turn."""
     world = few_places(0.0, seed=5)
     world.schedule_poisson_load(34.0, 45.0, tenant="greedy", vary=True, **SHAPE)
     for start, end in ((0.0, 30.0), (35.0, 80.0)):
@@ -268,9 +309,17 @@ def test_headroom_backlog_is_not_served_in_one_burst() -> None:
     world.call_at(34.0, lambda: world.brain.reload_tenants(four(0.35, reserve=0.25), world.now))
     world.schedule_poisson_load(3.4, 80.0, start=45.0, tenant="greedy", vary=True, **SHAPE)
     world.run(100.0)
-    flood = [each.ttft_seconds for each in world.completed_requests("greedy", since=35.0) if each.arrived_at < 45.0]
+    flood = [
+        each.ttft_seconds
+        for each in world.completed_requests("greedy", since=35.0)
+        if each.arrived_at < 45.0
+    ]
     assert percentile(flood, 0.5) > 2.0, "it does leave room"
-    others = [each.ttft_seconds for each in world.completed_requests(since=45.0) if each.tenant != "greedy"]
+    others = [
+        each.ttft_seconds
+        for each in world.completed_requests(since=45.0)
+        if each.tenant != "greedy"
+    ]
     assert percentile(others, 0.95) <= 0.3
 
 
@@ -278,13 +327,15 @@ def test_headroom_backlog_is_not_served_in_one_burst() -> None:
 def test_one_tenant_at_ten_times_its_share_with_prefill_bottleneck(
     capacity: float, limited: bool, most: float
 ) -> None:
-    """Its share is a limit of its own, or follows from weights alone. Then its prompts still are computed in steps that
-    others have to wait for, each of them once, and the node is kept busy."""
+    """Its share is a limit of its own, or follows from weights alone. Then its prompts still are
+    computed in steps that others have to wait for, each of them once, and the node is kept busy."""
     limit = {"requests_per_second": capacity / 5, "request_burst": 2.0} if limited else {}
 
     def world() -> VirtualCluster:
         known = four(**limit)
-        return VirtualCluster(tenants=known, max_num_seqs=16, max_batched_tokens=128, max_queue=64, costs=SLOW)
+        return VirtualCluster(
+            tenants=known, max_num_seqs=16, max_batched_tokens=128, max_queue=64, costs=SLOW
+        )
 
     busy = world()
     fair = percentile(others(world(), capacity / 5, 1.0), 0.95)
@@ -294,12 +345,17 @@ def test_one_tenant_at_ten_times_its_share_with_prefill_bottleneck(
 
 
 def test_shares_follow_weights(capacity: float) -> None:
-    made = {name: Tenant(name, "standard", weight) for name, weight in (("one", 1.0), ("three", 3.0))}
+    made = {
+        name: Tenant(name, "standard", weight) for name, weight in (("one", 1.0), ("three", 3.0))
+    }
     world = cluster(TenantTable(("premium", "standard"), made), max_queue=512)
     for name in made:
         world.schedule_poisson_load(3 * capacity, 18.0, tenant=name, **SHAPE)
     world.run(18.0)
-    three, one = (sum(5.0 < (each.ended_at or 0.0) for each in world.completed_requests(name)) for name in ("three", "one"))
+    three, one = (
+        sum(5.0 < (each.ended_at or 0.0) for each in world.completed_requests(name))
+        for name in ("three", "one")
+    )
     ratio = three / one
     assert 2.4 <= ratio <= 3.6
 
@@ -307,7 +363,9 @@ def test_shares_follow_weights(capacity: float) -> None:
 def test_device_seconds_add_up_and_recompute_is_charged_to_preemptor(capacity: float) -> None:
     world = cluster(tenants(gold="premium", bulk="standard", reserve=0.0), blocks=96)
     world.schedule_poisson_load(0.6 * capacity, 12.0, tenant="bulk", prompt=64, output=128)
-    world.schedule_poisson_load(0.2 * capacity, 12.0, start=3.0, tenant="gold", prompt=64, output=128)
+    world.schedule_poisson_load(
+        0.2 * capacity, 12.0, start=3.0, tenant="gold", prompt=64, output=128
+    )
     world.run(40.0)
     seconds = world.total_device_seconds()
     busy = seconds.pop("baton_device_busy_seconds_total")
@@ -318,7 +376,11 @@ def test_device_seconds_add_up_and_recompute_is_charged_to_preemptor(capacity: f
         for tenant_class in ("premium", "standard")
     }
     assert world.brain.counters.replaced_attempts["preempted"] > 0
-    once = sum(each.prompt_tokens for each in world.requests.values() if each.tenant == "gold" and each.first_token_at is not None)
+    once = sum(
+        each.prompt_tokens
+        for each in world.requests.values()
+        if each.tenant == "gold" and each.first_token_at is not None
+    )
     assert seconds['baton_device_seconds_total{phase="prefill",class="premium"}'] > 0
     assert once > 0
 

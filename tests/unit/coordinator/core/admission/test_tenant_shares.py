@@ -8,21 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import RequestId
-from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.admission.waiting_queue import MAX_BYPASS, WaitingQueue
-from coordinator.core.estimates.recent_work import WINDOW_SECONDS
 from coordinator.core.admission.tenant_shares import TenantShares
+from coordinator.core.admission.waiting_queue import MAX_BYPASS, WaitingQueue
+from coordinator.core.common.counters import INTERNAL_CLASS
+from coordinator.core.estimates.recent_work import WINDOW_SECONDS
 
 
-def charge(made: TenantShares, tenant: str, weight: float, cost: float, now: float, turns: int = 1) -> None:
+def charge(
+    made: TenantShares, tenant: str, weight: float, cost: float, now: float, turns: int = 1
+) -> None:
     """And look, so that it is of that moment."""
     made.charge_tenant(tenant, weight, cost, now, turns=turns)
     made.headroom_share(tenant, 1.0, now)
 
 
 def headroom_of(made: TenantShares, tenant: str, most: float, now: float) -> float:
-    """The headroom of a tenant at a moment at which it asks for more than everybody else together."""
+    """The headroom of a tenant at a moment at which it asks for more than everybody else
+    together."""
     flooded = copy.deepcopy(made)
     flooded.record_arrivals(tenant, 10**6, now)
     return flooded.headroom_share(tenant, most, now)
@@ -47,7 +50,9 @@ def test_rejected_requests_count_as_asked() -> None:
     made = shares(a=30.0, b=30.0, greedy=40.0)
     assert headroom_of(made, "greedy", 1.0, 1.0) == 0.0
     made.record_rejections("greedy", 20, 1.0)  # each of them 4
-    assert headroom_of(made, "greedy", 1.0, 1.0) == pytest.approx(0.8 * 0.6), "it has had 1.2 times its share"
+    assert headroom_of(made, "greedy", 1.0, 1.0) == pytest.approx(0.8 * 0.6), (
+        "it has had 1.2 times its share"
+    )
     assert headroom_of(made, "greedy", 0.1, 1.0) == pytest.approx(0.8 * 0.1)
     for tenant in "ab":
         made.record_rejections(tenant, 20, 1.0)
@@ -99,7 +104,9 @@ def test_old_work_decays_and_expires() -> None:
     made = shares(early=100.0, late=0.0)
     charge(made, "late", 1.0, 100.0, 1.0 + WINDOW_SECONDS)
     assert headroom_of(made, "late", 1.0, 1.0 + WINDOW_SECONDS) > 0.2
-    assert headroom_of(made, "late", 1.0, 1.01 + WINDOW_SECONDS) == 0.0, "nobody else has been here lately"
+    assert headroom_of(made, "late", 1.0, 1.01 + WINDOW_SECONDS) == 0.0, (
+        "nobody else has been here lately"
+    )
     assert headroom_of(made, "early", 1.0, 1.01 + WINDOW_SECONDS) == 0.0
 
 
@@ -127,7 +134,9 @@ def test_end_of_flood_is_detected_within_seconds() -> None:
     made = shares(a=20.0, b=20.0, greedy=60.0)
     made.record_rejections("greedy", 100, 1.0)
     assert made.headroom_share("greedy", 1.0, 1.0) == pytest.approx(0.4)
-    for tenths in range(100):  # from now on all ask for as much, and what has piled up is served beside it
+    for tenths in range(
+        100
+    ):  # from now on all ask for as much, and what has piled up is served beside it
         now = 1.0 + tenths / 10
         for tenant, cost in (("a", 2.0), ("b", 2.0), ("greedy", 6.0)):
             made.charge_tenant(tenant, 1.0, cost, now, turns=1)
@@ -135,7 +144,9 @@ def test_end_of_flood_is_detected_within_seconds() -> None:
         if made.headroom_share("greedy", 1.0, now) == 0.0:
             break
     assert now <= 8.0
-    assert headroom_of(made, "greedy", 1.0, now) > 0.3, "its line is still served, as long as it asks for no more"
+    assert headroom_of(made, "greedy", 1.0, now) > 0.3, (
+        "its line is still served, as long as it asks for no more"
+    )
 
 
 def test_short_burst_is_not_a_flood() -> None:
@@ -146,7 +157,12 @@ def test_short_burst_is_not_a_flood() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 4.0]), st.floats(0, 1e4), st.floats(0, 4000)),
+        st.tuples(
+            st.sampled_from("abcd"),
+            st.sampled_from([0.5, 1.0, 4.0]),
+            st.floats(0, 1e4),
+            st.floats(0, 4000),
+        ),
         max_size=60,
     )
 )
@@ -165,7 +181,11 @@ def test_running_sums_match_recomputed_sums(charges: list[tuple[str, float, floa
         known.append((tenant, cost, now))
         weights[tenant], last[tenant] = weight, now
         had = {
-            each: sum(cost * math.exp((then - now) / WINDOW_SECONDS) for who, cost, then in known if who == each)
+            each: sum(
+                cost * math.exp((then - now) / WINDOW_SECONDS)
+                for who, cost, then in known
+                if who == each
+            )
             for each in weights
         }
         total = sum(had.values())
@@ -173,7 +193,9 @@ def test_running_sums_match_recomputed_sums(charges: list[tuple[str, float, floa
             share = 1.4 * weights[each] / sum(weights.values())
             if total > 1e-3 and abs(had[each] / total - share) > 1e-6:
                 over = had[each] / total > share and len(weights) > 1
-                assert headroom_of(made, each, 1.0, now) == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
+                assert headroom_of(made, each, 1.0, now) == pytest.approx(
+                    1 - had[each] / total if over else 0.0, abs=1e-6
+                )
 
 
 def waiting(*tenants: str) -> WaitingQueue:

@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
-from baton.types import NodeName, Request, RequestId, SamplingParams, Principal
-from coordinator.core.common import messages as m
+from baton.types import NodeName, Principal, Request, RequestId, SamplingParams
 from coordinator.core.admission.admission_controller import AdmissionController, AdmissionRequest
-from coordinator.core.estimates.decode_time import DecodeTimePredictor
-from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.admission.service_rate import BacklogAhead, ServiceRate
 from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.estimates.output_length import OutputLengthPredictor
-from coordinator.core.placement.latency_estimator import LatencyEstimator
-from coordinator.core.admission.waiting_queue import WaitingQueue
-from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.common.settings import QueueLimits
-from coordinator.core.admission.tenants import Tenant, TenantTable, hash_key, derive_cache_salt
+from coordinator.core.admission.service_rate import BacklogAhead, ServiceRate
+from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt, hash_key
 from coordinator.core.admission.token_bucket import TokenBucket
+from coordinator.core.admission.waiting_queue import WaitingQueue
+from coordinator.core.common import messages as m
+from coordinator.core.common.settings import QueueLimits
+from coordinator.core.estimates.cost_model import CostModel
+from coordinator.core.estimates.decode_time import DecodeTimePredictor
+from coordinator.core.estimates.output_length import OutputLengthPredictor
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.latency_estimator import LatencyEstimator
+from coordinator.core.placement.node_loads import NodeLoads
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 CLASSES = ("premium", "standard", "batch")
@@ -71,7 +71,14 @@ def test_api_key_finds_its_tenant_only() -> None:
 
 @pytest.mark.parametrize(
     ("tenant_class", "priority", "level"),
-    [("premium", 0, 0), ("premium", 2, 2), ("standard", 0, 1), ("standard", -5, 1), ("batch", 0, 2), ("batch", 99, 2)],
+    [
+        ("premium", 0, 0),
+        ("premium", 2, 2),
+        ("standard", 0, 1),
+        ("standard", -5, 1),
+        ("batch", 0, 2),
+        ("batch", 99, 2),
+    ],
 )
 def test_priority_is_capped_by_the_class(tenant_class: str, priority: int, level: int) -> None:
     standing = tenant_table_of().make_principal(Tenant("t", tenant_class), priority)
@@ -94,7 +101,9 @@ def test_salts_differ_by_tenant() -> None:
     rate=st.floats(0.5, 20),
     burst=st.floats(1, 50),
 )
-def test_token_bucket_admits_rate_plus_one_burst(asks: list[tuple[float, float]], rate: float, burst: float) -> None:
+def test_token_bucket_admits_rate_plus_one_burst(
+    asks: list[tuple[float, float]], rate: float, burst: float
+) -> None:
     bucket, now, paid = TokenBucket.make_full(rate, burst, 0.0), 0.0, 0.0
     for passed, amount in asks:
         now += passed
@@ -110,9 +119,13 @@ def test_token_bucket_admits_rate_plus_one_burst(asks: list[tuple[float, float]]
 def test_debts_survive_a_reload() -> None:
     queue = WaitingQueue()
     admission = AdmissionController(queue, QueueLimits(10), IdleNodes())
-    admission.reload_tenants(tenant_table_of(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0)
+    admission.reload_tenants(
+        tenant_table_of(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0
+    )
     admission.admit_request(request(prompt=100), 0.0)
-    admission.reload_tenants(tenant_table_of(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
+    admission.reload_tenants(
+        tenant_table_of(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0
+    )
     with pytest.raises(Overloaded, match="tokens_per_second") as refused:
         admission.check_admission(BULK, AdmissionRequest(1, 60.0, 10), 0.0)
     assert refused.value.retry_after == pytest.approx(91 / 20)
@@ -122,7 +135,9 @@ def test_debts_survive_a_reload() -> None:
 
 
 def request(prompt: int = 10, standing: Principal = BULK) -> Request:
-    return Request(RequestId("r"), tuple(range(1, prompt + 1)), SamplingParams(4), 60.0, principal=standing)
+    return Request(
+        RequestId("r"), tuple(range(1, prompt + 1)), SamplingParams(4), 60.0, principal=standing
+    )
 
 
 # who is let in
@@ -131,7 +146,12 @@ def request(prompt: int = 10, standing: Principal = BULK) -> Request:
 def test_queue_places_are_bounded_by_class_and_tenant() -> None:
     queue = WaitingQueue()
     admission = AdmissionController(queue, QueueLimits(8), IdleNodes())
-    admission.reload_tenants(tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
+    admission.reload_tenants(
+        tenant_table_of(
+            Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")
+        ),
+        0.0,
+    )
     for number in range(4):
         admission.check_admission(BULK, AdmissionRequest(1, 60.0, 10), 0.0)
         queue.add_request(name(number), admission.admit_request(request(), 0.0))
@@ -152,7 +172,9 @@ def test_predicted_wait_is_backlog_over_service_rate() -> None:
     rate.end_backlog()
     rate.start_backlog(1000.0)
     rate.record_placement(100, 1000.5)
-    assert rate.predict_wait_seconds(BacklogAhead(1000, 100, False)) == pytest.approx(5.0), "idle time says nothing"
+    assert rate.predict_wait_seconds(BacklogAhead(1000, 100, False)) == pytest.approx(5.0), (
+        "idle time says nothing"
+    )
 
 
 def test_wait_beyond_deadline_is_rejected_with_retry_after() -> None:
@@ -183,7 +205,9 @@ def test_wait_leaving_no_prefill_time_is_rejected_but_hopeless_prompt_is_admitte
 
 def test_latency_estimator_finds_hopeless_deadlines() -> None:
     costs = CostModel()
-    prospects = LatencyEstimator(NodeRegistry(1.0, 1.0), NodeLoads(), costs, DecodeTimePredictor(OutputLengthPredictor()))
+    prospects = LatencyEstimator(
+        NodeRegistry(1.0, 1.0), NodeLoads(), costs, DecodeTimePredictor(OutputLengthPredictor())
+    )
     assert prospects.find_deadline_error(10_000, 0, 0.001) is None, "nothing is known yet"
     for _ in range(50):
         costs.record_prefill(NodeName("p0"), 1000, 0, 1.0)
@@ -211,7 +235,10 @@ def test_reserve_keeps_blocks_for_first_class() -> None:
 
 def test_reserve_keeps_slots_for_first_class() -> None:
     world = BrainHarness(mode="colocated", max_queue=32)
-    world.brain.reload_tenants(tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.25), world.now)
+    world.brain.reload_tenants(
+        tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.25),
+        world.now,
+    )
     node = world.join_node("d0", DECODE, max_num_seqs=8, num_blocks=64)
     for _ in range(10):
         submit(world, BULK, prompt=4)
@@ -223,7 +250,10 @@ def test_reserve_keeps_slots_for_first_class() -> None:
 
 def test_reserve_does_not_block_requests_larger_than_remainder() -> None:
     world = BrainHarness(mode="colocated")
-    world.brain.reload_tenants(tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5), world.now)
+    world.brain.reload_tenants(
+        tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5),
+        world.now,
+    )
     node = world.join_node("d0", DECODE, max_model_len=1024)  # 32 blocks
     submit(world, BULK, prompt=400)
     assert world.brain.count_attempts(node) == 1
@@ -232,7 +262,9 @@ def test_reserve_does_not_block_requests_larger_than_remainder() -> None:
 def test_burst_is_placed_as_prompts_are_computed() -> None:
     """Two steps' worth of prompts, so that a higher class may still pass the rest."""
     world = BrainHarness(mode="colocated", max_queue=32)
-    world.brain.reload_tenants(tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard")), world.now)
+    world.brain.reload_tenants(
+        tenant_table_of(Tenant("gold", "premium"), Tenant("bulk", "standard")), world.now
+    )
     node = world.join_node("d0", DECODE, max_num_seqs=16, num_blocks=64)  # 64 tokens a step
     for _ in range(12):
         submit(world, BULK, prompt=32)
@@ -275,6 +307,12 @@ def test_long_prompts_leave_the_window_to_short_ones() -> None:
 
 def submit(world: BrainHarness, standing: Principal, prompt: int = 20) -> RequestId:
     arrival = world.make_request(prompt)
-    request = Request(arrival.request.id, arrival.request.prompt_token_ids, arrival.request.sampling, 60.0, principal=standing)
+    request = Request(
+        arrival.request.id,
+        arrival.request.prompt_token_ids,
+        arrival.request.sampling,
+        60.0,
+        principal=standing,
+    )
     world.effects += world.brain.submit_request(request, world.now)
     return request.id

@@ -22,16 +22,23 @@ def truth(new: int, cached: int) -> float:
 
 def prompts(count: int, seed: int = 0) -> list[tuple[int, int]]:
     chance = random.Random(seed)
-    return [(chance.randrange(1, 4000), chance.choice([0, 0, chance.randrange(4000)])) for _ in range(count)]
+    return [
+        (chance.randrange(1, 4000), chance.choice([0, 0, chance.randrange(4000)]))
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_prefill_is_learned_within_a_few_prompts(noise: float) -> None:
     costs, chance = CostModel(), random.Random(1)
     for new, cached in prompts(150):
-        costs.record_prefill(A, new, cached, truth(new, cached) * chance.uniform(1 - noise, 1 + noise))
+        costs.record_prefill(
+            A, new, cached, truth(new, cached) * chance.uniform(1 - noise, 1 + noise)
+        )
     for new, cached in prompts(50, seed=2):
-        assert costs.get_node_costs(A).prefill_seconds(new, cached) == pytest.approx(truth(new, cached), rel=0.05 + noise)
+        assert costs.get_node_costs(A).prefill_seconds(new, cached) == pytest.approx(
+            truth(new, cached), rel=0.05 + noise
+        )
     assert costs.relative_errors["prefill"] < 0.05 + noise
 
 
@@ -39,7 +46,9 @@ def test_first_observation_scales_prior() -> None:
     costs = CostModel()
     costs.record_prefill(A, 512, 0, 10.0)
     assert costs.get_node_costs(A).prefill_seconds(512, 0) == pytest.approx(10.0, rel=0.2)
-    assert costs.get_node_costs(B).prefill_seconds(1024, 0) > 10.0  # nobody has said anything of B: as the fleet
+    assert (
+        costs.get_node_costs(B).prefill_seconds(1024, 0) > 10.0
+    )  # nobody has said anything of B: as the fleet
 
 
 def test_costs_are_kept_per_node_name() -> None:
@@ -47,14 +56,20 @@ def test_costs_are_kept_per_node_name() -> None:
     for new, cached in prompts(100):
         costs.record_prefill(A, new, cached, truth(new, cached))
         costs.record_prefill(B, new, cached, 3 * truth(new, cached))
-    assert costs.get_node_costs(B).prefill_seconds(1000, 0) == pytest.approx(3 * costs.get_node_costs(A).prefill_seconds(1000, 0), rel=0.1)
+    assert costs.get_node_costs(B).prefill_seconds(1000, 0) == pytest.approx(
+        3 * costs.get_node_costs(A).prefill_seconds(1000, 0), rel=0.1
+    )
 
 
 def test_outliers_change_fit_little() -> None:
     costs, chance = CostModel(), random.Random(3)
     for new, cached in prompts(300):
-        costs.record_prefill(A, new, cached, truth(new, cached) * (100 if chance.random() < 0.05 else 1))
-    assert costs.get_node_costs(A).prefill_seconds(1000, 0) == pytest.approx(truth(1000, 0), rel=0.15)
+        costs.record_prefill(
+            A, new, cached, truth(new, cached) * (100 if chance.random() < 0.05 else 1)
+        )
+    assert costs.get_node_costs(A).prefill_seconds(1000, 0) == pytest.approx(
+        truth(1000, 0), rel=0.15
+    )
 
 
 def test_fit_follows_changed_machine() -> None:
@@ -62,14 +77,18 @@ def test_fit_follows_changed_machine() -> None:
     for factor in (1, 10, 1):
         for new, cached in prompts(400):
             costs.record_prefill(A, new, cached, factor * truth(new, cached))
-        assert costs.get_node_costs(A).prefill_seconds(1000, 0) == pytest.approx(factor * truth(1000, 0), rel=0.1)
+        assert costs.get_node_costs(A).prefill_seconds(1000, 0) == pytest.approx(
+            factor * truth(1000, 0), rel=0.1
+        )
 
 
 def test_step_and_transfer_costs_are_learned() -> None:
     costs, chance = CostModel(), random.Random(4)
     for _ in range(100):
         batch, resident = chance.randrange(1, 64), chance.randrange(1, 60000)
-        costs.record_decode_steps(A, DecodeStepStats(0.02 + 1e-4 * batch + 1e-6 * resident, batch, resident))
+        costs.record_decode_steps(
+            A, DecodeStepStats(0.02 + 1e-4 * batch + 1e-6 * resident, batch, resident)
+        )
         size = chance.randrange(1, 1 << 28)
         costs.record_transfer(A, B, size, 0.003 + size / 1e9)
     assert costs.get_node_costs(A).step_seconds(32, 20000) == pytest.approx(0.0432, rel=0.05)
@@ -86,7 +105,11 @@ def test_predictions_are_finite_and_not_negative(seen: list[tuple[int, int, floa
         costs.record_decode_steps(A, DecodeStepStats(seconds, new + 1, cached))
         costs.record_transfer(A, B, new + 1, seconds)
     for amount in (0, 1, 1000, 1 << 20):
-        found = (costs.get_node_costs(A).prefill_seconds(amount, amount), costs.get_node_costs(A).step_seconds(amount, amount), costs.transfer_seconds(A, B, amount))
+        found = (
+            costs.get_node_costs(A).prefill_seconds(amount, amount),
+            costs.get_node_costs(A).step_seconds(amount, amount),
+            costs.transfer_seconds(A, B, amount),
+        )
         assert all(math.isfinite(one) and one >= 0.0 for one in found)
     assert all(0.0 <= error <= 1.0 for error in costs.relative_errors.values())
 

@@ -1,4 +1,5 @@
-"""Who was measured slow in a hiccup is tried again, and who is slow gets a small part of the requests."""
+"""Who was measured slow in a hiccup is tried again, and who is slow gets a small part of the
+requests."""
 
 import pytest
 
@@ -29,7 +30,11 @@ def record_costs(costs: CostModel, name: NodeName, slow: float, now: float) -> N
 
 
 def predict_costs(costs: CostModel, name: NodeName) -> tuple[float, float, float]:
-    return costs.get_node_costs(name).prefill_seconds(100, 0), costs.get_node_costs(name).step_seconds(2.0, 200.0), costs.transfer_seconds(P, name, 1 << 20)
+    return (
+        costs.get_node_costs(name).prefill_seconds(100, 0),
+        costs.get_node_costs(name).step_seconds(2.0, 200.0),
+        costs.transfer_seconds(P, name, 1 << 20),
+    )
 
 
 def record_other_work(costs: CostModel, count: int, now: float) -> None:
@@ -56,7 +61,10 @@ def test_first_trial_report_restarts_fit() -> None:
         costs.on_work_placed(P, B)
         costs.on_work_placed(None, B)
         record_costs(costs, B, now_slow, STALE_AFTER_SECONDS + 1.0)
-        times = [seen / fast for seen, fast in zip(predict_costs(costs, B), predict_costs(costs, A), strict=True)]
+        times = [
+            seen / fast
+            for seen, fast in zip(predict_costs(costs, B), predict_costs(costs, A), strict=True)
+        ]
         assert times == pytest.approx([now_slow] * 3, rel=0.15)
 
 
@@ -64,7 +72,9 @@ def test_estimate_is_not_stale_without_requests() -> None:
     """An idle cluster knows its nodes as before."""
     costs = make_cost_model()
     slow = predict_costs(costs, B)
-    record_other_work(costs, 2 * TRIAL_SPACING - 1, 1e6)  # of four pairs at most there are so many for each
+    record_other_work(
+        costs, 2 * TRIAL_SPACING - 1, 1e6
+    )  # of four pairs at most there are so many for each
     assert predict_costs(costs, B) == pytest.approx(slow, rel=0.01)
 
 
@@ -99,7 +109,8 @@ def given(world: VirtualCluster, node: str, since: float) -> int:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_node_is_retried_after_hiccup(role: str) -> None:
-    """One request a second: with three nodes that is `TRIAL_SPACING` times three of them, so less than a minute."""
+    """One request a second: with three nodes that is `TRIAL_SPACING` times three of them, so less
+    than a minute."""
     world, node = cluster(role)
     world.slowdown_by_node[node] = 20.0
     for number in range(20):  # a burst, so that both are asked

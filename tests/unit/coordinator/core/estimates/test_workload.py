@@ -5,7 +5,12 @@ import random
 import pytest
 
 from baton.slo import Slo
-from coordinator.core.estimates.workload import HISTORY_SECONDS, MAX_EVENTS, StageSeconds, WorkloadMeter
+from coordinator.core.estimates.workload import (
+    HISTORY_SECONDS,
+    MAX_EVENTS,
+    StageSeconds,
+    WorkloadMeter,
+)
 
 SLO = Slo(0.5, 0.05)
 
@@ -27,7 +32,10 @@ def test_rate_covers_window_or_time_since_start() -> None:
         assert found.requests_per_second == pytest.approx(count / span)
     found = meter.summarize_workload(60.0, now)
     assert found is not None
-    assert (found.prefill_tokens_per_second, found.decode_tokens_per_second) == (pytest.approx(200.0), pytest.approx(20.0))
+    assert (found.prefill_tokens_per_second, found.decode_tokens_per_second) == (
+        pytest.approx(200.0),
+        pytest.approx(20.0),
+    )
     assert meter.summarize_workload(10.0, now + HISTORY_SECONDS) is None
     assert WorkloadMeter().summarize_workload(10.0, 5.0) is None
 
@@ -38,7 +46,10 @@ def test_burstiness_of_poisson_and_bursty_arrivals() -> None:
     while (now := now + source.expovariate(20.0)) < 60.0:
         even.append(now)
         bursts.append(now // 6.0 * 6.0 + (now % 6.0) / 3.0)  # all of 6 s within 2
-    smooth, lumpy = arriving(even).summarize_workload(60.0, 60.0), arriving(bursts).summarize_workload(60.0, 60.0)
+    smooth, lumpy = (
+        arriving(even).summarize_workload(60.0, 60.0),
+        arriving(bursts).summarize_workload(60.0, 60.0),
+    )
     assert smooth is not None
     assert lumpy is not None
     assert 0.4 < smooth.burstiness < 1.8
@@ -78,8 +89,12 @@ def test_history_is_bounded() -> None:
 
 
 def test_rate_drops_after_full_history_and_pause() -> None:
-    """As many as are kept, then nobody for long, then a few: they did not come within the moment that they took."""
-    many, few = [each * 1e-3 for each in range(MAX_EVENTS)], [60.0 + each * 1e-2 for each in range(30)]
+    """As many as are kept, then nobody for long, then a few: they did not come within the moment
+    that they took."""
+    many, few = (
+        [each * 1e-3 for each in range(MAX_EVENTS)],
+        [60.0 + each * 1e-2 for each in range(30)],
+    )
     found = arriving(many + few).summarize_workload(15.0, 60.3)
     assert found is not None
     assert found.requests_per_second == pytest.approx(2.0)

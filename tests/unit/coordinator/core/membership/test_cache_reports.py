@@ -1,10 +1,11 @@
-"""What nodes tell of their caches, from the node's journal to the coordinator's directory, over the wire."""
+"""What nodes tell of their caches, from the node's journal to the coordinator's directory, over the
+wire."""
 
 import pytest
 
+from baton.cluster_link.stream import decode_checked, encode_checked
 from baton.kv.block_hash import BlockHash, short_hash
 from baton.kv.cache_journal import CacheJournal
-from baton.cluster_link.stream import encode_checked, decode_checked
 from baton.pb import cluster_pb2 as pb
 from coordinator.core.common import messages as m
 from coordinator.core.membership.prefix_directory import SNAPSHOT_TIMEOUT_SECONDS

@@ -5,7 +5,12 @@ import pytest
 from baton.errors import NotFound, ServiceUnavailable
 from baton.types import FinishReason, Incarnation, NodeName
 from coordinator.core.common import messages as m
-from coordinator.core.membership.drains import MAX_DRAINED_NODES, MIN_QUIET_REPORTS, DrainSet, NodeServiceState
+from coordinator.core.membership.drains import (
+    MAX_DRAINED_NODES,
+    MIN_QUIET_REPORTS,
+    DrainSet,
+    NodeServiceState,
+)
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 D0, D1, P0 = NodeName("d0"), NodeName("d1"), NodeName("p0")
@@ -18,7 +23,11 @@ def world() -> BrainHarness:
 
 @pytest.fixture
 def nodes(world: BrainHarness) -> tuple[Incarnation, Incarnation, Incarnation]:
-    return world.join_node("p0", PREFILL), world.join_node("d0", DECODE), world.join_node("d1", DECODE)
+    return (
+        world.join_node("p0", PREFILL),
+        world.join_node("d0", DECODE),
+        world.join_node("d1", DECODE),
+    )
 
 
 Nodes = tuple[Incarnation, Incarnation, Incarnation]
@@ -55,7 +64,8 @@ def test_drained_node_gets_no_new_work_and_keeps_its_own(world: BrainHarness, no
 
 
 def test_node_counts_as_drained_after_two_quiet_reports(world: BrainHarness, nodes: Nodes) -> None:
-    """One heartbeat may have been on its way when the last work was called off, so it takes two, and nothing held."""
+    """One heartbeat may have been on its way when the last work was called off, so it takes two,
+    and nothing held."""
     p0, d0, _ = nodes
     world.submit(max_tokens=2)
     stream(world, p0, d0)
@@ -72,7 +82,9 @@ def test_node_counts_as_drained_after_two_quiet_reports(world: BrainHarness, nod
     assert service(world, d0) is NodeServiceState.DRAINED
 
 
-def test_draining_prefill_node_keeps_handoff_until_commit(world: BrainHarness, nodes: Nodes) -> None:
+def test_draining_prefill_node_keeps_handoff_until_commit(
+    world: BrainHarness, nodes: Nodes
+) -> None:
     p0, d0, _ = nodes
     world.submit()
     drain(world, P0)
@@ -150,7 +162,9 @@ def test_last_decode_node_can_be_drained(world: BrainHarness, nodes: Nodes) -> N
     assert world.brain.why_not_serving() == ""
 
 
-def test_decode_nodes_prefill_while_last_prefill_node_is_drained(world: BrainHarness, nodes: Nodes) -> None:
+def test_decode_nodes_prefill_while_last_prefill_node_is_drained(
+    world: BrainHarness, nodes: Nodes
+) -> None:
     p0, _, _ = nodes
     world.submit()
     drain(world, P0)
@@ -166,7 +180,10 @@ def test_decode_nodes_prefill_while_last_prefill_node_is_drained(world: BrainHar
 
 
 def test_unknown_node_names_are_not_found(world: BrainHarness, nodes: Nodes) -> None:
-    for call in (lambda: drain(world, NodeName("x")), lambda: world.brain.undrain_node(NodeName("x"), world.now)):
+    for call in (
+        lambda: drain(world, NodeName("x")),
+        lambda: world.brain.undrain_node(NodeName("x"), world.now),
+    ):
         with pytest.raises(NotFound, match="no node 'x': nodes are d0, d1, p0"):
             call()
     assert world.brain.undrain_node(D1, world.now) == []

@@ -5,13 +5,21 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import ConfigError, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import DECODE, LAYOUT, PREFILL, SILENCE, STALL, BrainHarness, make_join_info
+from tests.unit.coordinator.core.brain_harness import (
+    DECODE,
+    LAYOUT,
+    PREFILL,
+    SILENCE,
+    STALL,
+    BrainHarness,
+    make_join_info,
+)
 
 
 def layout(**changes: Any) -> KVLayout:
@@ -20,7 +28,11 @@ def layout(**changes: Any) -> KVLayout:
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "protocol_version": ({"protocol_version": PROTOCOL_VERSION + 1}, str(PROTOCOL_VERSION + 1), str(PROTOCOL_VERSION)),
+    "protocol_version": (
+        {"protocol_version": PROTOCOL_VERSION + 1},
+        str(PROTOCOL_VERSION + 1),
+        str(PROTOCOL_VERSION),
+    ),
     "implementation": ({"implementation": "native"}, "'native'", "'paced'"),
     "dtype": ({"dtype": "bfloat16"}, "'bfloat16'", "'float32'"),
     "quantization": ({"quantization": "int8"}, "'int8'", "'none'"),
@@ -38,8 +50,12 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_every_field_of_the_identity_is_compared_and_part_of_the_digest() -> None:
     info = make_join_info("p0", PREFILL)
     assert MISMATCHES.keys() - {"protocol_version"} == info.model.named_fields().keys()
-    others = [replace(info, **changes).model.digest() for field, (changes, *_) in MISMATCHES.items()]
-    assert len({info.model.digest(), *others}) == len(MISMATCHES)  # the version of the protocol is no part of it
+    others = [
+        replace(info, **changes).model.digest() for field, (changes, *_) in MISMATCHES.items()
+    ]
+    assert len({info.model.digest(), *others}) == len(
+        MISMATCHES
+    )  # the version of the protocol is no part of it
 
 
 @pytest.mark.parametrize("field", MISMATCHES)
@@ -71,7 +87,9 @@ def test_a_mismatch_is_refused_naming_field_and_both_values(field: str) -> None:
 )
 def test_invalid_join_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        BrainHarness().brain.join_node(replace(make_join_info("p0", PREFILL), **changes), Incarnation("p0#1"), 0.0)
+        BrainHarness().brain.join_node(
+            replace(make_join_info("p0", PREFILL), **changes), Incarnation("p0#1"), 0.0
+        )
 
 
 def test_model_identity_ends_with_last_node() -> None:
@@ -134,7 +152,8 @@ def test_any_message_breaks_the_silence() -> None:
 
 
 def test_next_silence_check_finds_silent_node_in_time() -> None:
-    """Many are heard all the time, one is heard no more: looks come early, never late, and not in a rush."""
+    """Many are heard all the time, one is heard no more: looks come early, never late, and not in a
+    rush."""
     world = BrainHarness()
     nodes = [world.join_node(f"p{number}", PREFILL) for number in range(4)]
     began, looks = world.now, 0

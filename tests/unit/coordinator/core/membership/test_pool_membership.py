@@ -1,46 +1,63 @@
-"""Pools as members: told apart from nodes, heard, given up, and counted for the nodes of their host."""
+"""Pools as members: told apart from nodes, heard, given up, and counted for the nodes of their
+host."""
 
 from dataclasses import replace
 
 import pytest
 
-from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
-from baton.errors import ConfigError, NodeLost
-from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
-from baton.kv.pool_types import RemotePrefix
-from baton.types import AttemptKey, Incarnation, NodeName, PeerAddress, Request, RequestId, Role, SamplingParams, AttemptSpec
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.errors import ConfigError, NodeLost
+from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
+from baton.kv.kv_layout import KVLayout
+from baton.kv.pool_types import RemotePrefix
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import (
+    AttemptKey,
+    AttemptSpec,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+)
 from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.common.messages import (
     CacheEvents,
-    CacheSnapshotRequest,
     CacheSnapshot,
+    CacheSnapshotRequest,
+    DecodeOrder,
     Heartbeat,
     MemberLost,
     PrefillOrder,
     SendOrder,
-    DecodeOrder,
     StepTokens,
 )
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.pool_registry import PoolJoinInfo
+from coordinator.core.placement.policies import POLICIES
 from coordinator.node_links.message_codec import order_to_pb
 from node_engine.core import node_commands as messages
 from node_engine.host.command_codec import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
-POOL = PoolJoinInfo(PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab" * 32, LAYOUT, 100, "p")
+POOL = PoolJoinInfo(
+    PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab" * 32, LAYOUT, 100, "p"
+)
 HERE, THERE = Incarnation("1" * 16), Incarnation("2" * 16)
 AS_POOL = Incarnation("3" * 16)
 
 
 def brain() -> Brain:
-    made = Brain(NodeRegistry(SILENCE, 15.0), POLICIES["prefix_aware"](), BrainSettings("disaggregated", 10, 8, 15.0, 10))
+    made = Brain(
+        NodeRegistry(SILENCE, 15.0),
+        POLICIES["prefix_aware"](),
+        BrainSettings("disaggregated", 10, 8, 15.0, 10),
+    )
     for incarnation, name, host in ((HERE, "decode-0", "host-a"), (THERE, "decode-1", "host-b")):
         made.join_node(node(name, host), incarnation, 0.0)
     return made
@@ -73,7 +90,11 @@ def test_pool_gets_no_work_and_sets_no_bounds() -> None:
     made.join_pool(replace(POOL, num_blocks=1), AS_POOL, 0.0)
     assert made.get_model_bounds() == before
     assert AS_POOL not in made.node_registry.nodes
-    assert {member.info.name for member in made.list_members()} == {"decode-0", "decode-1", "pool-0"}
+    assert {member.info.name for member in made.list_members()} == {
+        "decode-0",
+        "decode-1",
+        "pool-0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -104,7 +125,9 @@ def test_pool_blocks_count_for_nodes_of_its_host() -> None:
     knowledge = made.placement_state
     assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 8}
     made.receive_report(HERE, CacheSnapshot(1, names), 1.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 12}, "the better of the two"
+    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 12}, (
+        "the better of the two"
+    )
     made.receive_report(HERE, CacheEvents(2, (), names), 1.0)
     made.receive_report(AS_POOL, CacheEvents(2, (), names[1:2]), 1.0)
     assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 4}
@@ -116,7 +139,9 @@ def test_gap_in_pool_events_requests_snapshot() -> None:
     made = brain()
     made.join_pool(POOL, AS_POOL, 0.0)
     made.receive_report(AS_POOL, CacheSnapshot(1, ()), 1.0)
-    assert SendOrder(AS_POOL, CacheSnapshotRequest()) in made.receive_report(AS_POOL, CacheEvents(3, (5,), ()), 1.0)
+    assert SendOrder(AS_POOL, CacheSnapshotRequest()) in made.receive_report(
+        AS_POOL, CacheEvents(3, (5,), ()), 1.0
+    )
 
 
 def test_silent_pool_is_removed() -> None:
@@ -154,10 +179,13 @@ LONG = tuple(range(41))  # 10 blocks and a token
 
 
 def with_two_pools(there: int) -> Brain:
-    """`decode-0` and a pool on host-a, which has nothing; `decode-1` and a pool on host-b, which has `there` blocks."""
+    """`decode-0` and a pool on host-a, which has nothing; `decode-1` and a pool on host-b, which
+    has `there` blocks."""
     made = brain()
     made.join_pool(POOL, AS_POOL, 0.0)
-    made.join_pool(replace(POOL, name=NodeName("pool-1"), host_id="host-b", endpoint="b:1"), ELSEWHERE, 0.0)
+    made.join_pool(
+        replace(POOL, name=NodeName("pool-1"), host_id="host-b", endpoint="b:1"), ELSEWHERE, 0.0
+    )
     root = root_hash(bytes.fromhex(POOL.model_digest), LAYOUT, b"")
     names = tuple(short_hash(name) for name in iter_block_hashes(root, LONG, LAYOUT.block_size))
     made.receive_report(ELSEWHERE, CacheSnapshot(1, names[:there]), 1.0)
@@ -168,9 +196,14 @@ def with_two_pools(there: int) -> Brain:
 def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> None:
     knowledge = with_two_pools(there).placement_state
     names = knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
-    told = {node: (pool.address, count) for node, (pool, count) in knowledge.find_remote_prefixes(names, (HERE, THERE)).items()}
+    told = {
+        node: (pool.address, count)
+        for node, (pool, count) in knowledge.find_remote_prefixes(names, (HERE, THERE)).items()
+    }
     address = PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1")
-    assert told == ({HERE: (address, tokens)} if tokens else {}), "and never to nodes of its own host"
+    assert told == ({HERE: (address, tokens)} if tokens else {}), (
+        "and never to nodes of its own host"
+    )
 
 
 def test_node_without_pool_gets_no_remote_prefix() -> None:
@@ -178,7 +211,10 @@ def test_node_without_pool_gets_no_remote_prefix() -> None:
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
     knowledge = made.placement_state
     assert (
-        knowledge.find_remote_prefixes(knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)) == {}
+        knowledge.find_remote_prefixes(
+            knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
+        )
+        == {}
     )
 
 
@@ -191,10 +227,14 @@ def test_cache_salt_separates_remote_prefixes() -> None:
 def test_order_names_remote_pool_and_compute_cost() -> None:
     made = with_two_pools(10)
     made.remove_member(THERE, NodeLost("gone"), 2.0)
-    made.join_node(replace(node("prefill-0", "host-a"), role=Role.PREFILL), Incarnation("5" * 16), 2.0)
+    made.join_node(
+        replace(node("prefill-0", "host-a"), role=Role.PREFILL), Incarnation("5" * 16), 2.0
+    )
     effects = made.submit_request(Request(RequestId("r"), LONG, SamplingParams(4), 10.0), 3.0)
     orders = [effect.order for effect in effects if isinstance(effect, SendOrder)]
-    told = [order.remote_prefix for order in orders if isinstance(order, DecodeOrder | PrefillOrder)]
+    told = [
+        order.remote_prefix for order in orders if isinstance(order, DecodeOrder | PrefillOrder)
+    ]
     assert len(told) == 2
     assert told[0] == told[1] is not None
     assert told[0].prefix_tokens == 40
@@ -202,10 +242,15 @@ def test_order_names_remote_pool_and_compute_cost() -> None:
 
 
 def test_remote_prefix_is_encoded_in_order() -> None:
-    elsewhere = RemotePrefix(PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1"), 40, 0.0005)
+    elsewhere = RemotePrefix(
+        PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1"), 40, 0.0005
+    )
     key = AttemptKey(RequestId("r"), 1, 0)
     job = AttemptSpec(key, Request(RequestId("r"), LONG, SamplingParams(4), 10.0), ())
-    submit, prefill = order_to_pb(DecodeOrder(job, None, 0.0, elsewhere)), order_to_pb(PrefillOrder(job, True, elsewhere))
+    submit, prefill = (
+        order_to_pb(DecodeOrder(job, None, 0.0, elsewhere)),
+        order_to_pb(PrefillOrder(job, True, elsewhere)),
+    )
     for command in (command_from_pb(submit), command_from_pb(prefill)):
         assert isinstance(command, messages.DecodeCommand | messages.PrefillCommand)
         assert command.remote_prefix == elsewhere

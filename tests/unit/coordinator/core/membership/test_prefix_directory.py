@@ -1,5 +1,5 @@
-"""The directory against a model: whatever is lost, late or repeated, it never has more than the node last said, and a
-snapshot makes it right again."""
+"""The directory against a model: whatever is lost, late or repeated, it never has more than the
+node last said, and a snapshot makes it right again."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,11 @@ from baton.kv.block_hash import BlockHash, short_hash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheEventBatch, CacheJournal
 from baton.types import Incarnation
 from coordinator.core.common import messages as m
-from coordinator.core.membership.prefix_directory import SNAPSHOT_TIMEOUT_SECONDS, SWEEP_SLICE, PrefixDirectory
+from coordinator.core.membership.prefix_directory import (
+    SNAPSHOT_TIMEOUT_SECONDS,
+    SWEEP_SLICE,
+    PrefixDirectory,
+)
 from tests.unit.coordinator.core.brain_harness import DECODE, BrainHarness
 
 A, B, C = (Incarnation(name) for name in "abc")
@@ -66,7 +70,9 @@ def test_event_gap_requests_snapshot_and_keeps_known_blocks() -> None:
     assert found.apply_events(A, 4, [4], [1], 0.0)  # 3 is missing
     assert not found.apply_events(A, 5, [5], [], SNAPSHOT_TIMEOUT_SECONDS / 2)
     assert found.match_prefix([1, 2]) == {A: 2}
-    assert found.apply_events(A, 6, [6], [], SNAPSHOT_TIMEOUT_SECONDS)  # the question or its answer was lost
+    assert found.apply_events(
+        A, 6, [6], [], SNAPSHOT_TIMEOUT_SECONDS
+    )  # the question or its answer was lost
     assert found.resync_count == 2
     found.apply_snapshot(A, 7, [4, 5, 6])
     assert not found.apply_events(A, 8, [7], [], SNAPSHOT_TIMEOUT_SECONDS)
@@ -97,14 +103,17 @@ def test_entries_are_bounded_by_node_capacity() -> None:
 
 
 class PrefixDirectoryMachine(RuleBasedStateMachine):
-    """Nodes with real journals, whose messages are delivered, lost, or held back and delivered late."""
+    """Nodes with real journals, whose messages are delivered, lost, or held back and delivered
+    late."""
 
     @initialize()
     def initialize_nodes(self) -> None:
         self.directory, self.now = PrefixDirectory(), 0.0
         self.caches: dict[Incarnation, set[int]] = {node: set() for node in NODES}
         self.journals = {node: CacheJournal() for node in NODES}
-        self.expected_blocks = {node: set[int]() for node in NODES}  # what the directory must have of nodes in step
+        self.expected_blocks = {
+            node: set[int]() for node in NODES
+        }  # what the directory must have of nodes in step
         self.is_synced = dict.fromkeys(NODES, False)
         self.late_messages: list[tuple[Incarnation, CacheEventBatch]] = []
         for node in NODES:
@@ -120,7 +129,9 @@ class PrefixDirectoryMachine(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES), number=NAMES)
     def toggle_block(self, node: Incarnation, number: int) -> None:
         cache, journal = self.caches[node], self.journals[node]
-        (journal.record_eviction if number in cache else journal.record_insertion)(_block_hash(number))
+        (journal.record_eviction if number in cache else journal.record_insertion)(
+            _block_hash(number)
+        )
         cache ^= {number}
 
     @rule(node=st.sampled_from(NODES), fate=st.sampled_from(["arrives", "twice", "lost", "late"]))
@@ -131,7 +142,13 @@ class PrefixDirectoryMachine(RuleBasedStateMachine):
                 self.late_messages += [(node, change)] if fate == "late" else []
                 continue
             for _ in range(1 + (fate == "twice")):
-                ask = self.directory.apply_events(node, change.sequence_number, change.inserted_hashes, change.evicted_hashes, self.now)
+                ask = self.directory.apply_events(
+                    node,
+                    change.sequence_number,
+                    change.inserted_hashes,
+                    change.evicted_hashes,
+                    self.now,
+                )
                 assert not (ask and self.is_synced[node])
                 if ask:
                     self.send_snapshot(node)
@@ -142,7 +159,13 @@ class PrefixDirectoryMachine(RuleBasedStateMachine):
     def deliver_late(self) -> None:
         for node, change in self.late_messages:
             before = self.directory.get_block_hashes(node)
-            if self.directory.apply_events(node, change.sequence_number, change.inserted_hashes, change.evicted_hashes, self.now):
+            if self.directory.apply_events(
+                node,
+                change.sequence_number,
+                change.inserted_hashes,
+                change.evicted_hashes,
+                self.now,
+            ):
                 self.send_snapshot(node)
             elif self.is_synced[node]:
                 assert self.directory.get_block_hashes(node) == before
@@ -165,11 +188,18 @@ class PrefixDirectoryMachine(RuleBasedStateMachine):
         told = {node: self.directory.get_block_hashes(node) for node in NODES}
         for node in NODES:
             if self.is_synced[node]:
-                assert told[node] == {short_hash(_block_hash(number)) for number in self.expected_blocks[node]}
+                assert told[node] == {
+                    short_hash(_block_hash(number)) for number in self.expected_blocks[node]
+                }
         assert len(self.directory) == len(frozenset[int]().union(*told.values()))
         prompt = [short_hash(_block_hash(number)) for number in range(6)]
-        depths = {node: next((d for d, name in enumerate(prompt) if name not in told[node]), 6) for node in NODES}
-        assert self.directory.match_prefix(prompt) == {node: depth for node, depth in depths.items() if depth}
+        depths = {
+            node: next((d for d, name in enumerate(prompt) if name not in told[node]), 6)
+            for node in NODES
+        }
+        assert self.directory.match_prefix(prompt) == {
+            node: depth for node, depth in depths.items() if depth
+        }
 
 
 def _block_hash(number: int) -> BlockHash:
@@ -186,7 +216,9 @@ TestPrefixDirectory = PrefixDirectoryMachine.TestCase
 def test_journal_reports_net_changes(steps: list[tuple[int, bool]]) -> None:
     journal, cache, told = CacheJournal(), set[int](), set[int]()
     for number, tell in steps:
-        (journal.record_eviction if number in cache else journal.record_insertion)(_block_hash(number))
+        (journal.record_eviction if number in cache else journal.record_insertion)(
+            _block_hash(number)
+        )
         cache ^= {number}
         for change in journal.pop_events(0.0) if tell else ():
             assert not told & set(change.inserted_hashes)
@@ -202,15 +234,23 @@ def test_journal_messages_are_bounded_and_numbered() -> None:
     for number in range(MAX_HASHES_PER_BATCH + 1):
         journal.record_insertion(_block_hash(number))
     assert journal.is_flush_due(0.0)
-    assert [(one.sequence_number, len(one.inserted_hashes)) for one in journal.pop_events(0.0)] == [(1, MAX_HASHES_PER_BATCH), (2, 1)]
+    assert [(one.sequence_number, len(one.inserted_hashes)) for one in journal.pop_events(0.0)] == [
+        (1, MAX_HASHES_PER_BATCH),
+        (2, 1),
+    ]
     assert not journal.is_flush_due(1.0)
     journal.record_insertion(_block_hash(0))
     assert not journal.is_flush_due(0.01)
     assert journal.is_flush_due(0.05)
     whole = list(journal.build_snapshot(map(_block_hash, range(MAX_HASHES_PER_BATCH + 1)), 1.0))
-    assert [(one.sequence_number, one.is_reset, len(one.inserted_hashes)) for one in whole] == [(3, True, MAX_HASHES_PER_BATCH), (4, False, 1)]
+    assert [(one.sequence_number, one.is_reset, len(one.inserted_hashes)) for one in whole] == [
+        (3, True, MAX_HASHES_PER_BATCH),
+        (4, False, 1),
+    ]
     assert not journal.is_flush_due(2.0)
-    assert [(one.sequence_number, one.is_reset) for one in journal.build_snapshot([], 2.0)] == [(5, True)]
+    assert [(one.sequence_number, one.is_reset) for one in journal.build_snapshot([], 2.0)] == [
+        (5, True)
+    ]
 
 
 @given(st.lists(st.sampled_from(["part", "tell", "begin", *range(12)]), max_size=80))
@@ -227,12 +267,18 @@ def test_snapshot_in_parts_survives_concurrent_changes(steps: list[str | int]) -
             if change.is_reset:
                 directory.apply_snapshot(A, change.sequence_number, change.inserted_hashes)
             else:
-                assert not directory.apply_events(A, change.sequence_number, change.inserted_hashes, change.evicted_hashes, 0.0)
+                assert not directory.apply_events(
+                    A, change.sequence_number, change.inserted_hashes, change.evicted_hashes, 0.0
+                )
 
     def part() -> None:
         nonlocal next_part
         if next_part is not None and next_part < len(places):
-            names = [_block_hash(number) for number in places[next_part : next_part + 3] if number is not None]
+            names = [
+                _block_hash(number)
+                for number in places[next_part : next_part + 3]
+                if number is not None
+            ]
             hear([journal.build_snapshot_part(names, 0.0, first=next_part == 0)])
             next_part += 3
         elif next_part is not None:
@@ -257,12 +303,16 @@ def test_snapshot_in_parts_survives_concurrent_changes(steps: list[str | int]) -
             places[places.index(step)] = None
             journal.record_eviction(_block_hash(step))
         elif isinstance(step, int) and None in places:
-            places[len(places) - 1 - places[::-1].index(None) if step % 2 else places.index(None)] = step
+            places[
+                len(places) - 1 - places[::-1].index(None) if step % 2 else places.index(None)
+            ] = step
             journal.record_insertion(_block_hash(step))
     while next_part is not None:
         part()
     hear(journal.pop_events(0.0))
-    assert directory.get_block_hashes(A) == {short_hash(_block_hash(number)) for number in places if number is not None}
+    assert directory.get_block_hashes(A) == {
+        short_hash(_block_hash(number)) for number in places if number is not None
+    }
 
 
 class CountingDict(dict[int, int]):

@@ -1,5 +1,6 @@
-"""Prefill nodes on paper that serve prompts with shared beginnings: real policy, directory, books and block pools, and
-nothing else. A node computes one prompt after another, as long as the true cost says."""
+"""Prefill nodes on paper that serve prompts with shared beginnings: real policy, directory, books
+and block pools, and nothing else. A node computes one prompt after another, as long as the true
+cost says."""
 
 import random
 from collections import deque
@@ -10,12 +11,12 @@ from itertools import accumulate, count
 from baton.kv.block_hash import root_hash
 from baton.kv.hash_chain import HashChain
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
-from coordinator.core.placement.interface import PlacementDemand, PlacementContext, PlacementPolicy
-from coordinator.core.membership.prefix_directory import PrefixDirectory
+from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember
+from coordinator.core.membership.prefix_directory import PrefixDirectory
+from coordinator.core.placement.interface import PlacementContext, PlacementDemand, PlacementPolicy
+from coordinator.core.placement.node_loads import NodeLoads
 from node_engine.core.blocks.block_pool import BlockPool
 from tests.unit.coordinator.core.brain_harness import LAYOUT, PREFILL, make_join_info
 
@@ -45,7 +46,12 @@ class PrefillJob:
 
 class SimulatedPrefillNode:
     def __init__(self, name: str, num_blocks: int, now: float) -> None:
-        sizes = {"num_blocks": num_blocks, "max_num_seqs": 16, "max_batched_tokens": 512, "max_model_len": 1 << 16}
+        sizes = {
+            "num_blocks": num_blocks,
+            "max_num_seqs": 16,
+            "max_batched_tokens": 512,
+            "max_model_len": 1 << 16,
+        }
         info = make_join_info(name, PREFILL, **sizes)
         self.node = NodeMember(info, Incarnation(name), now, now, b"")
         self.pool = BlockPool(num_blocks, BLOCK, lambda: 0.0)
@@ -105,8 +111,12 @@ class RoutingSimulation:
                 assert isinstance(subject, PrefillJob)
                 self.queue.append(subject)
             elif what == "kill hottest":
-                self.kill_node(max(self.nodes.values(), key=lambda each: each.requests).node.incarnation)
-            elif isinstance(subject, SimulatedPrefillNode) and subject.node.incarnation in self.nodes:
+                self.kill_node(
+                    max(self.nodes.values(), key=lambda each: each.requests).node.incarnation
+                )
+            elif (
+                isinstance(subject, SimulatedPrefillNode) and subject.node.incarnation in self.nodes
+            ):
                 self._finish(subject) if what == "done" else self._publish_cache_events(subject)
             self._place()
 
@@ -115,7 +125,13 @@ class RoutingSimulation:
             job = self.queue[0]
             found = self.directory.match_prefix(job.block_hashes)
             held = {node: blocks * BLOCK for node, blocks in found.items()}
-            demand = PlacementDemand(len(job.tokens), len(job.tokens) // BLOCK + 1, needs_prefill=True, needs_decode=False, cached_by_node=held)
+            demand = PlacementDemand(
+                len(job.tokens),
+                len(job.tokens) // BLOCK + 1,
+                needs_prefill=True,
+                needs_decode=False,
+                cached_by_node=held,
+            )
             self.loads.rescale_recent_work(self.now)
             outlook = PlacementContext(self.now, self.costs, self.loads.work_unit(self.now))
             views = [self.loads.get_view(each.node) for each in self.nodes.values()]
@@ -124,8 +140,17 @@ class RoutingSimulation:
                 return
             self.queue.popleft()
             paper, reusable = self.nodes[choice.prefill], demand.cached_tokens_on(choice.prefill)
-            seconds = self.costs.get_node_costs(paper.node.info.name).prefill_seconds(len(job.tokens) - reusable, reusable)
-            self.loads.add_leg(choice.prefill, job.key, demand.context_tokens, demand.blocks, seconds=seconds, now=self.now)
+            seconds = self.costs.get_node_costs(paper.node.info.name).prefill_seconds(
+                len(job.tokens) - reusable, reusable
+            )
+            self.loads.add_leg(
+                choice.prefill,
+                job.key,
+                demand.context_tokens,
+                demand.blocks,
+                seconds=seconds,
+                now=self.now,
+            )
             paper.waiting.append(job)
             self._start(paper)
 
@@ -152,8 +177,16 @@ class RoutingSimulation:
 
     def _publish_cache_events(self, paper: SimulatedPrefillNode) -> None:
         for change in paper.pool.cache_journal.pop_events(self.now):
-            sequence = self.directory._caches[paper.node.incarnation].last_sequence + 1  # the link loses nothing here
-            self.directory.apply_events(paper.node.incarnation, sequence, change.inserted_hashes, change.evicted_hashes, self.now)
+            sequence = (
+                self.directory._caches[paper.node.incarnation].last_sequence + 1
+            )  # the link loses nothing here
+            self.directory.apply_events(
+                paper.node.incarnation,
+                sequence,
+                change.inserted_hashes,
+                change.evicted_hashes,
+                self.now,
+            )
 
     def imbalance(self) -> tuple[float, float]:
         """max / mean over the nodes, of requests and of busy seconds."""
@@ -162,7 +195,9 @@ class RoutingSimulation:
         return max(requests) / (sum(requests) / len(nodes)), max(busy) / (sum(busy) / len(nodes))
 
 
-def zipf_jobs(number: int, prefixes: int, per_second: float, *, seed: int = 1, exponent: float = 1.0) -> list[PrefillJob]:
+def zipf_jobs(
+    number: int, prefixes: int, per_second: float, *, seed: int = 1, exponent: float = 1.0
+) -> list[PrefillJob]:
     """Poisson arrivals; prompts of 32 shared blocks, Zipf-distributed, and 4 of their own."""
     chance = random.Random(seed)
     weights = list(accumulate(1 / rank**exponent for rank in range(1, prefixes + 1)))
@@ -171,7 +206,9 @@ def zipf_jobs(number: int, prefixes: int, per_second: float, *, seed: int = 1, e
     for place in range(number):
         now += chance.expovariate(per_second)
         (prefix,) = chance.choices(shared, cum_weights=weights)
-        jobs.append(PrefillJob(place, prefix + [chance.randrange(1000) for _ in range(4 * BLOCK)], now))
+        jobs.append(
+            PrefillJob(place, prefix + [chance.randrange(1000) for _ in range(4 * BLOCK)], now)
+        )
     return jobs
 
 

@@ -1,4 +1,5 @@
-"""Circuit breakers: step by step, against a model under anything, and placement that keeps pairs apart."""
+"""Circuit breakers: step by step, against a model under anything, and placement that keeps pairs
+apart."""
 
 from dataclasses import replace
 from itertools import count, product
@@ -10,10 +11,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.placement.breaker_filter import choose_excluding_open_breakers
-from coordinator.core.placement.breakers import FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS, FAILURES_TO_OPEN, CircuitBreakers, BreakerState, NodePair
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView
+from coordinator.core.placement.breakers import (
+    FAILURES_TO_OPEN,
+    FIRST_COOLDOWN_SECONDS,
+    MAX_COOLDOWN_SECONDS,
+    BreakerState,
+    CircuitBreakers,
+    NodePair,
+)
+from coordinator.core.placement.interface import NodeChoice, NodeView, PlacementDemand
 from coordinator.core.placement.policies import POLICIES
-from tests.unit.coordinator.core.placement.test_prefix_aware import DEMAND, D, P, named_view, placement_context
+from tests.unit.coordinator.core.placement.test_prefix_aware import (
+    DEMAND,
+    D,
+    P,
+    named_view,
+    placement_context,
+)
 
 PAIR: NodePair = (Incarnation("p0"), Incarnation("d0"))
 
@@ -24,14 +38,18 @@ def key(number: int) -> AttemptKey:
 
 def make_open_breakers(now: float = 0.0) -> CircuitBreakers:
     breakers = CircuitBreakers()
-    assert [breakers.record_failure(PAIR, key(n), now) for n in range(FAILURES_TO_OPEN)] == [False] * (FAILURES_TO_OPEN - 1) + [True]
+    assert [breakers.record_failure(PAIR, key(n), now) for n in range(FAILURES_TO_OPEN)] == [
+        False
+    ] * (FAILURES_TO_OPEN - 1) + [True]
     return breakers
 
 
 def test_consecutive_failures_open_breaker_and_commit_resets_count() -> None:
     breakers = CircuitBreakers()
     for _ in range(3):
-        assert not any(breakers.record_failure(PAIR, key(n), 0.0) for n in range(FAILURES_TO_OPEN - 1))
+        assert not any(
+            breakers.record_failure(PAIR, key(n), 0.0) for n in range(FAILURES_TO_OPEN - 1)
+        )
         assert not breakers.record_commit(PAIR, key(9))
     assert breakers.blocked_pairs == frozenset()
     assert make_open_breakers().blocked_pairs == {PAIR}
@@ -42,7 +60,11 @@ def test_committed_probe_closes_breaker() -> None:
     assert breakers.next_half_open_at() == FIRST_COOLDOWN_SECONDS
     assert breakers.half_open_due_pairs(FIRST_COOLDOWN_SECONDS - 0.01) == []
     assert breakers.half_open_due_pairs(FIRST_COOLDOWN_SECONDS) == [PAIR]
-    assert (breakers.get_state(PAIR), breakers.blocked_pairs, breakers.next_half_open_at()) == (BreakerState.HALF_OPEN, frozenset(), None)
+    assert (breakers.get_state(PAIR), breakers.blocked_pairs, breakers.next_half_open_at()) == (
+        BreakerState.HALF_OPEN,
+        frozenset(),
+        None,
+    )
     assert breakers.try_start_probe(PAIR, key(1))
     assert breakers.blocked_pairs == {PAIR}, "one at a time"
     assert not breakers.try_start_probe(PAIR, key(2))
@@ -62,7 +84,11 @@ def test_failed_probe_reopens_breaker_for_longer() -> None:
         breakers.try_start_probe(PAIR, key(number))
         assert not breakers.record_failure(PAIR, key(99), now), "only the probe decides"
         assert breakers.record_failure(PAIR, key(number), now)
-    assert rests == [FIRST_COOLDOWN_SECONDS, 2 * FIRST_COOLDOWN_SECONDS, *[MAX_COOLDOWN_SECONDS] * 3]
+    assert rests == [
+        FIRST_COOLDOWN_SECONDS,
+        2 * FIRST_COOLDOWN_SECONDS,
+        *[MAX_COOLDOWN_SECONDS] * 3,
+    ]
 
 
 def test_inconclusive_probe_lets_another_through() -> None:
@@ -77,13 +103,20 @@ def test_inconclusive_probe_lets_another_through() -> None:
 def test_rejoined_node_has_closed_breakers() -> None:
     breakers = make_open_breakers()
     breakers.forget_node(PAIR[1])
-    assert (breakers.get_state(PAIR), breakers.blocked_pairs, breakers.next_half_open_at()) == (BreakerState.CLOSED, frozenset(), None)
+    assert (breakers.get_state(PAIR), breakers.blocked_pairs, breakers.next_half_open_at()) == (
+        BreakerState.CLOSED,
+        frozenset(),
+        None,
+    )
 
 
 class BreakersMachine(RuleBasedStateMachine):
-    """Attempts begin where placement may let them, and end in any way at any time; nodes come anew."""
+    """Attempts begin where placement may let them, and end in any way at any time; nodes come
+    anew."""
 
-    pairs = st.sampled_from([(Incarnation(f"p{p}"), Incarnation(f"d{d}")) for p, d in product(range(2), range(2))])
+    pairs = st.sampled_from(
+        [(Incarnation(f"p{p}"), Incarnation(f"d{d}")) for p, d in product(range(2), range(2))]
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +190,9 @@ class BreakersMachine(RuleBasedStateMachine):
                 assert due <= self.opened[pair] + MAX_COOLDOWN_SECONDS
         for pair, failures in self.row.items():
             assert failures < FAILURES_TO_OPEN or pair in self.opened
-        assert {pair for pair in self.opened if self.breakers.get_state(pair) is BreakerState.CLOSED} == set()
+        assert {
+            pair for pair in self.opened if self.breakers.get_state(pair) is BreakerState.CLOSED
+        } == set()
 
 
 TestBreakersMachine = BreakersMachine.TestCase
@@ -178,7 +213,9 @@ def test_every_policy_excludes_blocked_pairs(policy: str, pairs: int) -> None:
     nodes = [named_view(P, "p0"), named_view(P, "p1"), named_view(D, "d0"), named_view(D, "d1")]
     everybody = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
     kept = blocked_pairs(*(pair for place, pair in enumerate(everybody) if pairs >> place & 1))
-    choice = choose_excluding_open_breakers(POLICIES[policy](), DEMAND, nodes, placement_context(), kept)
+    choice = choose_excluding_open_breakers(
+        POLICIES[policy](), DEMAND, nodes, placement_context(), kept
+    )
     assert (choice is None) == (len(kept) == 4)
     if choice is not None:
         assert (choice.prefill, choice.decode) not in kept
@@ -189,7 +226,9 @@ def test_every_policy_excludes_blocked_pairs(policy: str, pairs: int) -> None:
 def test_full_prefill_node_is_no_candidate_for_unblocked_pair() -> None:
     full: NodeView = named_view(P, "full", computing=64)
     nodes = [full, named_view(P, "p0"), named_view(D, "d0"), named_view(D, "d1", last_placed=9)]
-    choice = choose_excluding_open_breakers(POLICIES["prefix_aware"](), DEMAND, nodes, placement_context(), blocked_pairs(("p0", "d0")))
+    choice = choose_excluding_open_breakers(
+        POLICIES["prefix_aware"](), DEMAND, nodes, placement_context(), blocked_pairs(("p0", "d0"))
+    )
     assert choice == NodeChoice(Incarnation("p0"), Incarnation("d1"))
 
 
@@ -197,11 +236,22 @@ def test_full_prefill_node_is_no_candidate_for_unblocked_pair() -> None:
 def test_single_leg_placement_ignores_blocked_pairs(change: dict[str, bool]) -> None:
     demand: PlacementDemand = replace(DEMAND, **change)  # type: ignore[arg-type]
     nodes = [named_view(P, "p0"), named_view(D, "d0")]
-    assert choose_excluding_open_breakers(POLICIES["prefix_aware"](), demand, nodes, placement_context(), blocked_pairs(("p0", "d0"))) is not None
+    assert (
+        choose_excluding_open_breakers(
+            POLICIES["prefix_aware"](),
+            demand,
+            nodes,
+            placement_context(),
+            blocked_pairs(("p0", "d0")),
+        )
+        is not None
+    )
 
 
 def test_prefix_holder_ignores_blocked_pairs() -> None:
     demand = replace(DEMAND, prefix_holder=Incarnation("d0"))
     nodes = [named_view(P, "p0"), named_view(D, "d0")]
-    choice = choose_excluding_open_breakers(POLICIES["prefix_aware"](), demand, nodes, placement_context(), blocked_pairs(("p0", "d0")))
+    choice = choose_excluding_open_breakers(
+        POLICIES["prefix_aware"](), demand, nodes, placement_context(), blocked_pairs(("p0", "d0"))
+    )
     assert choice == NodeChoice(None, Incarnation("d0"))

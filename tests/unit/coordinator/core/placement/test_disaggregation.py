@@ -11,19 +11,25 @@ from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.types import Incarnation, NodeName
 from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.interface import PlacementDemand, NodeView, PlacementContext
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.placement.decision import PlacementDecision, PrefillSite, PlacementReason
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.decision import PlacementDecision, PlacementReason, PrefillSite
 from coordinator.core.placement.disaggregation import DisaggregationPolicy, completion_seconds
+from coordinator.core.placement.interface import NodeView, PlacementContext, PlacementDemand
+from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.policies import POLICIES
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 NOW = 1000.0
 SHARE = 0.5
 P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0, name=NodeName("p"))
 D = NodeView(Incarnation("d"), DECODE, 64, 512, 0, 0, 0, 4096, None, 0, name=NodeName("d"))
-DEMAND = PlacementDemand(context_tokens=1024, blocks=65, needs_prefill=True, needs_decode=True, expected_output_tokens=100.0)
+DEMAND = PlacementDemand(
+    context_tokens=1024,
+    blocks=65,
+    needs_prefill=True,
+    needs_decode=True,
+    expected_output_tokens=100.0,
+)
 BUSY = replace(D, attempts=4, running_attempts=4)
 
 
@@ -40,12 +46,18 @@ def costs(link: float = 0.005) -> CostModel:
 COSTS = costs()
 
 
-def decide(demand: PlacementDemand, *nodes: NodeView, model: CostModel = COSTS) -> PlacementDecision | None:
+def decide(
+    demand: PlacementDemand, *nodes: NodeView, model: CostModel = COSTS
+) -> PlacementDecision | None:
     outlook = PlacementContext(NOW, model, 1.0, token_bytes=1024, local_prefill_share=SHARE)
-    return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(demand, nodes, outlook, PlacementReason.MODE, either=True)
+    return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
+        demand, nodes, outlook, PlacementReason.MODE, either=True
+    )
 
 
-def choose_site(demand: PlacementDemand, *nodes: NodeView, model: CostModel = COSTS) -> PrefillSite | None:
+def choose_site(
+    demand: PlacementDemand, *nodes: NodeView, model: CostModel = COSTS
+) -> PrefillSite | None:
     decision = decide(demand, *nodes, model=model)
     return decision.prefill_site if decision else None
 
@@ -58,14 +70,26 @@ def test_idle_decode_node_prefills_locally() -> None:
 def test_long_prompts_are_handed_off_from_busy_decode_node() -> None:
     assert choose_site(DEMAND, P, BUSY) is PrefillSite.HAND_OFF
     short = replace(DEMAND, context_tokens=16, blocks=2)
-    assert choose_site(short, P, BUSY, model=costs(0.02)) is PrefillSite.LOCAL, "a step more than alone, and the link takes 20 ms"
+    assert choose_site(short, P, BUSY, model=costs(0.02)) is PrefillSite.LOCAL, (
+        "a step more than alone, and the link takes 20 ms"
+    )
 
 
 def test_prefill_queue_sends_prompts_to_decode() -> None:
     """0.1 s of computing takes more than 0.25 s beside residents."""
-    queued = replace(P, queued_seconds=0.15, head_prefill_seconds=0.15, head_since=NOW, attempts=1, pending_prefills=1)
+    queued = replace(
+        P,
+        queued_seconds=0.15,
+        head_prefill_seconds=0.15,
+        head_since=NOW,
+        attempts=1,
+        pending_prefills=1,
+    )
     assert choose_site(DEMAND, queued, BUSY) is PrefillSite.HAND_OFF
-    assert choose_site(DEMAND, replace(queued, queued_seconds=0.5, head_prefill_seconds=0.5), BUSY) is PrefillSite.LOCAL
+    assert (
+        choose_site(DEMAND, replace(queued, queued_seconds=0.5, head_prefill_seconds=0.5), BUSY)
+        is PrefillSite.LOCAL
+    )
 
 
 def test_rejected_prediction_is_recorded() -> None:
@@ -75,9 +99,13 @@ def test_rejected_prediction_is_recorded() -> None:
     assert decision.prediction.prefill_seconds == pytest.approx(0.1024, rel=0.05)
     step = COSTS.get_node_costs(D.name).step_seconds(4, 0)
     at_once = LOCAL_PREFILL_BURST_STEPS * SHARE * step
-    assert decision.rejected_prediction.prefill_seconds == pytest.approx(at_once + step + 3 * (0.1024 - at_once), rel=0.05)
+    assert decision.rejected_prediction.prefill_seconds == pytest.approx(
+        at_once + step + 3 * (0.1024 - at_once), rel=0.05
+    )
     assert decision.reason is PlacementReason.SOONER
-    assert completion_seconds(decision.prediction) < completion_seconds(decision.rejected_prediction)
+    assert completion_seconds(decision.prediction) < completion_seconds(
+        decision.rejected_prediction
+    )
 
 
 def test_equal_predictions_hand_off() -> None:
@@ -86,14 +114,22 @@ def test_equal_predictions_hand_off() -> None:
 
 def test_waits_for_full_prefill_node_if_sooner() -> None:
     full = replace(
-        P, pending_prefills=2, window_tokens=1024, attempts=2, queued_seconds=0.1, head_prefill_seconds=0.05, head_since=NOW
+        P,
+        pending_prefills=2,
+        window_tokens=1024,
+        attempts=2,
+        queued_seconds=0.1,
+        head_prefill_seconds=0.05,
+        head_since=NOW,
     )
     assert full.can_accept_prefill(DEMAND) is False
     assert choose_site(DEMAND, full, BUSY) is None
     assert choose_site(DEMAND, full, D) is PrefillSite.LOCAL
     assert choose_site(DEMAND, replace(full, queued_seconds=1.0), BUSY) is PrefillSite.LOCAL
     closed = replace(full, refused_from_blocks=1)
-    assert choose_site(DEMAND, closed, BUSY) is PrefillSite.LOCAL, "nobody knows when it will have room"
+    assert choose_site(DEMAND, closed, BUSY) is PrefillSite.LOCAL, (
+        "nobody knows when it will have room"
+    )
 
 
 def test_full_decode_node_makes_request_wait() -> None:
@@ -103,23 +139,37 @@ def test_full_decode_node_makes_request_wait() -> None:
 def test_prefix_holder_needs_no_prefill_node() -> None:
     decision = decide(replace(DEMAND, prefix_holder=D.incarnation), P, D)
     assert decision is not None
-    assert (decision.prefill_site, decision.reason, decision.choice.prefill) == (PrefillSite.LOCAL, PlacementReason.PREFIX_CACHED, None)
+    assert (decision.prefill_site, decision.reason, decision.choice.prefill) == (
+        PrefillSite.LOCAL,
+        PlacementReason.PREFIX_CACHED,
+        None,
+    )
 
 
 def test_after_failure_site_with_fewer_failed_nodes_is_chosen() -> None:
     failed = frozenset({P.incarnation, BUSY.incarnation})
     decision = decide(replace(DEMAND, avoided_nodes=failed), P, BUSY)
     assert decision is not None
-    assert (decision.prefill_site, decision.reason) == (PrefillSite.LOCAL, PlacementReason.FAILED_BEFORE)
-    other = replace(D, incarnation=Incarnation("d1"), name=NodeName("d1"), attempts=4, running_attempts=4)
+    assert (decision.prefill_site, decision.reason) == (
+        PrefillSite.LOCAL,
+        PlacementReason.FAILED_BEFORE,
+    )
+    other = replace(
+        D, incarnation=Incarnation("d1"), name=NodeName("d1"), attempts=4, running_attempts=4
+    )
     spare = replace(P, incarnation=Incarnation("p1"), name=NodeName("p1"))
-    assert choose_site(replace(DEMAND, avoided_nodes=failed), P, spare, BUSY, other) is PrefillSite.HAND_OFF
+    assert (
+        choose_site(replace(DEMAND, avoided_nodes=failed), P, spare, BUSY, other)
+        is PrefillSite.HAND_OFF
+    )
 
 
 def test_blocked_pairs_are_neither_used_nor_waited_for() -> None:
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     apart = frozenset({(P.incarnation, BUSY.incarnation)})
-    decision = DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(DEMAND, [P, BUSY], outlook, PlacementReason.MODE, either=True, apart=apart)
+    decision = DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
+        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, either=True, apart=apart
+    )
     assert decision is not None
     assert decision.prefill_site is PrefillSite.LOCAL
 
@@ -143,17 +193,31 @@ views = st.builds(
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=100)
-@given(st.lists(views, max_size=6, unique_by=lambda view: view.incarnation), st.integers(1, 600), st.booleans())
+@given(
+    st.lists(views, max_size=6, unique_by=lambda view: view.incarnation),
+    st.integers(1, 600),
+    st.booleans(),
+)
 def test_decision_uses_only_accepting_nodes_and_never_stalls(
     name: str, nodes: list[NodeView], tokens: int, decode: bool
 ) -> None:
-    demand = PlacementDemand(tokens, tokens // 16 + 1, needs_prefill=True, needs_decode=decode, expected_output_tokens=4.0)
+    demand = PlacementDemand(
+        tokens,
+        tokens // 16 + 1,
+        needs_prefill=True,
+        needs_decode=decode,
+        expected_output_tokens=4.0,
+    )
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
-    decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(demand, nodes, outlook, PlacementReason.MODE, either=True)
+    decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(
+        demand, nodes, outlook, PlacementReason.MODE, either=True
+    )
     by_id = {node.incarnation: node for node in nodes}
     if decision is None:
         able = [node.role for node in nodes if node.can_accept(demand)]
-        assert PREFILL not in able or (decode and DECODE not in able), "a hand-off could have been made at once"
+        assert PREFILL not in able or (decode and DECODE not in able), (
+            "a hand-off could have been made at once"
+        )
         waited_for = any(node.role is PREFILL and not node.is_closed_to(demand) for node in nodes)
         assert DECODE not in able or waited_for
         return

@@ -1,5 +1,6 @@
-"""Mode auto against both fixed modes, on as many nodes, on a virtual clock: what is good is within twice the idle
-figures, and auto is not to have less of it than the better one by more than a tenth."""
+"""Mode auto against both fixed modes, on as many nodes, on a virtual clock: what is good is within
+twice the idle figures, and auto is not to have less of it than the better one by more than a
+tenth."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Literal
 import pytest
 
 from node_engine.paced.paced_engine import PacedCosts
-from tests.virtual_cluster import VirtualRequest, VirtualCluster
+from tests.virtual_cluster import VirtualCluster, VirtualRequest
 
 COSTS = PacedCosts(
     prefill_us_per_token=200.0,
@@ -33,13 +34,20 @@ def is_good(one: VirtualRequest) -> bool:
     assert one.ended_at is not None
     assert one.first_token_at is not None
     idle, step = one.prompt_tokens * COSTS.prefill_us_per_token * 1e-6, 0.0103
-    return one.ttft_seconds <= 2.0 * idle + 0.003 and (one.ended_at - one.first_token_at) / (one.token_count - 1) <= 2.0 * step
+    return (
+        one.ttft_seconds <= 2.0 * idle + 0.003
+        and (one.ended_at - one.first_token_at) / (one.token_count - 1) <= 2.0 * step
+    )
 
 
-def goodput(mode: Mode, prompts: Sequence[int], output: int, rate: float) -> tuple[float, VirtualCluster]:
+def goodput(
+    mode: Mode, prompts: Sequence[int], output: int, rate: float
+) -> tuple[float, VirtualCluster]:
     made, draw, when, number = cluster(mode), random.Random(7), 0.0, 0
     while (when := when + draw.expovariate(rate)) < SECONDS:
-        made.call_at(when, partial(made.submit_request, prompt=prompts[number % len(prompts)], output=output))
+        made.call_at(
+            when, partial(made.submit_request, prompt=prompts[number % len(prompts)], output=output)
+        )
         number += 1
     made.run(SECONDS + 60.0)
     done = made.completed_requests()
@@ -52,7 +60,9 @@ def goodput(mode: Mode, prompts: Sequence[int], output: int, rate: float) -> tup
     [([128], 64, 12.0), ([128] * 7 + [2048], 64, 5.0), ([1536], 32, 2.5)],
     ids=["short", "mixed", "long"],
 )
-def test_auto_has_the_goodput_of_the_better_mode(prompts: list[int], output: int, rate: float) -> None:
+def test_auto_has_the_goodput_of_the_better_mode(
+    prompts: list[int], output: int, rate: float
+) -> None:
     fixed = [goodput(mode, prompts, output, rate)[0] for mode in ("disaggregated", "colocated")]
     auto, made = goodput("auto", prompts, output, rate)
     assert auto >= 0.9 * max(fixed), fixed

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+)
 from coordinator.core.placement.simple_policies import LeastLoadedPolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -12,7 +17,9 @@ from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarn
 class CountingPolicy(LeastLoadedPolicy):
     choose_calls = 0
 
-    def choose_nodes(self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext) -> NodeChoice | None:
+    def choose_nodes(
+        self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+    ) -> NodeChoice | None:
         self.choose_calls += 1
         return super().choose_nodes(demand, nodes, outlook)
 
@@ -62,14 +69,25 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
     prefill = world.join_node("p0", PREFILL, max_num_seqs=16, max_batched_tokens=1024)
     full = world.join_node("d0", DECODE, max_num_seqs=3)
     first = world.make_request()
-    world.submit_all(first, *(world.make_request(after=first.request.id, choice=number) for number in range(1, 8)))
+    world.submit_all(
+        first,
+        *(world.make_request(after=first.request.id, choice=number) for number in range(1, 8)),
+    )
     roomy = world.join_node("d1", DECODE, max_num_seqs=8)
     world.report_reserved(full, world.last_attempt_key(full), prefill)
     world.report_token(full, world.last_attempt_key(full), 0)
     assert len(world.messages_to(full, m.DecodeOrder)) == 3
-    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [True], "the others wait for it"
+    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+        True
+    ], "the others wait for it"
     world.report_reserved(roomy, world.last_attempt_key(roomy), prefill)
     world.report_token(roomy, world.last_attempt_key(roomy), 0)
-    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [True, False, False, False, False]
+    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert len(world.messages_to(prefill, m.PrefillOrder)) == 2, "one for each cache"
     assert not world.brain._table._followers._by_leader

@@ -7,9 +7,14 @@ import pytest
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext
 from coordinator.core.membership.node_registry import NodeMember
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+)
+from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.simple_policies import LeastLoadedPolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness, make_join_info
 
@@ -34,7 +39,9 @@ def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice | None:
     ],
 )
 def test_prefill_node_window(computing: int, uncomputed: int, tokens: int, takes: bool) -> None:
-    node = replace(P, pending_prefills=computing, uncomputed_tokens=uncomputed, window_tokens=uncomputed)
+    node = replace(
+        P, pending_prefills=computing, uncomputed_tokens=uncomputed, window_tokens=uncomputed
+    )
     assert node.can_accept_prefill(replace(BOTH, context_tokens=tokens)) is takes
 
 
@@ -50,7 +57,12 @@ def test_prefill_node_window(computing: int, uncomputed: int, tokens: int, takes
     ],
 )
 def test_decode_node_window(attempts: int, room: int, closed: int | None, takes: bool) -> None:
-    assert replace(D, attempts=attempts, free_blocks=room, refused_from_blocks=closed).can_accept_decode(BOTH) is takes
+    assert (
+        replace(
+            D, attempts=attempts, free_blocks=room, refused_from_blocks=closed
+        ).can_accept_decode(BOTH)
+        is takes
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,10 @@ def test_tenant_above_share_leaves_headroom(
 ) -> None:
     greedy = replace(BOTH, context_tokens=100, headroom_share=0.2)
     busy = {"attempts": attempts, "computing": computing, "window_tokens": 100 * computing}
-    on_decode, on_prefill = replace(D, free_blocks=room, total_blocks=40, **busy), replace(P, **busy)
+    on_decode, on_prefill = (
+        replace(D, free_blocks=room, total_blocks=40, **busy),
+        replace(P, **busy),
+    )
     assert on_decode.can_accept_decode(greedy) is decode
     assert on_prefill.can_accept_prefill(greedy) is prefill
     assert on_decode.can_accept_decode(BOTH)
@@ -87,9 +102,19 @@ def test_headroom_is_taken_from_what_reserve_leaves() -> None:
 
 @pytest.mark.parametrize(
     ("reserve", "max_num_seqs", "others"),
-    [(0.3, 1, 1), (0.3, 2, 1), (0.3, 3, 2), (0.3, 8, 5), (0.3, 10, 7), (0.07, 100, 93), (1.0, 4, 1)],
+    [
+        (0.3, 1, 1),
+        (0.3, 2, 1),
+        (0.3, 3, 2),
+        (0.3, 8, 5),
+        (0.3, 10, 7),
+        (0.07, 100, 93),
+        (1.0, 4, 1),
+    ],
 )
-def test_reserve_is_rounded_up_and_leaves_a_slot(reserve: float, max_num_seqs: int, others: int) -> None:
+def test_reserve_is_rounded_up_and_leaves_a_slot(
+    reserve: float, max_num_seqs: int, others: int
+) -> None:
     node, later_class = replace(D, max_num_seqs=max_num_seqs), replace(BOTH, reserved_share=reserve)
     assert replace(node, attempts=others - 1).can_accept_decode(later_class)
     assert not replace(node, attempts=others).can_accept_decode(later_class)
@@ -170,9 +195,13 @@ def test_remove_leg_is_idempotent(loads: NodeLoads, node: NodeMember) -> None:
     assert loads.busy_nodes() == set()
 
 
-def test_refusal_closes_node_for_its_size_and_updates_free_blocks(loads: NodeLoads, node: NodeMember) -> None:
+def test_refusal_closes_node_for_its_size_and_updates_free_blocks(
+    loads: NodeLoads, node: NodeMember
+) -> None:
     d = node.incarnation
-    loads.on_reservation_refused(d, m.ReservationRefused(key(1), needed_blocks=6, free_blocks=3), blocks=4)
+    loads.on_reservation_refused(
+        d, m.ReservationRefused(key(1), needed_blocks=6, free_blocks=3), blocks=4
+    )
     view = loads.get_view(node)
     assert (view.free_blocks, view.refused_from_blocks) == (3, 4)
     loads.update_free_blocks(d, 5)

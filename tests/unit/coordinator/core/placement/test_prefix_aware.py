@@ -1,4 +1,5 @@
-"""The policies: never one that cannot take it, whoever is soonest, bounded affinity, and no herds."""
+"""The policies: never one that cannot take it, whoever is soonest, bounded affinity, and no
+herds."""
 
 import math
 from collections import Counter
@@ -10,19 +11,30 @@ from hypothesis import strategies as st
 
 from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.interface import NodeChoice, PlacementDemand, NodeView, PlacementContext
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.placement.decision import predict_latency
-from coordinator.core.placement.prefix_aware import RAMP_UP_SECONDS, PrefixAwarePolicy
 from coordinator.core.estimates.recent_work import WINDOW_SECONDS, RecentWork
 from coordinator.core.membership.node_registry import NodeMember
+from coordinator.core.placement.decision import predict_latency
+from coordinator.core.placement.interface import (
+    NodeChoice,
+    NodeView,
+    PlacementContext,
+    PlacementDemand,
+)
+from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.policies import POLICIES
+from coordinator.core.placement.prefix_aware import RAMP_UP_SECONDS, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, make_join_info
 
 NOW = 1000.0
 P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0)
 D = NodeView(Incarnation("d"), DECODE, 64, 512, 0, 0, 0, 4096, None, 0)
-DEMAND = PlacementDemand(context_tokens=1024, blocks=65, needs_prefill=True, needs_decode=True, expected_output_tokens=100.0)
+DEMAND = PlacementDemand(
+    context_tokens=1024,
+    blocks=65,
+    needs_prefill=True,
+    needs_decode=True,
+    expected_output_tokens=100.0,
+)
 
 
 def placement_context(now: float = NOW) -> PlacementContext:
@@ -41,7 +53,12 @@ def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice:
 
 @pytest.mark.parametrize("wanted", ["prefill", "decode"])
 def test_prefix_holder_is_chosen(wanted: str) -> None:
-    nodes = [named_view(P, "p0"), named_view(P, "p1", last_placed=9), named_view(D, "d0"), named_view(D, "d1", last_placed=9)]
+    nodes = [
+        named_view(P, "p0"),
+        named_view(P, "p1", last_placed=9),
+        named_view(D, "d0"),
+        named_view(D, "d1", last_placed=9),
+    ]
     holder = Incarnation("p1" if wanted == "prefill" else "d1")
     choice = choose(replace(DEMAND, cached_by_node={holder: 960}), *nodes)
     assert getattr(choice, wanted) == holder
@@ -50,9 +67,19 @@ def test_prefix_holder_is_chosen(wanted: str) -> None:
 
 def test_a_queue_outweighs_a_prefix() -> None:
     busy = named_view(P, "p1", queued_seconds=5.0, head_seconds=5.0, head_since=NOW - 1.0)
-    assert choose(replace(DEMAND, cached_by_node={busy.incarnation: 960}), named_view(P, "p0"), busy, D).prefill == "p0"
+    assert (
+        choose(
+            replace(DEMAND, cached_by_node={busy.incarnation: 960}), named_view(P, "p0"), busy, D
+        ).prefill
+        == "p0"
+    )
     done = replace(busy, head_since=NOW - 5.0)  # its head must be over by now
-    assert choose(replace(DEMAND, cached_by_node={busy.incarnation: 960}), named_view(P, "p0"), done, D).prefill == "p1"
+    assert (
+        choose(
+            replace(DEMAND, cached_by_node={busy.incarnation: 960}), named_view(P, "p0"), done, D
+        ).prefill
+        == "p1"
+    )
 
 
 def test_affinity_ends_above_load_bound() -> None:
@@ -63,28 +90,52 @@ def test_affinity_ends_above_load_bound() -> None:
     assert choose(demand, replace(hot, recent_work=12.0), *others, D).prefill == "hot"
     idle = [replace(node, recent_work=node.recent_work / 100) for node in (hot, *others)]
     assert choose(demand, *idle, D).prefill == "hot"  # nobody has much to do
-    crowd = [named_view(D, "d0", attempts=9), *(named_view(D, f"d{number}", attempts=4) for number in range(1, 4))]
-    assert choose(replace(DEMAND, cached_by_node={Incarnation("d0"): 960}), P, *crowd).decode != "d0"
+    crowd = [
+        named_view(D, "d0", attempts=9),
+        *(named_view(D, f"d{number}", attempts=4) for number in range(1, 4)),
+    ]
+    assert (
+        choose(replace(DEMAND, cached_by_node={Incarnation("d0"): 960}), P, *crowd).decode != "d0"
+    )
 
 
 def test_decode_node_without_growth_blocks_is_penalized() -> None:
     tight = named_view(D, "tight", room=66)
-    assert choose(replace(DEMAND, expected_output_tokens=500.0), P, tight, named_view(D, "roomy", last_placed=9)).decode == "roomy"
+    assert (
+        choose(
+            replace(DEMAND, expected_output_tokens=500.0),
+            P,
+            tight,
+            named_view(D, "roomy", last_placed=9),
+        ).decode
+        == "roomy"
+    )
 
 
 def test_newly_joined_node_ramps_up() -> None:
     new = named_view(D, "new", attempts=7, joined_at=NOW - RAMP_UP_SECONDS / 10)
     full = named_view(D, "old", attempts=8)
     assert choose(DEMAND, P, new, full).decode == "old"
-    assert choose(DEMAND, P, replace(new, joined_at=NOW - RAMP_UP_SECONDS / 2), full).decode == "new"
+    assert (
+        choose(DEMAND, P, replace(new, joined_at=NOW - RAMP_UP_SECONDS / 2), full).decode == "new"
+    )
     assert choose(DEMAND, P, new).decode == "new"
 
 
 def test_colocated_prediction_counts_queue_and_prefill() -> None:
     alone = replace(DEMAND, needs_prefill=False)
     busy = named_view(D, "busy", queued_seconds=3.0, head_seconds=3.0, head_since=NOW)
-    assert choose(alone, busy, named_view(D, "free", last_placed=9)) == NodeChoice(None, Incarnation("free"))
-    assert choose(replace(alone, cached_by_node={Incarnation("d1"): 960}), D, named_view(D, "d1", last_placed=9)).decode == "d1"
+    assert choose(alone, busy, named_view(D, "free", last_placed=9)) == NodeChoice(
+        None, Incarnation("free")
+    )
+    assert (
+        choose(
+            replace(alone, cached_by_node={Incarnation("d1"): 960}),
+            D,
+            named_view(D, "d1", last_placed=9),
+        ).decode
+        == "d1"
+    )
 
 
 def test_choice_carries_predicted_seconds() -> None:
@@ -94,7 +145,9 @@ def test_choice_carries_predicted_seconds() -> None:
     assert choice.predicted_seconds.keys() == {"p", "p1", "d"}
     assert choice.predicted_seconds[Incarnation("p")] < choice.predicted_seconds[Incarnation("p1")]
     expected = predict_latency(demand, choice, nodes, placement_context())
-    assert choice.predicted_seconds[Incarnation("p")] == pytest.approx(expected.queue_seconds + expected.prefill_seconds + expected.transfer_seconds)
+    assert choice.predicted_seconds[Incarnation("p")] == pytest.approx(
+        expected.queue_seconds + expected.prefill_seconds + expected.transfer_seconds
+    )
 
 
 views = st.builds(
@@ -136,7 +189,10 @@ def test_chosen_nodes_can_accept_demand(
     held = {node: data.draw(st.integers(0, 300)) for node in sorted(data.draw(some))}
     demand = replace(demand, avoided_nodes=frozenset(data.draw(some)), cached_by_node=held)
     choice = POLICIES[name]().choose_nodes(demand, nodes, placement_context())
-    able = {role: [node for node in nodes if node.role is role and node.can_accept(demand)] for role in Role}
+    able = {
+        role: [node for node in nodes if node.role is role and node.can_accept(demand)]
+        for role in Role
+    }
     wanted = [DECODE, PREFILL] if demand.needs_prefill else [DECODE]
     assert (choice is None) == any(not able[role] for role in wanted)
     if choice is None:
@@ -151,17 +207,29 @@ def test_chosen_nodes_can_accept_demand(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_thousand_simultaneous_requests_are_spread(name: str) -> None:
-    """All of one prompt, which one node of each role holds: by its own books, before anybody has reported."""
+    """All of one prompt, which one node of each role holds: by its own books, before anybody has
+    reported."""
     loads, policy, costs = NodeLoads(), POLICIES[name](), CostModel()
     sizes = {"num_blocks": 100_000, "max_num_seqs": 4096, "max_batched_tokens": 65536}
     nodes = [
-        NodeMember(make_join_info(f"{role.value}{number}", role, **sizes), Incarnation(f"{role.value}{number}"), 0.0, 0.0, b"")
+        NodeMember(
+            make_join_info(f"{role.value}{number}", role, **sizes),
+            Incarnation(f"{role.value}{number}"),
+            0.0,
+            0.0,
+            b"",
+        )
         for role in Role
         for number in range(8)
     ]
     for node in nodes:
         loads.add_node(node.incarnation)
-    demand = replace(DEMAND, context_tokens=64, blocks=5, cached_by_node={Incarnation("prefill0"): 48, Incarnation("decode0"): 48})
+    demand = replace(
+        DEMAND,
+        context_tokens=64,
+        blocks=5,
+        cached_by_node={Incarnation("prefill0"): 48, Incarnation("decode0"): 48},
+    )
     taken: Counter[Incarnation] = Counter()
     for number in range(1000):
         loads.rescale_recent_work(NOW)
@@ -175,11 +243,15 @@ def test_thousand_simultaneous_requests_are_spread(name: str) -> None:
             taken[node] += 1
             seconds = expected.prefill_seconds if node == choice.prefill else 0.0
             key = AttemptKey(RequestId(f"r{number}"), 1, 0)
-            loads.add_leg(node, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW)
+            loads.add_leg(
+                node, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW
+            )
     assert (sum(taken.values()), len(taken)) == (2000, 16)
     assert max(taken[node.incarnation] for node in nodes if node.info.role is DECODE) <= 1.5 * 125
     work = [loads.get_view(node).queued_seconds for node in nodes if node.info.role is PREFILL]
-    assert max(work) <= 1.5 * sum(work) / 8  # who holds the prefix computes more prompts in the same time
+    assert (
+        max(work) <= 1.5 * sum(work) / 8
+    )  # who holds the prefix computes more prompts in the same time
 
 
 def test_recent_work_decays_without_overflow() -> None:
@@ -200,11 +272,21 @@ def test_recent_work_decays_without_overflow() -> None:
 
 def test_recent_work_rescale_updates_every_view() -> None:
     loads = NodeLoads()
-    nodes = [NodeMember(make_join_info(name, PREFILL), Incarnation(name), 0.0, 0.0, b"") for name in ("p0", "p1")]
+    nodes = [
+        NodeMember(make_join_info(name, PREFILL), Incarnation(name), 0.0, 0.0, b"")
+        for name in ("p0", "p1")
+    ]
     for node in nodes:
         loads.add_node(node.incarnation)
         loads.rescale_recent_work(NOW)
-        loads.add_leg(node.incarnation, AttemptKey(RequestId(node.info.name), 1, 0), 1, 1, seconds=1.0, now=NOW)
+        loads.add_leg(
+            node.incarnation,
+            AttemptKey(RequestId(node.info.name), 1, 0),
+            1,
+            1,
+            seconds=1.0,
+            now=NOW,
+        )
     assert [loads.get_view(node).recent_work for node in nodes] == [1.0, 1.0]
     loads.rescale_recent_work(NOW + 1e6)
     assert [loads.get_view(node).recent_work for node in nodes] == [0.0, 0.0]

@@ -1,15 +1,23 @@
-"""Prefixes that some use far more often than others, over eight nodes: hits, balance, a death, a newcomer."""
+"""Prefixes that some use far more often than others, over eight nodes: hits, balance, a death, a
+newcomer."""
 
 import pytest
 
 from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from coordinator.core.placement.simple_policies import LeastLoadedPolicy
-from tests.unit.coordinator.core.placement.routing_simulation import PrefillJob, RoutingSimulation, ideal_hit_rate, zipf_jobs
+from tests.unit.coordinator.core.placement.routing_simulation import (
+    PrefillJob,
+    RoutingSimulation,
+    ideal_hit_rate,
+    zipf_jobs,
+)
 
 NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
 
 
-def simulated(policy: PrefixAwarePolicy | LeastLoadedPolicy, jobs: list[PrefillJob]) -> RoutingSimulation:
+def simulated(
+    policy: PrefixAwarePolicy | LeastLoadedPolicy, jobs: list[PrefillJob]
+) -> RoutingSimulation:
     simulation = RoutingSimulation(policy, NODES, BLOCKS)
     for job in jobs:
         simulation.schedule_event(job.arrived, "arrive", job)
@@ -18,7 +26,9 @@ def simulated(policy: PrefixAwarePolicy | LeastLoadedPolicy, jobs: list[PrefillJ
 
 @pytest.mark.parametrize("per_second", [30.0, 250.0], ids=["idle", "busy"])
 @pytest.mark.parametrize("exponent", [1.0, 1.4])
-def test_prefix_aware_gets_most_ideal_hits_without_hot_spot(per_second: float, exponent: float) -> None:
+def test_prefix_aware_gets_most_ideal_hits_without_hot_spot(
+    per_second: float, exponent: float
+) -> None:
     jobs = zipf_jobs(1000, 100, per_second, exponent=exponent)
     simulation = simulated(PrefixAwarePolicy(), jobs)
     simulation.run()
@@ -54,7 +64,8 @@ def test_loss_of_hottest_node_is_absorbed() -> None:
 
 
 def test_new_node_is_not_flooded() -> None:
-    """An empty node among seven with caches: it comes to its share, and takes no more than that at first."""
+    """An empty node among seven with caches: it comes to its share, and takes no more than that at
+    first."""
     jobs = zipf_jobs(1000, 60, 150.0)
     simulation = RoutingSimulation(PrefixAwarePolicy(), NODES - 1, BLOCKS)
     for job in jobs[:500]:

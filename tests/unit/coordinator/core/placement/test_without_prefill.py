@@ -1,5 +1,5 @@
-"""Mode disaggregated while no prefill node can be given work: decode nodes compute the prompts, whoever waits goes on
-at once, and hand-offs resume with the first prefill node."""
+"""Mode disaggregated while no prefill node can be given work: decode nodes compute the prompts,
+whoever waits goes on at once, and hand-offs resume with the first prefill node."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,9 @@ def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
     world = BrainHarness(prefill_share=0.25)
     prefill, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=8)
     requests = [world.submit(prompt=100) for _ in range(4)]
-    assert world.brain.get_request_state(requests[3]) is RequestState.QUEUED, "the window of the prefill node is full"
+    assert world.brain.get_request_state(requests[3]) is RequestState.QUEUED, (
+        "the window of the prefill node is full"
+    )
     event(world, prefill)
     alone = [order for order in world.messages_to(decode, m.DecodeOrder) if order.writer is None]
     assert alone, "at least one of them has gone on"
@@ -70,7 +72,10 @@ def test_decode_nodes_serve_before_prefill_nodes_join() -> None:
 def test_without_any_node_decode_is_reported_missing() -> None:
     world = BrainHarness()
     world.lose_node(world.join_node("d0", DECODE))
-    assert (world.brain.why_not_serving(), world.brain.why_no_prefill()) == ("there is no decode node", "")
+    assert (world.brain.why_not_serving(), world.brain.why_no_prefill()) == (
+        "there is no decode node",
+        "",
+    )
     assert not world.brain.is_local_prefill_only, "nobody computes anything"
 
 
@@ -82,7 +87,8 @@ def test_colocated_mode_needs_no_prefill_node() -> None:
 
 @pytest.mark.parametrize("mode", ["disaggregated", "auto"])
 def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) -> None:
-    """A prefill node that is too small is no worse than none, for those that wait and for those that come."""
+    """A prefill node that is too small is no worse than none, for those that wait and for those
+    that come."""
     world = BrainHarness(mode, prefill_share=0.25)
     large, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=8)
     small = world.join_node("p1", PREFILL, max_model_len=64)
@@ -98,7 +104,11 @@ def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) ->
     if mode == "disaggregated":
         assert way(world, begun) == ("local", "prefill_too_small")
         assert way(world, short) == ("hand_off", "mode")
-        assert [order.prefill_share for order in world.messages_to(decode, m.DecodeOrder) if order.writer is not None][-1] == 0
+        assert [
+            order.prefill_share
+            for order in world.messages_to(decode, m.DecodeOrder)
+            if order.writer is not None
+        ][-1] == 0
 
 
 def test_small_prefill_node_does_not_bound_request_length() -> None:
@@ -118,7 +128,8 @@ def test_single_token_request_too_long_for_decode_is_served_by_prefill() -> None
 
 
 def test_probe_of_only_prefill_node_uses_it() -> None:
-    """It is out of service until the probe has ended well; others are computed on decode meanwhile."""
+    """It is out of service until the probe has ended well; others are computed on decode
+    meanwhile."""
     world = BrainHarness()
     for name in ("d0", "d1", "d2"):
         world.join_node(name, DECODE)

@@ -1,10 +1,19 @@
-"""Honest nodes for the brain on its bench: they do what they are told, one step at a time, and take roles in place."""
+"""Honest nodes for the brain on its bench: they do what they are told, one step at a time, and take
+roles in place."""
 
 from dataclasses import dataclass, field
 
 from baton.errors import HandoffFailed
 from baton.role_split import RoleSplit
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, RequestId, Role, AttemptSpec
+from baton.types import (
+    AttemptKey,
+    AttemptSpec,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    RequestId,
+    Role,
+)
 from coordinator.core.common import messages as m
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from tests.unit.coordinator.core.brain_harness import BrainHarness
@@ -27,7 +36,9 @@ class HonestCluster:
         """`p...` prefill, all others decode, as under `baton up`."""
         self.harness = BrainHarness(mode=mode, max_queue=64)
         self.nodes: dict[str, HonestNode] = {}
-        self.reserved_work: dict[AttemptKey, tuple[Incarnation, AttemptSpec]] = {}  # on decode, by the key of the hand-off
+        self.reserved_work: dict[
+            AttemptKey, tuple[Incarnation, AttemptSpec]
+        ] = {}  # on decode, by the key of the hand-off
         self._executed = 0
         for name in names:
             self.start_node(name)
@@ -59,7 +70,9 @@ class HonestCluster:
 
     def set_ratio(self, prefill: int, decode: int, patience: float = 5.0) -> None:
         brain = self.harness.brain
-        self.harness.effects += brain.set_ratio(RoleSplit(prefill, decode), patience, self.harness.now)
+        self.harness.effects += brain.set_ratio(
+            RoleSplit(prefill, decode), patience, self.harness.now
+        )
         self.execute_orders()
 
     def submit_request(self, max_tokens: int = 3) -> RequestId:
@@ -87,7 +100,11 @@ class HonestCluster:
             for name in list(self.nodes):
                 self.send_heartbeat(name)
             self.generate_tokens()
-            if self.harness.brain.role_switcher.is_settled and not self.harness.brain.running_requests and not self.harness.brain.queued_requests:
+            if (
+                self.harness.brain.role_switcher.is_settled
+                and not self.harness.brain.running_requests
+                and not self.harness.brain.queued_requests
+            ):
                 return
             self.advance_clock(0.5)
         raise AssertionError(f"not settled: {self.phases()}, {self.world.brain.switches.split()}")
@@ -105,10 +122,16 @@ class HonestCluster:
             self.execute_orders()
 
     def switch_phases(self) -> dict[str, RoleSwitchPhase]:
-        return {str(name): flip.phase for name, flip in self.harness.brain.role_switcher.pending.items()}
+        return {
+            str(name): flip.phase for name, flip in self.harness.brain.role_switcher.pending.items()
+        }
 
     def names_in_service(self, role: Role) -> set[str]:
-        return {str(node.info.name) for node in self.harness.brain.node_registry.nodes_in_service() if node.info.role is role}
+        return {
+            str(node.info.name)
+            for node in self.harness.brain.node_registry.nodes_in_service()
+            if node.info.role is role
+        }
 
     def count_attempts(self, name: str) -> int:
         return self.harness.brain.count_attempts(self.nodes[name].incarnation)
@@ -128,7 +151,9 @@ class HonestCluster:
         return next((each for each in self.nodes.values() if each.incarnation == incarnation), None)
 
     def _execute_order(self, member: HonestNode, order: m.NodeOrder) -> None:
-        assert member.ordered_role is None or isinstance(order, m.PeerLostNotice), "the role is the last thing a node is told"
+        assert member.ordered_role is None or isinstance(order, m.PeerLostNotice), (
+            "the role is the last thing a node is told"
+        )
         me = member.incarnation
         match order:
             case m.SetRoleOrder(role):
@@ -146,7 +171,9 @@ class HonestCluster:
             case m.PrefillOrder(work, alone):
                 assert member.role is Role.PREFILL
                 if alone:
-                    self.harness.report_token(me, work.key, len(work.emitted_token_ids), TOKEN, FinishReason.LENGTH)
+                    self.harness.report_token(
+                        me, work.key, len(work.emitted_token_ids), TOKEN, FinishReason.LENGTH
+                    )
             case m.TicketOrder(ticket):
                 self._hand_off(me, ticket.key)
             case m.CancelOrder(key, _):
@@ -162,7 +189,9 @@ class HonestCluster:
             return
         self.harness.report_prefill_ended(prefill, key)
         target.streams[key] = work
-        self.harness.send_from_node(target.incarnation, m.DecodeStarted(key, 0, 0, len(work.context_token_ids)))
+        self.harness.send_from_node(
+            target.incarnation, m.DecodeStarted(key, 0, 0, len(work.context_token_ids))
+        )
         self._token(target, key)
         self.harness.report_handed_off(prefill, key)
 
@@ -175,4 +204,6 @@ class HonestCluster:
         if last:
             member.streams.pop(key, None)
         finish = FinishReason.LENGTH if last else None
-        self.harness.report_token(member.incarnation, key, len(record.emitted_token_ids), TOKEN, finish)
+        self.harness.report_token(
+            member.incarnation, key, len(record.emitted_token_ids), TOKEN, finish
+        )

@@ -1,32 +1,51 @@
-"""Eight nodes as `Replay` has them, steered on a virtual clock: minutes of it cost a tenth of a second. It knows when
-requests are late and how long nodes are away while they switch, and nothing of the brain; test_auto_simulated.py has
-that. What is proved here is when it pays to follow a load."""
+"""Eight nodes as `Replay` has them, steered on a virtual clock: minutes of it cost a tenth of a
+second. It knows when requests are late and how long nodes are away while they switch, and nothing
+of the brain; test_auto_simulated.py has that. What is proved here is when it pays to follow a
+load."""
 
 import math
 from collections.abc import Sequence
 
 from baton.online_fit import OnlineLinearFit
 from baton.role_split import RoleSplit
-from benchmarks.scenarios.ratio_workloads import NODE_COUNT, SLO, SEQUENCES_PER_NODE, OfferedLoad, plan_phases
+from benchmarks.scenarios.ratio_workloads import (
+    NODE_COUNT,
+    SEQUENCES_PER_NODE,
+    SLO,
+    OfferedLoad,
+    plan_phases,
+)
 from coordinator.core.estimates.cost_model import NodeCosts
+from coordinator.core.estimates.workload import RequestShape, StageSeconds, WorkloadMeter
+from coordinator.core.ratio.planner import ClusterSnapshot, RatioPlanner
 from coordinator.core.ratio.split_forecast import NodeProfile
 from coordinator.core.ratio.split_replay import SplitReplay
-from coordinator.core.ratio.planner import ClusterSnapshot, RatioPlanner
-from coordinator.core.estimates.workload import RequestShape, StageSeconds, WorkloadMeter
 
-# 2 ms for each prompt token; a step takes 40 ms, and 2 ms for each sequence: those of the paced nodes of `ratio`
-NODE_PROFILE = NodeProfile(NodeCosts(OnlineLinearFit((0.0, 2.048, 0.0)), OnlineLinearFit((0.04, 0.002, 0.0))), SEQUENCES_PER_NODE, 65536, (0.01, 0.0))
+# 2 ms for each prompt token; a step takes 40 ms, and 2 ms for each sequence: those of the paced
+# nodes of `ratio`
+NODE_PROFILE = NodeProfile(
+    NodeCosts(OnlineLinearFit((0.0, 2.048, 0.0)), OnlineLinearFit((0.04, 0.002, 0.0))),
+    SEQUENCES_PER_NODE,
+    65536,
+    (0.01, 0.0),
+)
 SPLITS = [RoleSplit(prefill, NODE_COUNT - prefill) for prefill in range(1, NODE_COUNT)]
-SWITCH_SECONDS = {True: 7.0, False: 3.0}  # seconds until decode nodes, and until prefill nodes, have what they do behind them
+SWITCH_SECONDS = {
+    True: 7.0,
+    False: 3.0,
+}  # seconds until decode nodes, and until prefill nodes, have what they do behind them
 _AFTER = 15.0
 
 LoadPhases = Sequence[tuple[OfferedLoad, float]]
 
 
 class PlannedCluster:
-    """`request_count` and `missed_count` requests; `ratio_changes` and when they were. Without `automatic` the split stays."""
+    """`request_count` and `missed_count` requests; `ratio_changes` and when they were. Without
+    `automatic` the split stays."""
 
-    def __init__(self, loads: LoadPhases, split: RoleSplit, *, automatic: bool, seed: str = "steered") -> None:
+    def __init__(
+        self, loads: LoadPhases, split: RoleSplit, *, automatic: bool, seed: str = "steered"
+    ) -> None:
         self.split = split
         self.ratio_changes: list[tuple[float, RoleSplit]] = []
         self.missed_history: list[tuple[float, int]] = []  # requests missed in all, at each look
@@ -50,7 +69,9 @@ class PlannedCluster:
 
     def count_missed_after(self, moment: float) -> int:
         """Requests that were missed from then on."""
-        return self.missed_count - next(missed for at, missed in reversed(self.missed_history) if at <= moment)
+        return self.missed_count - next(
+            missed for at, missed in reversed(self.missed_history) if at <= moment
+        )
 
     def _run(self, end: float) -> None:
         coming = iter(self._plan)
@@ -82,13 +103,19 @@ class PlannedCluster:
         if not self._is_automatic:
             self._planner.skip_evaluation("left alone", now)
             return
-        waiting = [(one.arrival, RequestShape(int(500 * one.prefill_seconds), one.decode_steps + 1)) for _, _, one in self._replay._queue]
+        waiting = [
+            (one.arrival, RequestShape(int(500 * one.prefill_seconds), one.decode_steps + 1))
+            for _, _, one in self._replay._queue
+        ]
         sight = ClusterSnapshot(self.split, len(self._switching), SPLITS, NODE_PROFILE, waiting)
         wanted = self._planner.choose_split(sight, self._meter, now)
         if wanted is None:
             return
         self.ratio_changes.append((now, wanted))
-        both = RoleSplit(min(self.split.prefill_nodes, wanted.prefill_nodes), min(self.split.decode_nodes, wanted.decode_nodes))
+        both = RoleSplit(
+            min(self.split.prefill_nodes, wanted.prefill_nodes),
+            min(self.split.decode_nodes, wanted.decode_nodes),
+        )
         there = now + SWITCH_SECONDS[wanted.prefill_nodes > self.split.prefill_nodes]
         self._switching = [(now + 1e-3, both), (there, wanted)]
         self.split = wanted

@@ -1,17 +1,21 @@
-"""Advice against every split of eight nodes, played through: the real brain on a virtual clock, four workloads."""
+"""Advice against every split of eight nodes, played through: the real brain on a virtual clock,
+four workloads."""
 
 import pytest
 
 from baton.role_split import RoleSplit
-from benchmarks.scenarios.ratio_workloads import NODE_COUNT, SLO, RATIO_WORKLOADS, OfferedLoad
+from benchmarks.scenarios.ratio_workloads import NODE_COUNT, RATIO_WORKLOADS, SLO, OfferedLoad
 from tests.cost_model_cluster import CostModelCluster
 
 SECONDS = 40.0
 GOOD_ENOUGH = 0.9  # of the best split's goodput
 
 
-def simulate_split(offered: OfferedLoad, split: RoleSplit, least: float = 0.0) -> tuple[float, CostModelCluster]:
-    """Good requests a second, and the cluster after it. It is given up once it cannot come to `least` any more."""
+def simulate_split(
+    offered: OfferedLoad, split: RoleSplit, least: float = 0.0
+) -> tuple[float, CostModelCluster]:
+    """Good requests a second, and the cluster after it. It is given up once it cannot come to
+    `least` any more."""
     cluster = CostModelCluster(split.prefill_nodes, split.decode_nodes)
     plan = offered.plan_requests("simulated", SECONDS)
     cluster.schedule_requests(plan)
@@ -25,7 +29,8 @@ def simulate_split(offered: OfferedLoad, split: RoleSplit, least: float = 0.0) -
 
 @pytest.mark.parametrize("name", RATIO_WORKLOADS)
 def test_advised_split_matches_best_simulated_split(name: str) -> None:
-    """The advice is given in the wrong ratio, of which it knows nothing but what arrives and what things take."""
+    """The advice is given in the wrong ratio, of which it knows nothing but what arrives and what
+    things take."""
     offered = RATIO_WORKLOADS[name]
     _, asked = simulate_split(offered, RoleSplit(4, 4))
     advice = asked.brain.ratio_controller.get_advice(SLO, SECONDS).advice

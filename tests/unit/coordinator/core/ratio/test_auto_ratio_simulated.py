@@ -3,7 +3,13 @@
 import pytest
 
 from baton.role_split import RoleSplit
-from benchmarks.scenarios.ratio_workloads import SLO, SWINGING_LOADS, RATIO_WORKLOADS, OfferedLoad, plan_phases
+from benchmarks.scenarios.ratio_workloads import (
+    RATIO_WORKLOADS,
+    SLO,
+    SWINGING_LOADS,
+    OfferedLoad,
+    plan_phases,
+)
 from coordinator.core.ratio.controller import MANUAL_REASON
 from tests.cost_model_cluster import CostModelCluster
 
@@ -39,7 +45,8 @@ def test_slo_recovers_after_load_change(automatic: bool) -> None:
 
 
 def test_swinging_load_is_served_as_with_fixed_ratio() -> None:
-    """Twenty seconds of each, from the split that serves the whole best. More loads: test_steered_loads.py."""
+    """Twenty seconds of each, from the split that serves the whole best. More loads:
+    test_steered_loads.py."""
     loads = [(load, 20.0) for load in SWINGING_LOADS] * 4
     cluster, still = make_cluster(RoleSplit(4, 4), *loads), make_cluster(RoleSplit(4, 4), *loads)
     enable_auto_ratio(cluster)
@@ -56,16 +63,24 @@ def test_manual_freezes_ratio_and_set_ends_auto() -> None:
     assert brain.ratio_controller.is_automatic
     brain.set_manual_ratio()
     cluster.run(40.0)
-    assert (brain.ratio_controller.change_count, brain.role_switcher.target_generation, brain.ratio_controller.next_evaluation_at()) == (0, 0, None)
+    assert (
+        brain.ratio_controller.change_count,
+        brain.role_switcher.target_generation,
+        brain.ratio_controller.next_evaluation_at(),
+    ) == (0, 0, None)
     enable_auto_ratio(cluster)
     cluster.apply_effects(brain.set_ratio(RoleSplit(6, 2), 10.0, cluster.now))
-    assert (brain.ratio_controller.is_automatic, brain.ratio_controller.reason) == (False, MANUAL_REASON)
+    assert (brain.ratio_controller.is_automatic, brain.ratio_controller.reason) == (
+        False,
+        MANUAL_REASON,
+    )
     cluster.run(60.0)
     assert brain.role_switcher.current_split() == RoleSplit(6, 2)
 
 
 def test_no_second_change_while_one_is_pending() -> None:
-    """Nodes that take long to switch are waited for: while any is on its way nothing else is decided."""
+    """Nodes that take long to switch are waited for: while any is on its way nothing else is
+    decided."""
     cluster = make_cluster(RoleSplit(7, 1), (ANSWERS, 60.0))
     cluster.costs = cluster.costs.__class__(role_switch_seconds=12.0)
     enable_auto_ratio(cluster)
@@ -73,7 +88,15 @@ def test_no_second_change_while_one_is_pending() -> None:
     for second in range(10, 60):
         cluster.run(float(second))
         if cluster.brain.role_switcher.pending:
-            targets.add((cluster.brain.role_switcher.target_generation, cluster.brain.role_switcher.target_split))
-            assert cluster.brain.role_switcher.projected_split(cluster.now) == cluster.brain.role_switcher.target_split
+            targets.add(
+                (
+                    cluster.brain.role_switcher.target_generation,
+                    cluster.brain.role_switcher.target_split,
+                )
+            )
+            assert (
+                cluster.brain.role_switcher.projected_split(cluster.now)
+                == cluster.brain.role_switcher.target_split
+            )
     assert len(targets) == len({generation for generation, _ in targets}) >= 1
     assert cluster.brain.ratio_controller.change_count <= 3

@@ -1,12 +1,20 @@
-"""When the ratio is changed by itself, and when it is not: demand as it is measured, time turned by hand. How the
-requests fare is in test_steered_loads.py and test_auto_simulated.py."""
+"""When the ratio is changed by itself, and when it is not: demand as it is measured, time turned by
+hand. How the requests fare is in test_steered_loads.py and test_auto_simulated.py."""
 
 import random
 
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from coordinator.core.ratio.planner import MIN_REQUESTS, DEMAND_WINDOW, TRIAL_PAUSE_SECONDS, COOLDOWN_SECONDS, ClusterSnapshot, RatioPlanner, _TrialSplit
 from coordinator.core.estimates.workload import RequestShape, StageSeconds, WorkloadMeter
+from coordinator.core.ratio.planner import (
+    COOLDOWN_SECONDS,
+    DEMAND_WINDOW,
+    MIN_REQUESTS,
+    TRIAL_PAUSE_SECONDS,
+    ClusterSnapshot,
+    RatioPlanner,
+    _TrialSplit,
+)
 from tests.unit.coordinator.core.ratio.test_split_forecast import EIGHT, NODE_PROFILE, SLO
 
 PROMPTS, ANSWERS = (7.0, RequestShape(680, 16.0)), (13.0, RequestShape(115, 120.0))
@@ -25,8 +33,11 @@ class PlannerHarness:
         self.ratio_changes: list[tuple[float, RoleSplit]] = []
         self._source = random.Random(1)
 
-    def offer_load(self, load: tuple[float, RequestShape], seconds: float, *, good: bool | None = None) -> None:
-        """So much is asked from now on, and looks are taken as they are due. `good`: how it is served, if at all."""
+    def offer_load(
+        self, load: tuple[float, RequestShape], seconds: float, *, good: bool | None = None
+    ) -> None:
+        """So much is asked from now on, and looks are taken as they are due. `good`: how it is
+        served, if at all."""
         rate, one = load
         end, at = self.now + seconds, self.now + self._source.expovariate(rate)
         while min(at, self.planner.next_evaluation_at) <= end:
@@ -41,7 +52,9 @@ class PlannerHarness:
         self.now = end
 
     def evaluate(self) -> None:
-        sight = ClusterSnapshot(self.split, self.switching_nodes, EIGHT, NODE_PROFILE, self.queued_requests)
+        sight = ClusterSnapshot(
+            self.split, self.switching_nodes, EIGHT, NODE_PROFILE, self.queued_requests
+        )
         wanted = self.planner.choose_split(sight, self.meter, self.now)
         if wanted is not None:
             self.ratio_changes.append((self.now, wanted))
@@ -65,7 +78,12 @@ def test_changed_load_changes_ratio_after_confirmation() -> None:
     assert helm.split in (RoleSplit(2, 6), RoleSplit(3, 5), RoleSplit(4, 4))
     prefill = [7, *(split.prefill_nodes for _, split in helm.ratio_changes)]
     assert prefill == sorted(prefill, reverse=True), "never back on its way"
-    assert all(later - earlier >= COOLDOWN_SECONDS for (earlier, _), (later, _) in zip(helm.ratio_changes, helm.ratio_changes[1:], strict=False))
+    assert all(
+        later - earlier >= COOLDOWN_SECONDS
+        for (earlier, _), (later, _) in zip(
+            helm.ratio_changes, helm.ratio_changes[1:], strict=False
+        )
+    )
 
 
 def test_no_decision_while_nodes_switch_roles() -> None:
@@ -86,7 +104,7 @@ def test_too_few_requests_change_nothing() -> None:
     helm = PlannerHarness(RoleSplit(1, 7))
     helm.offer_load((0.6 * MIN_REQUESTS / DEMAND_WINDOW, PROMPTS[1]), 120.0, good=False)
     assert helm.ratio_changes == []
-    assert helm.planner.reason.endswith(f"requests in {FAST:g} s say too little")
+    assert helm.planner.reason.endswith(f"requests in {DEMAND_WINDOW:g} s say too little")
 
 
 def test_ratio_stays_when_no_split_is_better() -> None:
@@ -108,7 +126,8 @@ def test_lasting_load_phases_are_followed() -> None:
 
 
 def run_trials(steering: RatioPlanner, saved: int, count: int) -> list[float]:
-    """Bets on more prefill nodes that are taken back after they have saved so many requests: how long each pause is."""
+    """Bets on more prefill nodes that are taken back after they have saved so many requests: how
+    long each pause is."""
     pauses = []
     for _ in range(count):
         steering._trial = _TrialSplit(RoleSplit(4, 4), switching_cost=40.0, requests_saved=saved)
@@ -119,9 +138,17 @@ def run_trials(steering: RatioPlanner, saved: int, count: int) -> list[float]:
 
 def test_failed_trials_pause_trials_with_backoff() -> None:
     steering = RatioPlanner(SLO, 0.0)
-    assert run_trials(steering, 39, 5) == [TRIAL_PAUSE_SECONDS, 2 * TRIAL_PAUSE_SECONDS, 4 * TRIAL_PAUSE_SECONDS, 8 * TRIAL_PAUSE_SECONDS, 8 * TRIAL_PAUSE_SECONDS]
+    assert run_trials(steering, 39, 5) == [
+        TRIAL_PAUSE_SECONDS,
+        2 * TRIAL_PAUSE_SECONDS,
+        4 * TRIAL_PAUSE_SECONDS,
+        8 * TRIAL_PAUSE_SECONDS,
+        8 * TRIAL_PAUSE_SECONDS,
+    ]
     run_trials(steering, 40, 1)
-    assert run_trials(steering, 39, 1) == [TRIAL_PAUSE_SECONDS], "one that has paid makes up for them"
+    assert run_trials(steering, 39, 1) == [TRIAL_PAUSE_SECONDS], (
+        "one that has paid makes up for them"
+    )
 
 
 def test_further_change_in_same_direction_keeps_trial_open() -> None:

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import pytest
 
 from baton.role_split import RoleSplit
-from benchmarks.scenarios.ratio_workloads import SWINGING_LOADS, RATIO_WORKLOADS, OfferedLoad
+from benchmarks.scenarios.ratio_workloads import RATIO_WORKLOADS, SWINGING_LOADS, OfferedLoad
 from tests.unit.coordinator.core.ratio.planned_cluster import LoadPhases, PlannedCluster
 
 PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 SEEDS = ("one", "two", "three")
 
 
-def both(loads: LoadPhases, split: RoleSplit, seeds: Sequence[str] = SEEDS) -> tuple[list[PlannedCluster], list[PlannedCluster]]:
+def both(
+    loads: LoadPhases, split: RoleSplit, seeds: Sequence[str] = SEEDS
+) -> tuple[list[PlannedCluster], list[PlannedCluster]]:
     """With `auto`, and left alone."""
     return (
         [PlannedCluster(loads, split, automatic=True, seed=seed) for seed in seeds],
@@ -26,8 +28,8 @@ def mean(runs: Sequence[PlannedCluster]) -> float:
 
 @pytest.mark.parametrize(("phase", "swings", "most"), [(20, 12, 2), (40, 9, 4), (60, 7, 6)])
 def test_swinging_load_is_no_worse_than_fixed_ratio(phase: float, swings: int, most: float) -> None:
-    """Beyond the few requests that it takes to learn. From the split that serves the whole best; `phase` seconds of
-    each load, so that a period takes twice as long."""
+    """Beyond the few requests that it takes to learn. From the split that serves the whole best;
+    `phase` seconds of each load, so that a period takes twice as long."""
     steered, still = both([(load, phase) for load in SWINGING_LOADS] * swings, RoleSplit(4, 4))
     assert mean(steered) >= 0.96 * mean(still)
     assert sum(len(run.ratio_changes) for run in steered) / len(steered) <= most
@@ -35,7 +37,9 @@ def test_swinging_load_is_no_worse_than_fixed_ratio(phase: float, swings: int, m
 
 @pytest.mark.parametrize("phase", [150.0, 300.0])
 def test_lasting_phases_are_followed(phase: float) -> None:
-    steered, still = both([(load, phase) for load in SWINGING_LOADS] * 2, RoleSplit(4, 4), SEEDS[:1])
+    steered, still = both(
+        [(load, phase) for load in SWINGING_LOADS] * 2, RoleSplit(4, 4), SEEDS[:1]
+    )
     assert mean(steered) >= 1.05 * mean(still)
 
 
@@ -46,9 +50,12 @@ def test_swinging_load_from_wrong_split_ends_in_best_fixed_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "begin"), [(PROMPTS, ANSWERS, RoleSplit(7, 1)), (ANSWERS, PROMPTS, RoleSplit(3, 5))]
+    ("first", "second", "begin"),
+    [(PROMPTS, ANSWERS, RoleSplit(7, 1)), (ANSWERS, PROMPTS, RoleSplit(3, 5))],
 )
-def test_changed_load_is_followed_promptly_and_once(first: OfferedLoad, second: OfferedLoad, begin: RoleSplit) -> None:
+def test_changed_load_is_followed_promptly_and_once(
+    first: OfferedLoad, second: OfferedLoad, begin: RoleSplit
+) -> None:
     steered, still = both([(first, 80.0), (second, 120.0)], begin)
     for run in steered:
         assert 1 <= len(run.ratio_changes) <= 4
@@ -59,7 +66,8 @@ def test_changed_load_is_followed_promptly_and_once(first: OfferedLoad, second: 
 
 
 def test_lasting_change_is_followed_despite_trial_pause() -> None:
-    """Bets are paused by then. What has come since tells against the present split soon enough all the same."""
+    """Bets are paused by then. What has come since tells against the present split soon enough all
+    the same."""
     loads = [(load, 60.0) for load in SWINGING_LOADS] * 4 + [(ANSWERS, 300.0)]
     run = PlannedCluster(loads, RoleSplit(4, 4), automatic=True)
     assert run.ratio_changes
@@ -71,14 +79,19 @@ def test_drifting_load_is_followed() -> None:
     drift = [
         (load, seconds)
         for step in range(steps)
-        for load, seconds in ((SWINGING_LOADS[0], 3.0 * (steps - step)), (ANSWERS, 3.0 * (step + 1)))
+        for load, seconds in (
+            (SWINGING_LOADS[0], 3.0 * (steps - step)),
+            (ANSWERS, 3.0 * (step + 1)),
+        )
     ]
     steered, still = both([(PROMPTS, 60.0), *drift, (ANSWERS, 90.0)], RoleSplit(7, 1))
     assert mean(steered) >= mean(still) + 0.15
     assert all(len(run.ratio_changes) <= 6 for run in steered)
 
 
-@pytest.mark.parametrize(("name", "split"), [("balanced", RoleSplit(5, 3)), ("bursty", RoleSplit(6, 2))])
+@pytest.mark.parametrize(
+    ("name", "split"), [("balanced", RoleSplit(5, 3)), ("bursty", RoleSplit(6, 2))]
+)
 def test_noise_and_bursts_do_not_change_ratio(name: str, split: RoleSplit) -> None:
     steered, still = both([(RATIO_WORKLOADS[name], 300.0)], split)
     assert mean(steered) >= 0.97 * mean(still)

@@ -9,7 +9,8 @@ from coordinator.core.ratio.queueing import MultiServerQueue, backlog_tail, erla
 
 
 @pytest.mark.parametrize(
-    ("places", "load", "busy"), [(1, 0.5, 0.5), (2, 0.5, 1 / 3), (10, 0.8, 0.4092), (100, 0.9, 0.2169), (3, 1.2, 1.0)]
+    ("places", "load", "busy"),
+    [(1, 0.5, 0.5), (2, 0.5, 1 / 3), (10, 0.8, 0.4092), (100, 0.9, 0.2169), (3, 1.2, 1.0)],
 )
 def test_erlang_c_known_values(places: int, load: float, busy: float) -> None:
     assert erlang_c(places, load) == pytest.approx(busy, abs=1e-4)
@@ -19,7 +20,9 @@ def test_backlog_converges_below_load_one_and_grows_above() -> None:
     settled = backlog_tail(2.0, 1e6, -0.2, 0.5)
     assert settled == pytest.approx(2.718281828 ** (-2 * 0.2 * 2.0 / 0.5), rel=1e-3)
     assert backlog_tail(2.0, 1.0, -0.2, 0.5) < settled
-    assert backlog_tail(9.0, 100.0, 0.1, 0.01) == pytest.approx(0.85, abs=0.02)  # 10 s behind, spread 1 s
+    assert backlog_tail(9.0, 100.0, 0.1, 0.01) == pytest.approx(
+        0.85, abs=0.02
+    )  # 10 s behind, spread 1 s
     assert backlog_tail(1.0, 100.0, 0.1, 0.01) == pytest.approx(1.0)
     assert (backlog_tail(1.0, 5.0, 0.1, 0.0), backlog_tail(0.4, 5.0, 0.1, 0.0)) == (0.0, 1.0)
 

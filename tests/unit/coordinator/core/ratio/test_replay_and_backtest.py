@@ -5,9 +5,9 @@ import pytest
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from benchmarks.scenarios.ratio_workloads import SLO, SWINGING_LOADS, plan_phases
-from coordinator.core.ratio.backtest import RESTART_SECONDS, HISTORY_SECONDS, SplitBacktest
-from coordinator.core.ratio.split_replay import SplitReplay
 from coordinator.core.estimates.workload import RequestShape
+from coordinator.core.ratio.backtest import HISTORY_SECONDS, RESTART_SECONDS, SplitBacktest
+from coordinator.core.ratio.split_replay import SplitReplay
 from tests.cost_model_cluster import CostModelCluster
 from tests.unit.coordinator.core.ratio.planned_cluster import NODE_PROFILE, SPLITS
 
@@ -69,12 +69,22 @@ def test_replay_agrees_with_real_brain(split: RoleSplit) -> None:
     cluster.run(90.0)
     replay = SplitReplay(split, NODE_PROFILE, SLO, 0.0)
     for one in plan_phases(loads, "replayed"):
-        replay.add_request(one.start_seconds, RequestShape(one.prompt_tokens, float(one.output_tokens)), 1.0)
+        replay.add_request(
+            one.start_seconds, RequestShape(one.prompt_tokens, float(one.output_tokens)), 1.0
+        )
     replay.advance_to(90.0)
-    assert 1.0 - replay.missed_count / len(cluster.requests) == pytest.approx(cluster.slo_attainment(SLO), abs=0.1)
+    assert 1.0 - replay.missed_count / len(cluster.requests) == pytest.approx(
+        cluster.slo_attainment(SLO), abs=0.1
+    )
 
 
-def replay_requests(hindsight: SplitBacktest, begin: float, end: float, asked: list[RequestShape], present: RoleSplit) -> None:
+def replay_requests(
+    hindsight: SplitBacktest,
+    begin: float,
+    end: float,
+    asked: list[RequestShape],
+    present: RoleSplit,
+) -> None:
     """So many every second."""
     for second in range(int(begin), int(end)):
         came = [(second + 0.5, one) for one in asked]
@@ -97,7 +107,9 @@ def test_overloaded_split_is_restarted_from_current_state() -> None:
     hindsight = SplitBacktest(Slo(ttft_seconds=3.0), 0.0)
     replay_requests(hindsight, 0.0, 200.0, [PROMPT] * 4, RoleSplit(5, 3))
     replay_requests(hindsight, 200.0, 215.0 + RESTART_SECONDS, [], RoleSplit(5, 3))
-    replay_requests(hindsight, 215.0 + RESTART_SECONDS, 245.0, [RequestShape(5, 1.0)], RoleSplit(5, 3))
+    replay_requests(
+        hindsight, 215.0 + RESTART_SECONDS, 245.0, [RequestShape(5, 1.0)], RoleSplit(5, 3)
+    )
     assert hindsight.count_missed(RoleSplit(1, 7), 15.0) == 0
 
 
@@ -115,5 +127,7 @@ def test_many_requests_limit_replayed_splits() -> None:
     splits, present = [RoleSplit(number, 20 - number) for number in range(1, 20)], RoleSplit(10, 10)
     for requests, played in ((10, 16), (512, 3)):
         hindsight = SplitBacktest(SLO, 0.0)
-        hindsight.add_requests([(1.0, PROMPT)] * requests, 0.001, NODE_PROFILE, splits, present, 60.0)
+        hindsight.add_requests(
+            [(1.0, PROMPT)] * requests, 0.001, NODE_PROFILE, splits, present, 60.0
+        )
         assert sum(hindsight.count_missed(split) < requests for split in splits) == played

@@ -6,8 +6,12 @@ from baton.errors import InvalidRequest
 from baton.types import NodeName, Role
 from coordinator.core.common import messages as m
 from coordinator.core.membership.drains import NodeServiceState
-from coordinator.core.ratio.role_switch import ORDER_TIMEOUT_SECONDS, PROBE_BACKOFF_SECONDS, RoleSwitchPhase
-from coordinator.core.ratio.role_switcher import UNSTAFFED_SECONDS, MAX_CONCURRENT
+from coordinator.core.ratio.role_switch import (
+    ORDER_TIMEOUT_SECONDS,
+    PROBE_BACKOFF_SECONDS,
+    RoleSwitchPhase,
+)
+from coordinator.core.ratio.role_switcher import MAX_CONCURRENT, UNSTAFFED_SECONDS
 from tests.unit.coordinator.core.ratio.honest_cluster import HonestCluster
 
 P, D = Role.PREFILL, Role.DECODE
@@ -19,7 +23,9 @@ def crew() -> HonestCluster:
 
 
 def outcomes(crew: HonestCluster) -> list[tuple[str, str]]:
-    return [(str(report.node), report.outcome) for report in crew.harness.brain.role_switcher.finished]
+    return [
+        (str(report.node), report.outcome) for report in crew.harness.brain.role_switcher.finished
+    ]
 
 
 def service(crew: HonestCluster, name: str) -> NodeServiceState:
@@ -43,8 +49,15 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
     assert (service(crew, empty), crew.nodes[empty].ordered_role) == (NodeServiceState.SWITCHING, P)
     crew.advance_clock(0.3)
     crew.rejoin_in_ordered_role(empty)
-    assert (crew.switch_phases(), crew.names_in_service(P)) == ({empty: RoleSwitchPhase.PROBING}, {"p0", "p1"})
-    [probe] = [request for request in crew.harness.brain.list_active_requests() if request.startswith("probe-")]
+    assert (crew.switch_phases(), crew.names_in_service(P)) == (
+        {empty: RoleSwitchPhase.PROBING},
+        {"p0", "p1"},
+    )
+    [probe] = [
+        request
+        for request in crew.harness.brain.list_active_requests()
+        if request.startswith("probe-")
+    ]
     told = crew.harness.brain.explain_request(probe, crew.harness.now)
     assert (told.warm_up, [attempt.prefill_node for attempt in told.attempts]) == (True, [empty])
     crew.advance_clock(0.2)
@@ -52,7 +65,9 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
     assert (crew.switch_phases(), crew.names_in_service(P)) == ({}, {"p0", "p1", empty})
     [report] = crew.harness.brain.role_switcher.finished
     assert (report.outcome, report.generation) == ("done", 1)
-    assert (report.drain_seconds, report.switch_seconds, report.probe_seconds) == pytest.approx((0.0, 0.3, 0.2))
+    assert (report.drain_seconds, report.switch_seconds, report.probe_seconds) == pytest.approx(
+        (0.0, 0.3, 0.2)
+    )
     assert crew.harness.brain.counters.lost_nodes == {}, "who joins anew as it was told is not lost"
     assert crew.harness.brain.role_switcher.is_settled
     crew.run_until_settled()
@@ -65,13 +80,19 @@ def test_busy_node_drains_then_rest_is_replaced(crew: HonestCluster) -> None:
     requests = [crew.submit_request(max_tokens=100) for _ in range(4)]
     crew.set_ratio(3, 1, patience=5.0)
     [leaving] = crew.switch_phases()
-    assert (crew.switch_phases(), crew.count_attempts(leaving)) == ({leaving: RoleSwitchPhase.DRAINING}, 2)
+    assert (crew.switch_phases(), crew.count_attempts(leaving)) == (
+        {leaving: RoleSwitchPhase.DRAINING},
+        2,
+    )
     crew.advance_clock(4.9)
     assert crew.count_attempts(leaving) == 2
     crew.advance_clock(0.1)
     stays = "d0" if leaving == "d1" else "d1"
     assert (crew.count_attempts(leaving), crew.count_attempts(stays)) == (0, 4)
-    assert (crew.switch_phases(), crew.harness.brain.counters.replaced_attempts) == ({leaving: RoleSwitchPhase.ORDERED}, {"drained": 2})
+    assert (crew.switch_phases(), crew.harness.brain.counters.replaced_attempts) == (
+        {leaving: RoleSwitchPhase.ORDERED},
+        {"drained": 2},
+    )
     crew.run_until_settled()
     assert all(len(crew.harness.emitted_tokens(request)) == 100 for request in requests)
 
@@ -103,9 +124,13 @@ def test_concurrent_switches_are_bounded() -> None:
         ("colocated", (2, 2), "0:4"),
     ],
 )
-def test_impossible_ratio_is_refused_naming_possible_ones(mode: str, split: tuple[int, int], possible: str) -> None:
+def test_impossible_ratio_is_refused_naming_possible_ones(
+    mode: str, split: tuple[int, int], possible: str
+) -> None:
     crew = HonestCluster("p0", "p1", "d0", "d1", mode=mode)
-    with pytest.raises(InvalidRequest, match=f"with 4 live nodes in mode {mode}: possible are {possible}$"):
+    with pytest.raises(
+        InvalidRequest, match=f"with 4 live nodes in mode {mode}: possible are {possible}$"
+    ):
         crew.set_ratio(*split)
     assert (crew.harness.brain.role_switcher.target_split, crew.switch_phases()) == (None, {})
 
@@ -128,7 +153,10 @@ def test_new_target_reverses_probed_node(crew: HonestCluster) -> None:
     crew.rejoin_in_ordered_role(moving)
     assert crew.switch_phases() == {moving: RoleSwitchPhase.PROBING}
     crew.set_ratio(2, 2)
-    assert (crew.switch_phases(), outcomes(crew)) == ({moving: RoleSwitchPhase.ORDERED}, [(moving, "superseded")])
+    assert (crew.switch_phases(), outcomes(crew)) == (
+        {moving: RoleSwitchPhase.ORDERED},
+        [(moving, "superseded")],
+    )
     assert len(probes(crew)) == 1
     crew.run_until_settled()
     assert (crew.names_in_service(D), outcomes(crew)[1:]) == ({"d0", "d1"}, [(moving, "done")])
@@ -197,8 +225,12 @@ def test_failed_probe_is_retried_before_service(crew: HonestCluster) -> None:
     crew.set_ratio(1, 3)
     [moving] = crew.switch_phases()
     for number in (1, 2, 3):
-        crew.rejoin_in_ordered_role(moving) if number == 1 else crew.advance_clock(PROBE_BACKOFF_SECONDS)
-        assert crew.harness.last_attempt_key(crew.nodes[moving].incarnation).request_id.startswith("probe-")
+        crew.rejoin_in_ordered_role(moving) if number == 1 else crew.advance_clock(
+            PROBE_BACKOFF_SECONDS
+        )
+        assert crew.harness.last_attempt_key(crew.nodes[moving].incarnation).request_id.startswith(
+            "probe-"
+        )
         if number < 3:
             crew.fail_probe(moving, "bad cable")
             assert crew.switch_phases() == {moving: RoleSwitchPhase.RESTING}
@@ -207,7 +239,11 @@ def test_failed_probe_is_retried_before_service(crew: HonestCluster) -> None:
     assert moving not in crew.names_in_service(D)
     crew.generate_tokens()
     assert moving in crew.names_in_service(D)
-    assert [type(end.result).__name__ for end in probes(crew)] == ["HandoffFailed", "HandoffFailed", "Finished"]
+    assert [type(end.result).__name__ for end in probes(crew)] == [
+        "HandoffFailed",
+        "HandoffFailed",
+        "Finished",
+    ]
     assert crew.harness.brain.counters.requests[("length", "internal")] == 1
 
 
@@ -247,7 +283,16 @@ def test_unstaffed_role_is_taken_by_spare_node(crew: HonestCluster, far: bool) -
     assert crew.names_in_service(D) == set()
     assert crew.harness.brain.next_tick_at() == pytest.approx(crew.harness.now + 0.1)
     crew.advance_clock(0.1)
-    assert len([flip for flip in crew.harness.brain.role_switcher.pending.values() if flip.target_role is D]) == 1
+    assert (
+        len(
+            [
+                flip
+                for flip in crew.harness.brain.role_switcher.pending.values()
+                if flip.target_role is D
+            ]
+        )
+        == 1
+    )
     for _ in range(5):
         for name in [name for name, member in crew.nodes.items() if member.ordered_role]:
             crew.rejoin_in_ordered_role(name)
@@ -301,6 +346,8 @@ def test_colocated_probe_needs_no_prefill_node() -> None:
     [moving] = crew.switch_phases()
     crew.rejoin_in_ordered_role(moving)
     me = crew.nodes[moving].incarnation
-    assert len(crew.harness.messages_to(me, m.PrefillOrder)) == 1, "a prefill node is probed as one, though none serves"
+    assert len(crew.harness.messages_to(me, m.PrefillOrder)) == 1, (
+        "a prefill node is probed as one, though none serves"
+    )
     crew.run_until_settled()
     assert len(crew.names_in_service(P)) == 1

@@ -1,6 +1,7 @@
-"""The ratio under anything: targets that change, nodes that switch late, die and come back in their first role, probes
-that fail, requests all the while. Whatever happens, no request is lost or served wrongly, changes of role never take
-the last node in service of a role that the target has, and in the end the nodes are as asked."""
+"""The ratio under anything: targets that change, nodes that switch late, die and come back in their
+first role, probes that fail, requests all the while. Whatever happens, no request is lost or served
+wrongly, changes of role never take the last node in service of a role that the target has, and in
+the end the nodes are as asked."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,16 +23,26 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
         self.cluster = HonestCluster(*NAMES)
         self.submitted: dict[RequestId, int] = {}
 
-    @rule(prefill=st.integers(0, 5), decode=st.integers(0, 5), patience=st.sampled_from([0.0, 3.0, 1000.0]))
+    @rule(
+        prefill=st.integers(0, 5),
+        decode=st.integers(0, 5),
+        patience=st.sampled_from([0.0, 3.0, 1000.0]),
+    )
     def set_target(self, prefill: int, decode: int, patience: float) -> None:
         switches = self.cluster.harness.brain.role_switcher
-        possible = self.cluster.harness.brain.role_switcher.list_possible_splits(self.cluster.harness.now)
+        possible = self.cluster.harness.brain.role_switcher.list_possible_splits(
+            self.cluster.harness.now
+        )
         before = (switches.target_split, switches.target_generation, self.cluster.switch_phases())
         try:
             self.cluster.set_ratio(prefill, decode, patience)
             assert switches.target_split in possible
         except InvalidRequest:
-            assert (switches.target_split, switches.target_generation, self.cluster.switch_phases()) == before
+            assert (
+                switches.target_split,
+                switches.target_generation,
+                self.cluster.switch_phases(),
+            ) == before
 
     @rule(tokens=st.integers(1, 12))
     def submit_request(self, tokens: int) -> None:
@@ -75,7 +86,9 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
     def advance_time(self, seconds: float) -> None:
         self.cluster.advance_clock(seconds)
         live = {node.info.name for node in self.cluster.harness.brain.node_registry.nodes.values()}
-        self.cluster.nodes = {name: member for name, member in self.cluster.nodes.items() if name in live}
+        self.cluster.nodes = {
+            name: member for name, member in self.cluster.nodes.items() if name in live
+        }
 
     @invariant()
     def switching_nodes_are_out_of_service(self) -> None:
@@ -85,8 +98,14 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             node = brain.node_registry.by_name(name)
             assert node is not None or flip.phase is RoleSwitchPhase.ORDERED
             assert node is None or flip.incarnation == node.incarnation
-            assert str(name) not in self.cluster.names_in_service(Role.PREFILL) | self.cluster.names_in_service(Role.DECODE)
-        assert all(name in brain.role_switcher.pending for name in NAMES if name in brain.node_registry.switching_drains)
+            assert str(name) not in self.cluster.names_in_service(
+                Role.PREFILL
+            ) | self.cluster.names_in_service(Role.DECODE)
+        assert all(
+            name in brain.role_switcher.pending
+            for name in NAMES
+            if name in brain.node_registry.switching_drains
+        )
 
     @invariant()
     def unserved_target_role_has_no_draining_node(self) -> None:
@@ -97,11 +116,16 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             return
         for role in Role:
             if target.node_count(role) and not brain.node_registry.has_serving_node(role):
-                leaving = [flip for flip in brain.role_switcher.pending.values() if flip.source_role is role]
+                leaving = [
+                    flip
+                    for flip in brain.role_switcher.pending.values()
+                    if flip.source_role is role
+                ]
                 assert all(flip.phase is not RoleSwitchPhase.DRAINING for flip in leaving)
 
     def teardown(self) -> None:
-        """All come back, nobody dies any more: every request that was not refused ends, and the target is reached."""
+        """All come back, nobody dies any more: every request that was not refused ends, and the
+        target is reached."""
         crew = self.cluster
         for name in NAMES:
             if name not in crew.nodes:
@@ -112,7 +136,10 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
         crew.run_until_settled()
         target = crew.harness.brain.role_switcher.target_split
         assert target is not None
-        assert (len(crew.names_in_service(Role.PREFILL)), len(crew.names_in_service(Role.DECODE))) == (
+        assert (
+            len(crew.names_in_service(Role.PREFILL)),
+            len(crew.names_in_service(Role.DECODE)),
+        ) == (
             target.prefill_nodes,
             target.decode_nodes,
         )

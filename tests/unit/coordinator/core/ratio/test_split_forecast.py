@@ -1,4 +1,5 @@
-"""Forecasts of splits: what must hold whatever the workload is. How near they come is in test_advise_simulated.py."""
+"""Forecasts of splits: what must hold whatever the workload is. How near they come is in
+test_advise_simulated.py."""
 
 import itertools
 import math
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 from baton.online_fit import OnlineLinearFit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from coordinator.core.ratio.advisor import compute_advice, choose_split
 from coordinator.core.estimates.cost_model import NodeCosts
-from coordinator.core.ratio.split_forecast import SplitForecaster, NodeProfile
 from coordinator.core.estimates.workload import RequestShape, WorkloadSummary
+from coordinator.core.ratio.advisor import choose_split, compute_advice
+from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
 
 # 1 ms for each prompt token; a step takes 20 ms, and 1 ms for each sequence
 COSTS = NodeCosts(OnlineLinearFit((0.0, 1.024, 0.0)), OnlineLinearFit((0.02, 0.001, 0.0)))
@@ -22,11 +23,15 @@ SLO = Slo(1.5, 0.032)
 EIGHT = [RoleSplit(prefill, 8 - prefill) for prefill in range(1, 8)]
 
 
-def make_workload(rate: float, prompt: int, output: float, burstiness: float = 1.0) -> WorkloadSummary:
+def make_workload(
+    rate: float, prompt: int, output: float, burstiness: float = 1.0
+) -> WorkloadSummary:
     return WorkloadSummary(60.0, rate, burstiness, [RequestShape(prompt, output)] * 40)
 
 
-def make_forecaster(workload: WorkloadSummary, slo: Slo = SLO, machine: NodeProfile = NODE_PROFILE) -> SplitForecaster:
+def make_forecaster(
+    workload: WorkloadSummary, slo: Slo = SLO, machine: NodeProfile = NODE_PROFILE
+) -> SplitForecaster:
     return SplitForecaster(workload, machine, slo)
 
 
@@ -52,18 +57,27 @@ def test_busy_nodes_follow_offered_work() -> None:
 def test_small_caches_reduce_batch_slots() -> None:
     roomy, small = (NodeProfile(COSTS, 16, tokens) for tokens in (65536, 2048))
     work = make_workload(10.0, 400, 101.0)
-    assert make_forecaster(work, Slo(), small).busy_decode_nodes() > 1.5 * make_forecaster(work, Slo(), roomy).busy_decode_nodes()
+    assert (
+        make_forecaster(work, Slo(), small).busy_decode_nodes()
+        > 1.5 * make_forecaster(work, Slo(), roomy).busy_decode_nodes()
+    )
 
 
 def test_attainment_falls_with_load() -> None:
-    shares = [make_forecaster(make_workload(rate, 600, 10.0)).compute_attainment(RoleSplit(4, 4)) for rate in (3.0, 5.0, 6.0, 7.0, 9.0, 20.0)]
+    shares = [
+        make_forecaster(make_workload(rate, 600, 10.0)).compute_attainment(RoleSplit(4, 4))
+        for rate in (3.0, 5.0, 6.0, 7.0, 9.0, 20.0)
+    ]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.99
     assert 0.0 <= shares[-1] < 0.01
 
 
 def test_burstiness_raises_tail_ttft() -> None:
-    even, lumpy = (make_forecaster(make_workload(5.0, 600, 10.0, bursts)).forecast_split(RoleSplit(4, 4)) for bursts in (1.0, 8.0))
+    even, lumpy = (
+        make_forecaster(make_workload(5.0, 600, 10.0, bursts)).forecast_split(RoleSplit(4, 4))
+        for bursts in (1.0, 8.0)
+    )
     assert lumpy.ttft_p99 > 2 * even.ttft_p99
     assert lumpy.slo_attainment < even.slo_attainment
 
@@ -90,17 +104,28 @@ def test_forecasts_are_finite_for_any_workload(
     slo: Slo,
 ) -> None:
     machine = NodeProfile(COSTS, slots, 65536)
-    told = make_forecaster(make_workload(rate, prompt, output, burstiness), slo, machine).forecast_split(RoleSplit(prefill, decode))
+    told = make_forecaster(
+        make_workload(rate, prompt, output, burstiness), slo, machine
+    ).forecast_split(RoleSplit(prefill, decode))
     assert 0.0 <= told.slo_attainment <= 1.0
     assert 0.0 < told.ttft_p50 <= told.ttft_p90 <= told.ttft_p99
-    assert all(math.isfinite(each) and each >= 0 for each in (told.tpot_mean, told.goodput, told.bottleneck_load))
+    assert all(
+        math.isfinite(each) and each >= 0
+        for each in (told.tpot_mean, told.goodput, told.bottleneck_load)
+    )
 
 
 def test_more_nodes_never_raise_latency() -> None:
     work = make_forecaster(make_workload(8.0, 500, 40.0))
     for fewer, more in itertools.pairwise(range(1, 10)):
-        assert work.forecast_split(RoleSplit(more, 4)).ttft_p90 <= work.forecast_split(RoleSplit(fewer, 4)).ttft_p90 + 1e-6
-        assert work.forecast_split(RoleSplit(4, more)).tpot_mean <= work.forecast_split(RoleSplit(4, fewer)).tpot_mean + 1e-9
+        assert (
+            work.forecast_split(RoleSplit(more, 4)).ttft_p90
+            <= work.forecast_split(RoleSplit(fewer, 4)).ttft_p90 + 1e-6
+        )
+        assert (
+            work.forecast_split(RoleSplit(4, more)).tpot_mean
+            <= work.forecast_split(RoleSplit(4, fewer)).tpot_mean + 1e-9
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +142,11 @@ def test_best_split_follows_workload(workload: WorkloadSummary, best: RoleSplit)
     told = [one.split for one in advice.forecasts]
     assert told == sorted(told, key=lambda split: split.prefill_nodes)
     assert {best, RoleSplit(4, 4)} <= set(told)
-    assert all(abs(split.prefill_nodes - best.prefill_nodes) <= 1 for split in told if split != RoleSplit(4, 4))
+    assert all(
+        abs(split.prefill_nodes - best.prefill_nodes) <= 1
+        for split in told
+        if split != RoleSplit(4, 4)
+    )
     assert "4:4" in advice.reason
 
 
@@ -134,7 +163,9 @@ def test_bottleneck_decides_without_slo() -> None:
     work = make_forecaster(make_workload(14.0, 400, 101.0), Slo())
     best, share = choose_split(work, EIGHT, RoleSplit(1, 7))
     assert share == 1.0
-    assert work.compute_bottleneck_load(best) == min(work.compute_bottleneck_load(split) for split in EIGHT)
+    assert work.compute_bottleneck_load(best) == min(
+        work.compute_bottleneck_load(split) for split in EIGHT
+    )
 
 
 def test_only_least_loaded_splits_are_evaluated() -> None:

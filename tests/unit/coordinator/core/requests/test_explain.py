@@ -7,8 +7,8 @@ from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import FINISH_REASON_LENGTH
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
 from coordinator.core.common import messages as m
-from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
 from coordinator.core.requests.attempt_trace import MAX_CONSIDERED
+from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
 from coordinator.core.requests.record import MAX_ATTEMPT_HISTORY
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -28,7 +28,9 @@ def stages(told: ExplainResponse) -> list[float]:
     return [getattr(told.timeline, stage) for stage in STAGES]
 
 
-def serve(world: BrainHarness, prefill: Incarnation, decode: Incarnation, cached: int = 0) -> AttemptKey:
+def serve(
+    world: BrainHarness, prefill: Incarnation, decode: Incarnation, cached: int = 0
+) -> AttemptKey:
     """One hand-off, whose steps are a second apart, and one token."""
     key = world.last_attempt_key(decode)
     world.advance(1.0)
@@ -36,7 +38,9 @@ def serve(world: BrainHarness, prefill: Incarnation, decode: Incarnation, cached
     world.advance(1.0)
     world.report_prefill_ended(prefill, key, computed=20 - cached, cached=cached)
     world.advance(1.0)
-    world.send_from_node(decode, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20))
+    world.send_from_node(
+        decode, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+    )
     world.advance(1.0)
     world.report_token(decode, key, 0)
     return key
@@ -51,25 +55,43 @@ def test_explains_served_request(world: BrainHarness, p0: Incarnation, d0: Incar
     world.advance(2.5)
     world.report_token(d0, key, 1, finish=FinishReason.LENGTH)
     end = explain_request(world, request)
-    assert (end.state, end.finish_reason, end.HasField("error")) == ("finished", FINISH_REASON_LENGTH, False)
+    assert (end.state, end.finish_reason, end.HasField("error")) == (
+        "finished",
+        FINISH_REASON_LENGTH,
+        False,
+    )
     assert (end.prompt_tokens, end.output_tokens, end.max_tokens) == (20, 2, 2)
     assert stages(end) == pytest.approx([0, 1, 1, 1, 1])
     assert (end.timeline.ttft, end.decode) == pytest.approx((4.0, 2.5))
     sources = end.sources
-    assert (sources.computed_prefill, sources.local_cache, sources.computed_decode, sources.received) == (4, 16, 0, 20)
+    assert (
+        sources.computed_prefill,
+        sources.local_cache,
+        sources.computed_decode,
+        sources.received,
+    ) == (4, 16, 0, 20)
     [attempt] = end.attempts
     assert (attempt.prefill_node, attempt.decode_node, attempt.ended) == ("p0", "d0", "served")
-    assert (attempt.placed, attempt.reserved, attempt.prefill_ended, attempt.committed) == pytest.approx((0, 1, 2, 3))
+    assert (
+        attempt.placed,
+        attempt.reserved,
+        attempt.prefill_ended,
+        attempt.committed,
+    ) == pytest.approx((0, 1, 2, 3))
     assert attempt.over == pytest.approx(6.5)
     assert attempt.handoff.bytes == end.timeline.handoff.bytes == 10
-    assert [(one.node, one.able, one.chosen) for one in attempt.considered] == [("p0", True, True), ("d0", True, True)]
+    assert [(one.node, one.able, one.chosen) for one in attempt.considered] == [
+        ("p0", True, True),
+        ("d0", True, True),
+    ]
 
 
 @pytest.mark.parametrize("prefill_is_faster", [False, True])
 def test_context_cached_on_decode_is_reported_as_local(
     world: BrainHarness, p0: Incarnation, d0: Incarnation, prefill_is_faster: bool
 ) -> None:
-    """The prefill node that was chosen has no part in the answer, and there is no hand-off that could take time."""
+    """The prefill node that was chosen has no part in the answer, and there is no hand-off that
+    could take time."""
     request = world.submit(max_tokens=2)
     key = world.last_attempt_key(d0)
     world.advance(1.0)
@@ -80,18 +102,27 @@ def test_context_cached_on_decode_is_reported_as_local(
     if not prefill_is_faster:
         world.report_prefill_ended(p0, key, computed=0, cached=20)
     world.advance(1.0)
-    world.send_from_node(d0, m.DecodeStarted(key, computed_tokens=1, cached_tokens=19, received_tokens=0))
+    world.send_from_node(
+        d0, m.DecodeStarted(key, computed_tokens=1, cached_tokens=19, received_tokens=0)
+    )
     world.report_token(d0, key, 0)
     world.report_token(d0, key, 1, finish=FinishReason.LENGTH)
     end = explain_request(world, request)
     [attempt] = end.attempts
     assert (attempt.way, attempt.why, attempt.HasField("other_way")) == ("local", "held", False)
-    assert (attempt.computed_prefill, attempt.computed_decode, attempt.local_cache, attempt.received) == (0, 1, 19, 0)
+    assert (
+        attempt.computed_prefill,
+        attempt.computed_decode,
+        attempt.local_cache,
+        attempt.received,
+    ) == (0, 1, 19, 0)
     assert stages(end) == pytest.approx([0, 1, 3, 0, 0])
     assert not attempt.HasField("prefill_ended")
 
 
-def test_handoff_report_after_end_is_added(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_handoff_report_after_end_is_added(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=1 + 1)
     key = serve(world, p0, d0)
     world.report_token(d0, key, 1, finish=FinishReason.LENGTH)
@@ -100,18 +131,28 @@ def test_handoff_report_after_end_is_added(world: BrainHarness, p0: Incarnation,
     assert explain_request(world, request).attempts[0].handoff.bytes == 10
 
 
-def test_explains_refused_then_failed_then_served(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
-    """Every attempt says when it was, why it ended, and the stages still add up: the lost attempts are waiting."""
+def test_explains_refused_then_failed_then_served(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
+    """Every attempt says when it was, why it ended, and the stages still add up: the lost attempts
+    are waiting."""
     d1 = world.join_node("d1", DECODE)
     request = world.submit()
     world.advance(1.0)
-    world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=3, free_blocks=1))
+    world.send_from_node(
+        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=3, free_blocks=1)
+    )
     world.advance(1.0)
     world.report_failure(d1, world.last_attempt_key(d1), LeaseExpired("the ticket was not renewed"))
     serve(world, p0, d1)
     end = explain_request(world, request)
     refused, failed, served = end.attempts
-    assert (refused.ended, refused.needed, refused.free, refused.decode_node) == ("refused", 3, 1, "d0")
+    assert (refused.ended, refused.needed, refused.free, refused.decode_node) == (
+        "refused",
+        3,
+        1,
+        "d0",
+    )
     assert (failed.ended, failed.reason) == ("lease_expired", "the ticket was not renewed")
     assert (failed.placed, failed.over, served.placed) == pytest.approx((1.0, 2.0, 2.0))
     assert not next(one for one in failed.considered if one.node == "d0").able
@@ -128,11 +169,17 @@ def test_explains_cancelled_and_waiting_requests(world: BrainHarness) -> None:
     assert explain_request(world, request).state == "placed"
     world.cancel(request)
     end = explain_request(world, request)
-    assert (end.state, end.error.code, end.attempts[0].ended) == ("failed", "cancelled", "cancelled")
+    assert (end.state, end.error.code, end.attempts[0].ended) == (
+        "failed",
+        "cancelled",
+        "cancelled",
+    )
     assert (end.decode, end.output_tokens) == (0.0, 0)
 
 
-def test_stored_explanations_are_bounded_in_count_and_age(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_stored_explanations_are_bounded_in_count_and_age(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     requests = [world.submit() for _ in range(4)]
     for request in requests:
         world.cancel(request)
@@ -156,11 +203,17 @@ def test_size_of_one_explanation_is_bounded(world: BrainHarness, p0: Incarnation
     request = world.submit()
     for _ in range(MAX_ATTEMPT_HISTORY + 10):
         node = next(node for node in decodes if world.brain.count_attempts(node))
-        world.send_from_node(node, m.ReservationRefused(world.last_attempt_key(node), needed_blocks=3, free_blocks=1))
+        world.send_from_node(
+            node, m.ReservationRefused(world.last_attempt_key(node), needed_blocks=3, free_blocks=1)
+        )
         world.send_heartbeat(node)
     end = explain_request(world, request)
     numbers = [attempt.number for attempt in end.attempts]
-    assert (len(numbers), numbers[0], numbers[-1]) == (MAX_ATTEMPT_HISTORY, 1, MAX_ATTEMPT_HISTORY + 11)
+    assert (len(numbers), numbers[0], numbers[-1]) == (
+        MAX_ATTEMPT_HISTORY,
+        1,
+        MAX_ATTEMPT_HISTORY + 11,
+    )
     assert end.attempts_left_out == 11
     assert max(len(attempt.considered) for attempt in end.attempts) == MAX_CONSIDERED + 1
     assert all(sum(one.chosen for one in attempt.considered) == 2 for attempt in end.attempts)
@@ -180,7 +233,9 @@ def test_lost_node_is_still_named(world: BrainHarness, p0: Incarnation, d0: Inca
     assert (attempt.decode_node, attempt.ended) == ("d0", NodeLost.code)
 
 
-def test_first_choice_explains_its_siblings(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_first_choice_explains_its_siblings(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     """Also while some run and some have ended; what is not kept any more is named."""
     arrivals = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
     first, second, third, fourth = (arrival.request.id for arrival in arrivals)
@@ -196,4 +251,8 @@ def test_first_choice_explains_its_siblings(world: BrainHarness, p0: Incarnation
     assert explain_request(world, third).attempts[0].considered
     for request in (third, fourth, first):
         world.cancel(request)
-    assert [other.state for other in explain_request(world, first).others] == ["", "failed", "failed"]
+    assert [other.state for other in explain_request(world, first).others] == [
+        "",
+        "failed",
+        "failed",
+    ]

@@ -1,4 +1,5 @@
-"""Scores: of every token shown, if they were asked for, and of the whole prompt before the first token."""
+"""Scores: of every token shown, if they were asked for, and of the whole prompt before the first
+token."""
 
 import pytest
 
@@ -20,21 +21,32 @@ def reserve(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> A
     return key
 
 
-def test_logprobs_are_emitted_with_their_tokens(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_logprobs_are_emitted_with_their_tokens(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(logprobs=1)
     key = reserve(world, p0, d0)
-    world.send_from_node(d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, TWO))))
+    world.send_from_node(
+        d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, TWO)))
+    )
     world.report_token(d0, key, 2, finish=FinishReason.STOP, score=ONE)
-    assert world.client_events(request) == [m.EmitTokens(request, (7, 3), (ONE, TWO)), m.EmitTokens(request, (7,), (ONE,))]
+    assert world.client_events(request) == [
+        m.EmitTokens(request, (7, 3), (ONE, TWO)),
+        m.EmitTokens(request, (7,), (ONE,)),
+    ]
 
 
-def test_unrequested_logprobs_are_not_emitted(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_unrequested_logprobs_are_not_emitted(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     world.report_token(d0, reserve(world, p0, d0), 0, score=ONE)
     assert world.client_events(request) == [m.EmitTokens(request, (7,))]
 
 
-def test_zero_top_logprobs_is_allowed(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_zero_top_logprobs_is_allowed(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(logprobs=0)
     world.report_token(d0, reserve(world, p0, d0), 0, score=BARE)
     assert world.client_events(request) == [m.EmitTokens(request, (7,), (BARE,))]
@@ -46,7 +58,9 @@ def test_token_without_requested_logprob_is_not_emitted(
 ) -> None:
     request = world.submit(logprobs=1)
     key = reserve(world, p0, d0)
-    world.send_from_node(d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, score))))
+    world.send_from_node(
+        d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, score)))
+    )
     assert world.client_events(request) == [m.EmitTokens(request, (7,), (ONE,))]
     assert world.brain.counters.replaced_attempts == {"stale": 1}
     assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted == (7,)
@@ -60,7 +74,9 @@ def test_top_logprobs_are_bounded_by_vocabulary() -> None:
     assert world.client_events(request) == [m.EmitTokens(request, (7,), (WIDE,))]
 
 
-def test_prompt_logprobs_are_emitted_complete_before_first_token(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_prompt_logprobs_are_emitted_complete_before_first_token(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=4, prompt_logprobs=1)
     assert world.messages_to(p0, m.PrefillOrder)[0].work.request.sampling.prompt_logprobs == 1
     key = reserve(world, p0, d0)
@@ -77,7 +93,9 @@ def test_prompt_logprobs_are_emitted_complete_before_first_token(world: BrainHar
     ]
 
 
-def test_tokens_are_buffered_until_prompt_logprobs_are_complete(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_tokens_are_buffered_until_prompt_logprobs_are_complete(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=3, max_tokens=2, prompt_logprobs=1)
     key = reserve(world, p0, d0)
     world.send_from_node(d0, m.DecodeStarted(key, 0, 0, 3))
@@ -86,18 +104,25 @@ def test_tokens_are_buffered_until_prompt_logprobs_are_complete(world: BrainHarn
     assert (world.client_events(request), world.end_events(request)) == ([], [])
     assert world.brain.count_attempts(p0) == 1, "it still owes the scores"
     world.report_prompt_logprobs(p0, key, 1, ONE, TWO)
-    assert world.client_events(request) == [m.EmitPromptLogprobs(request, (ONE, TWO)), m.EmitTokens(request, (7, 8))]
+    assert world.client_events(request) == [
+        m.EmitPromptLogprobs(request, (ONE, TWO)),
+        m.EmitTokens(request, (7, 8)),
+    ]
     assert world.end_event(request).result == m.FinishedResult(FinishReason.LENGTH, 0)
     assert world.count_placed() == 0
     assert world.messages_to(p0, m.CancelOrder) == []
 
 
-def owes(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> tuple[RequestId, AttemptKey]:
+def owes(
+    world: BrainHarness, prefill: Incarnation, decode: Incarnation
+) -> tuple[RequestId, AttemptKey]:
     """A request whose output is complete but for one score of its prompt."""
     request = world.submit(prompt=3, max_tokens=2, prompt_logprobs=1)
     key = reserve(world, prefill, decode)
     world.report_prompt_logprobs(prefill, key, 1, ONE)
-    world.send_from_node(decode, m.StepTokens((TokenEvent(key, 0, 7), TokenEvent(key, 1, 8, FinishReason.LENGTH))))
+    world.send_from_node(
+        decode, m.StepTokens((TokenEvent(key, 0, 7), TokenEvent(key, 1, 8, FinishReason.LENGTH)))
+    )
     return request, key
 
 
@@ -142,14 +167,27 @@ def answers(world: BrainHarness, p0: Incarnation, d0: Incarnation, key: AttemptK
     world.report_token(p0, key, 0, finish=FinishReason.STOP)
 
 
-def goes_on_for_ever(world: BrainHarness, p0: Incarnation, d0: Incarnation, key: AttemptKey) -> None:
+def goes_on_for_ever(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation, key: AttemptKey
+) -> None:
     world.report_token(d0, key, 2)
 
 
 @pytest.mark.parametrize(
     "flaw",
     [
-        *(dies, ends, hands_off, fails, leaves_a_gap, repeats, says_nothing, says_too_much, names_too_few, answers),
+        *(
+            dies,
+            ends,
+            hands_off,
+            fails,
+            leaves_a_gap,
+            repeats,
+            says_nothing,
+            says_too_much,
+            names_too_few,
+            answers,
+        ),
         goes_on_for_ever,
     ],
 )
@@ -166,11 +204,16 @@ def test_incomplete_prompt_logprobs_emit_nothing_and_requeue(
     world.report_reserved(d0, again, prefill)
     world.report_prompt_logprobs(prefill, again, 1, TWO, TWO)
     world.report_token(d0, again, 0, finish=FinishReason.STOP)
-    assert world.client_events(request) == [m.EmitPromptLogprobs(request, (TWO, TWO)), m.EmitTokens(request, (7,))]
+    assert world.client_events(request) == [
+        m.EmitPromptLogprobs(request, (TWO, TWO)),
+        m.EmitTokens(request, (7,)),
+    ]
     assert world.count_placed() == 0
 
 
-def test_complete_prompt_logprobs_are_not_recomputed(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_complete_prompt_logprobs_are_not_recomputed(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=3, prompt_logprobs=1)
     key = reserve(world, p0, d0)
     world.report_prompt_logprobs(p0, key, 1, ONE, TWO)
@@ -183,17 +226,25 @@ def test_complete_prompt_logprobs_are_not_recomputed(world: BrainHarness, p0: In
     world.advance(1.0)
     third = reserve(world, p0, d0)
     world.report_token(d0, third, 1)
-    assert [type(effect) for effect in world.client_events(request)] == [m.EmitPromptLogprobs, m.EmitTokens, m.EmitTokens]
+    assert [type(effect) for effect in world.client_events(request)] == [
+        m.EmitPromptLogprobs,
+        m.EmitTokens,
+        m.EmitTokens,
+    ]
 
 
-def test_full_prefix_hit_is_rejected_while_prompt_logprobs_are_due(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_full_prefix_hit_is_rejected_while_prompt_logprobs_are_due(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit(prompt=3, prompt_logprobs=1)
     world.report_reserved(d0, world.last_attempt_key(d0), None)
     assert world.brain.counters.replaced_attempts == {"stale": 1}
     assert world.last_attempt_key(p0).attempt_number == 2
 
 
-def test_prompt_logprobs_are_accepted_only_from_computing_node(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_prompt_logprobs_are_accepted_only_from_computing_node(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=2, prompt_logprobs=1)
     key = reserve(world, p0, d0)
     assert world.report_prompt_logprobs(d0, key, 1, ONE) == []
@@ -204,20 +255,30 @@ def test_prompt_logprobs_are_accepted_only_from_computing_node(world: BrainHarne
     assert world.client_events(request)[0] == m.EmitPromptLogprobs(request, (TWO,))
 
 
-def test_single_token_prompt_has_no_prompt_logprobs(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_single_token_prompt_has_no_prompt_logprobs(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=1, prompt_logprobs=1)
     key = reserve(world, p0, d0)
     assert world.messages_to(d0, m.DecodeOrder)[0].work.request.sampling.prompt_logprobs is None
     world.report_token(d0, key, 0)
-    assert world.client_events(request) == [m.EmitPromptLogprobs(request, ()), m.EmitTokens(request, (7,))]
+    assert world.client_events(request) == [
+        m.EmitPromptLogprobs(request, ()),
+        m.EmitTokens(request, (7,)),
+    ]
 
 
-def test_prefill_alone_sends_prompt_logprobs_and_token(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_prefill_alone_sends_prompt_logprobs_and_token(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(prompt=2, max_tokens=1, prompt_logprobs=1, logprobs=1)
     key = world.last_attempt_key(p0)
     world.report_prompt_logprobs(p0, key, 1, TWO)
     world.report_token(p0, key, 0, finish=FinishReason.LENGTH, score=ONE)
-    assert world.client_events(request) == [m.EmitPromptLogprobs(request, (TWO,)), m.EmitTokens(request, (7,), (ONE,))]
+    assert world.client_events(request) == [
+        m.EmitPromptLogprobs(request, (TWO,)),
+        m.EmitTokens(request, (7,), (ONE,)),
+    ]
 
 
 def test_colocated_decode_sends_prompt_logprobs() -> None:
@@ -228,7 +289,10 @@ def test_colocated_decode_sends_prompt_logprobs() -> None:
     world.send_from_node(d0, m.DecodeStarted(key, 2, 0, 0))
     world.report_prompt_logprobs(d0, key, 1, TWO)
     world.report_token(d0, key, 0)
-    assert world.client_events(request) == [m.EmitPromptLogprobs(request, (TWO,)), m.EmitTokens(request, (7,))]
+    assert world.client_events(request) == [
+        m.EmitPromptLogprobs(request, (TWO,)),
+        m.EmitTokens(request, (7,)),
+    ]
 
 
 @pytest.mark.parametrize("error", [None, LeaseExpired("late")], ids=["cancelled", "failed"])

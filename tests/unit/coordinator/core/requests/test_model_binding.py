@@ -1,24 +1,34 @@
-"""One request, one model: who may join while requests live, what orders carry, and whom a name belongs to."""
+"""One request, one model: who may join while requests live, what orders carry, and whom a name
+belongs to."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError, NodeLost, ServiceUnavailable, ModelMismatch
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.errors import ConfigError, ModelMismatch, NodeLost, ServiceUnavailable
 from baton.kv.kv_layout import KVLayout
 from baton.models.file_digests import ModelFileDigests
 from baton.types import FinishReason, Incarnation, NodeName, RequestId
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
-from coordinator.core.common import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.membership.join_checks import ServedModel
-from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.requests.record import RequestState
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.membership.join_checks import ServedModel
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.pool_registry import PoolJoinInfo
 from coordinator.core.placement.simple_policies import LeastLoadedPolicy
-from tests.unit.coordinator.core.brain_harness import DECODE, LAYOUT, PREFILL, SILENCE, STALL, BrainHarness, make_join_info, stream_first_token
+from coordinator.core.requests.record import RequestState
+from tests.unit.coordinator.core.brain_harness import (
+    DECODE,
+    LAYOUT,
+    PREFILL,
+    SILENCE,
+    STALL,
+    BrainHarness,
+    make_join_info,
+    stream_first_token,
+)
 
 OTHERS: list[dict[str, Any]] = [
     {"model_digest": "cd"},
@@ -31,14 +41,18 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
 @pytest.mark.parametrize("name", ["d0", "d1"])
-def test_other_model_is_rejected_while_placed_request_lives(name: str, other: dict[str, Any]) -> None:
+def test_other_model_is_rejected_while_placed_request_lives(
+    name: str, other: dict[str, Any]
+) -> None:
     """Also when its node was the last one, and under its very name."""
     world = BrainHarness(mode="colocated")
     d0 = world.join_node("d0", DECODE)
     request = world.submit(max_tokens=4)
     world.report_token(d0, world.last_attempt_key(d0), 0)
     world.lose_node(d0)
-    with pytest.raises(ConfigError, match=r"1 requests of that model have not ended.*--request-timeout") as caught:
+    with pytest.raises(
+        ConfigError, match=r"1 requests of that model have not ended.*--request-timeout"
+    ) as caught:
         world.join_node(name, DECODE, process="new", **other)
     assert caught.value.param == next(iter(other)).replace("layout", "layout.dtype")
     assert caught.value.retry_after, "the request will have ended sometime, so the node tries again"
@@ -62,7 +76,8 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
 def test_unplaced_requests_do_not_bind_model(other: dict[str, Any]) -> None:
-    """Clients go on asking while nobody serves, and the warm-up request waits too: all of them end with 503."""
+    """Clients go on asking while nobody serves, and the warm-up request waits too: all of them end
+    with 503."""
     world = BrainHarness(mode="colocated")
     world.lose_node(world.join_node("d0", DECODE))
     warm_up = world.submit(timeout=600.0, internal=True)
@@ -101,7 +116,11 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
     stream_first_token(world, p0, d0)
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
-    orders = [*world.messages_to(p0, m.PrefillOrder), *world.messages_to(d0, m.DecodeOrder), *world.messages_to(d1, m.DecodeOrder)]
+    orders = [
+        *world.messages_to(p0, m.PrefillOrder),
+        *world.messages_to(d0, m.DecodeOrder),
+        *world.messages_to(d1, m.DecodeOrder),
+    ]
     assert len(orders) == 4
     assert {order.work.model for order in orders} == {make_join_info("d0", DECODE).model.digest()}
 
@@ -112,7 +131,11 @@ def test_node_that_answers_wrong_model_is_avoided(world: BrainHarness) -> None:
     request = world.submit()
     first = next(node for node in nodes if world.messages_to(node, m.DecodeOrder))
     (other,) = (node for node in nodes if node != first)
-    world.report_failure(first, world.last_attempt_key(first), ModelMismatch("bound to model ab, this node serves cd"))
+    world.report_failure(
+        first,
+        world.last_attempt_key(first),
+        ModelMismatch("bound to model ab, this node serves cd"),
+    )
     assert world.last_attempt_key(other) == (request, 2, 0)
 
 
@@ -123,7 +146,11 @@ SERVED = ServedModel("model", FILES)
 
 
 def brain_of(served: ServedModel) -> Brain:
-    return Brain(NodeRegistry(SILENCE, STALL, served), LeastLoadedPolicy(), BrainSettings("colocated", 8, 3, STALL))
+    return Brain(
+        NodeRegistry(SILENCE, STALL, served),
+        LeastLoadedPolicy(),
+        BrainSettings("colocated", 8, 3, STALL),
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,10 +162,14 @@ def brain_of(served: ServedModel) -> Brain:
         ("weights_digest", {"files": replace(FILES, weights_digest="w1")}),
     ],
 )
-def test_node_with_other_model_than_coordinator_is_rejected(field: str, changes: dict[str, Any]) -> None:
+def test_node_with_other_model_than_coordinator_is_rejected(
+    field: str, changes: dict[str, Any]
+) -> None:
     brain = brain_of(SERVED)
     info = replace(make_join_info("d0", DECODE, engine="model", files=FILES), **changes)
-    with pytest.raises(ConfigError, match=rf"has {field} .*the coordinator's --model has .*: start") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"has {field} .*the coordinator's --model has .*: start"
+    ) as caught:
         brain.join_node(info, Incarnation("d0#1"), 0.0)
     assert caught.value.param == field
     assert brain.counters.joins == {"refused": 1}
@@ -148,14 +179,22 @@ def test_node_with_other_model_than_coordinator_is_rejected(field: str, changes:
     ("served", "files"),
     [
         (SERVED, FILES),
-        (SERVED, ModelFileDigests(config_digest="c0")),  # no tokenizer files beside the node's weights
-        (ServedModel("model", ModelFileDigests("c0", "t0")), FILES),  # no weights beside the coordinator's tokenizer
+        (
+            SERVED,
+            ModelFileDigests(config_digest="c0"),
+        ),  # no tokenizer files beside the node's weights
+        (
+            ServedModel("model", ModelFileDigests("c0", "t0")),
+            FILES,
+        ),  # no weights beside the coordinator's tokenizer
         (ServedModel(), ModelFileDigests("c9", "t9", "w9")),  # a coordinator without a model
     ],
 )
 def test_unknown_model_facts_are_not_compared(served: ServedModel, files: ModelFileDigests) -> None:
     brain = brain_of(served)
-    brain.join_node(make_join_info("d0", DECODE, engine="model", files=files), Incarnation("d0#1"), 0.0)
+    brain.join_node(
+        make_join_info("d0", DECODE, engine="model", files=files), Incarnation("d0#1"), 0.0
+    )
     assert brain.counters.joins == {"joined": 1}
 
 
@@ -167,7 +206,9 @@ def test_second_process_of_name_is_rejected_while_first_is_alive(world: BrainHar
     d0 = world.join_node("d0", DECODE, pid=41, process="first")
     request = world.submit()
     world.advance(2.0, beating=False)
-    with pytest.raises(ConfigError, match=r"'d0' is in use by process 41 of host 'h'.*--name") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'d0' is in use by process 41 of host 'h'.*--name"
+    ) as caught:
         world.join_node("d0", DECODE, process="second")
     assert caught.value.retry_after == pytest.approx(SILENCE - 2.0)
     assert world.brain.counters.joins["refused"] == 1
@@ -215,7 +256,9 @@ def test_join_without_process_id_is_rejected(world: BrainHarness) -> None:
     with pytest.raises(ConfigError, match="'d0' has process ''") as caught:
         world.join_node("d0", DECODE, process="")
     assert caught.value.param == "process"
-    pool = PoolJoinInfo(PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab", LAYOUT, 100)
+    pool = PoolJoinInfo(
+        PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab", LAYOUT, 100
+    )
     with pytest.raises(ConfigError, match="'pool-0' has process ''"):
         world.brain.join_pool(pool, Incarnation("1"), world.now)
     assert world.brain.counters.joins == {"refused": 2}
@@ -228,14 +271,25 @@ def test_length_bounds_follow_largest_decode_node_and_outlive_it(world: BrainHar
     """Prefill nodes set none: what they cannot hold is computed where it is decoded."""
     with pytest.raises(ServiceUnavailable):
         world.brain.get_model_bounds()
-    nodes = [world.join_node("p0", PREFILL, max_model_len=100), world.join_node("d0", DECODE, num_blocks=20)]
-    assert (world.brain.get_model_bounds().max_context, world.brain.get_model_bounds().current_max_context) == (256, 256)
+    nodes = [
+        world.join_node("p0", PREFILL, max_model_len=100),
+        world.join_node("d0", DECODE, num_blocks=20),
+    ]
+    assert (
+        world.brain.get_model_bounds().max_context,
+        world.brain.get_model_bounds().current_max_context,
+    ) == (256, 256)
     world.join_node("d1", DECODE, num_blocks=5)
     world.join_node("p1", PREFILL, max_model_len=40)
     assert world.brain.get_model_bounds().max_context == 256
     world.lose_node(nodes[1])
-    assert (world.brain.get_model_bounds().max_context, world.brain.get_model_bounds().current_max_context) == (256, 80)
-    assert world.brain.get_model_bounds().max_output_tokens(30) == 50  # what a request that names no length asks for
+    assert (
+        world.brain.get_model_bounds().max_context,
+        world.brain.get_model_bounds().current_max_context,
+    ) == (256, 80)
+    assert (
+        world.brain.get_model_bounds().max_output_tokens(30) == 50
+    )  # what a request that names no length asks for
     world.advance(601.0)
     assert world.brain.get_model_bounds().max_context == 80
     for node in list(world.brain.node_registry.nodes):
@@ -247,7 +301,10 @@ def test_length_bounds_follow_largest_decode_node_and_outlive_it(world: BrainHar
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated", "auto"])
 def test_requests_are_placed_on_nodes_that_can_hold_them(mode: str) -> None:
     world = BrainHarness(mode=mode)
-    small = [world.join_node("p0", PREFILL, max_model_len=64), world.join_node("d0", DECODE, num_blocks=4)]
+    small = [
+        world.join_node("p0", PREFILL, max_model_len=64),
+        world.join_node("d0", DECODE, num_blocks=4),
+    ]
     large = [world.join_node("p1", PREFILL), world.join_node("d1", DECODE)]
     for _ in range(4):
         request = world.submit(prompt=60, max_tokens=20)
@@ -257,7 +314,10 @@ def test_requests_are_placed_on_nodes_that_can_hold_them(mode: str) -> None:
     assert not world.messages_to(small[1], m.DecodeOrder)
     assert len(world.messages_to(decode, m.DecodeOrder)) == 4
     world.submit(prompt=100, max_tokens=5)
-    assert not any(len(order.work.request.prompt) == 100 for order in world.messages_to(small[0], m.PrefillOrder))
+    assert not any(
+        len(order.work.request.prompt) == 100
+        for order in world.messages_to(small[0], m.PrefillOrder)
+    )
 
 
 def test_request_no_node_can_hold_is_parked_and_ends_with_503() -> None:
@@ -280,7 +340,10 @@ def test_request_no_node_can_hold_is_parked_and_ends_with_503() -> None:
 def full_of_long_requests(**settings: Any) -> tuple[BrainHarness, Incarnation, list[RequestId]]:
     """As many as the queue may have wait for a larger node than the one that is here."""
     world = BrainHarness(mode="colocated", max_queue=8, **settings)
-    large, small = world.join_node("d0", DECODE, max_num_seqs=8), world.join_node("d1", DECODE, num_blocks=4)
+    large, small = (
+        world.join_node("d0", DECODE, max_num_seqs=8),
+        world.join_node("d1", DECODE, num_blocks=4),
+    )
     long = [world.submit(prompt=100, max_tokens=20, timeout=600.0) for _ in range(8)]
     world.lose_node(large)
     assert {world.brain.get_request_state(request) for request in long} == {RequestState.QUEUED}
@@ -289,7 +352,11 @@ def full_of_long_requests(**settings: Any) -> tuple[BrainHarness, Incarnation, l
 
 def test_parked_oversized_requests_take_no_queue_place() -> None:
     world, small, long = full_of_long_requests(max_queue_tokens=800)
-    assert (world.brain.queued_requests, world.brain.running_requests, world.brain.queued_tokens) == (8, 0, 0)
+    assert (
+        world.brain.queued_requests,
+        world.brain.running_requests,
+        world.brain.queued_tokens,
+    ) == (8, 0, 0)
     short = world.submit(prompt=8, max_tokens=1)
     assert world.last_attempt_key(small) == (short, 1, 0)
     world.report_token(small, world.last_attempt_key(small), 0, finish=FinishReason.LENGTH)
@@ -341,7 +408,9 @@ def test_refusal_for_length_is_not_retried_on_same_node(world: BrainHarness) -> 
     world.join_node("p0", PREFILL)
     d0 = world.join_node("d0", DECODE)
     request = world.submit()
-    world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32))
+    world.send_from_node(
+        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32)
+    )
     for _ in range(3):
         world.send_heartbeat(d0)
     assert len(world.messages_to(d0, m.DecodeOrder)) == 1

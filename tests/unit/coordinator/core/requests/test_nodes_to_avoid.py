@@ -1,4 +1,5 @@
-"""Which nodes a request that is placed again keeps away from, and which it had better go back to."""
+"""Which nodes a request that is placed again keeps away from, and which it had better go back
+to."""
 
 import pytest
 
@@ -51,7 +52,9 @@ def pairs() -> TwoByTwoCluster:
     return TwoByTwoCluster()
 
 
-def test_decode_node_death_does_not_avoid_prefill_node_with_cached_prompt(pairs: TwoByTwoCluster) -> None:
+def test_decode_node_death_does_not_avoid_prefill_node_with_cached_prompt(
+    pairs: TwoByTwoCluster,
+) -> None:
     pairs.complete_handoff()
     pairs.world.lose_node(pairs.decode)
     prefill, decode = pairs.get_new_placement()
@@ -65,7 +68,9 @@ def test_decode_node_death_during_handoff_avoids_only_decode_node(pairs: TwoByTw
 
 
 @pytest.mark.parametrize("error", [Preempted("for a higher class"), OutOfMemory("none left")])
-def test_decode_failure_after_commit_does_not_avoid_prefill_node(pairs: TwoByTwoCluster, error: Exception) -> None:
+def test_decode_failure_after_commit_does_not_avoid_prefill_node(
+    pairs: TwoByTwoCluster, error: Exception
+) -> None:
     pairs.complete_handoff()
     pairs.world.report_failure(pairs.decode, pairs.key, error)  # type: ignore[arg-type]
     prefill, decode = pairs.get_new_placement()
@@ -85,7 +90,10 @@ def test_inconsistent_node_token_counts_do_not_lose_request(pairs: TwoByTwoClust
     world = pairs.world
     world.send_from_node(pairs.decode, m.BlocksReserved(pairs.key, None, 99))
     world.send_from_node(
-        pairs.decode, m.DecodeStarted(pairs.key, computed_tokens=1, cached_tokens=5, received_tokens=0, pool_tokens=8)
+        pairs.decode,
+        m.DecodeStarted(
+            pairs.key, computed_tokens=1, cached_tokens=5, received_tokens=0, pool_tokens=8
+        ),
     )
     for index in range(8):
         world.report_token(pairs.decode, pairs.key, index)

@@ -7,25 +7,28 @@ import pytest
 
 from baton.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
-    ShuttingDown,
     InvalidRequest,
     LeaseExpired,
     Overloaded,
     Preempted,
-    ContextLengthExceeded,
     ServiceUnavailable,
+    ShuttingDown,
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, WaitingQueue
+from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 
 def family(world: BrainHarness, count: int = 3, **fields: Any) -> list[RequestId]:
     first = world.submit(**fields)
-    return [first, *(world.submit(after=first, choice=choice, **fields) for choice in range(1, count))]
+    return [
+        first,
+        *(world.submit(after=first, choice=choice, **fields) for choice in range(1, count)),
+    ]
 
 
 def requests_of(world: BrainHarness, node: Incarnation, kind: type[Any]) -> list[RequestId]:
@@ -53,7 +56,10 @@ def handed_off(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -
 
 @pytest.mark.parametrize("word", [first_token, admitted, handed_off])
 def test_parallel_choices_compute_prompt_once(
-    world: BrainHarness, p0: Incarnation, d0: Incarnation, word: Callable[[BrainHarness, Incarnation, Incarnation], None]
+    world: BrainHarness,
+    p0: Incarnation,
+    d0: Incarnation,
+    word: Callable[[BrainHarness, Incarnation, Incarnation], None],
 ) -> None:
     one, two, three = family(world)
     world.report_reserved(d0, world.last_attempt_key(d0), p0)
@@ -69,20 +75,32 @@ def test_parallel_choices_compute_prompt_once(
         assert world.brain.get_request_state(request) is RequestState.PLACED
 
 
-def test_parallel_choices_count_each_prompt_token_once(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_parallel_choices_count_each_prompt_token_once(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     family(world)
     world.report_prefill_ended(p0, world.last_attempt_key(p0))
     commit(world, p0, d0)
     for submit in world.messages_to(d0, m.DecodeOrder)[1:]:
         world.send_from_node(d0, m.DecodeStarted(submit.work.key, 1, 19, 0))
     counted = world.brain.counters.prompt_tokens
-    assert counted == {"computed_prefill": 20, "computed_decode": 2, "local_cache": 38, "pool": 0, "remote_pool": 0}
+    assert counted == {
+        "computed_prefill": 20,
+        "computed_decode": 2,
+        "local_cache": 38,
+        "pool": 0,
+        "remote_pool": 0,
+    }
 
 
-def test_follower_after_commit_goes_to_holder_at_once(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_follower_after_commit_goes_to_holder_at_once(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.join_node("d1", DECODE)
     first = world.submit()
-    decode = next(node for node in world.brain.node_registry.nodes if world.messages_to(node, m.DecodeOrder))
+    decode = next(
+        node for node in world.brain.node_registry.nodes if world.messages_to(node, m.DecodeOrder)
+    )
     world.report_reserved(decode, world.last_attempt_key(decode), p0)
     world.report_token(decode, world.last_attempt_key(decode), 0)
     second = world.submit(after=first, choice=1)
@@ -90,19 +108,27 @@ def test_follower_after_commit_goes_to_holder_at_once(world: BrainHarness, p0: I
     assert world.messages_to(decode, m.DecodeOrder)[1].writer is None
 
 
-@pytest.mark.parametrize("fields", [{"prompt": 19}, {"cache_salt": b"other"}, {"prompt_logprobs": 0}])
-def test_request_without_shareable_prefix_is_placed_at_once(world: BrainHarness, p0: Incarnation, d0: Incarnation, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"prompt": 19}, {"cache_salt": b"other"}, {"prompt_logprobs": 0}]
+)
+def test_request_without_shareable_prefix_is_placed_at_once(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation, fields: dict[str, Any]
+) -> None:
     first = world.submit()
     second = world.submit(after=first, **fields)
     assert requests_of(world, p0, m.PrefillOrder) == [first, second]
 
 
-def test_request_with_unknown_leader_is_placed_normally(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_request_with_unknown_leader_is_placed_normally(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(after=RequestId("gone"))
     assert requests_of(world, p0, m.PrefillOrder) == [request]
 
 
-def test_leader_end_releases_followers(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_leader_end_releases_followers(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     one, two, three = family(world, max_tokens=1)
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.LENGTH)
     assert requests_of(world, p0, m.PrefillOrder) == [one, two, three]
@@ -119,7 +145,9 @@ def test_leader_failure_releases_followers(
     assert world.end_events(two) == []
 
 
-def test_followers_wait_while_leader_is_requeued(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_followers_wait_while_leader_is_requeued(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     one, two = family(world, 2)
     world.report_failure(d0, world.last_attempt_key(d0), LeaseExpired("late"))
     assert requests_of(world, p0, m.PrefillOrder) == [one, one]
@@ -148,7 +176,10 @@ def dies(world: BrainHarness, node: Incarnation, key: AttemptKey) -> None:
 
 @pytest.mark.parametrize("trouble", [refuses, preempts, fails, dies])
 def test_follower_that_holder_did_not_serve_is_placed_with_prefill(
-    world: BrainHarness, p0: Incarnation, d0: Incarnation, trouble: Callable[[BrainHarness, Incarnation, AttemptKey], None]
+    world: BrainHarness,
+    p0: Incarnation,
+    d0: Incarnation,
+    trouble: Callable[[BrainHarness, Incarnation, AttemptKey], None],
 ) -> None:
     one, two = family(world, 2)
     commit(world, p0, d0)
@@ -168,7 +199,9 @@ def test_full_holder_sends_follower_to_other_node(world: BrainHarness, p0: Incar
     assert requests_of(world, p0, m.PrefillOrder) == [one, two]
 
 
-def test_follower_waits_for_full_holder_if_no_other_decode_node(world: BrainHarness, p0: Incarnation) -> None:
+def test_follower_waits_for_full_holder_if_no_other_decode_node(
+    world: BrainHarness, p0: Incarnation
+) -> None:
     d0 = world.join_node("d0", DECODE, max_num_seqs=1)
     one, two = family(world, 2)
     key = commit(world, p0, d0)
@@ -177,14 +210,17 @@ def test_follower_waits_for_full_holder_if_no_other_decode_node(world: BrainHarn
     assert requests_of(world, p0, m.PrefillOrder) == [one]
 
 
-def test_held_followers_do_not_block_other_requests(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_held_followers_do_not_block_other_requests(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     one, *_ = family(world, 3)
     stranger = world.submit(prompt=10)
     assert requests_of(world, p0, m.PrefillOrder) == [one, stranger]
 
 
 def test_followers_keep_queue_position(world: BrainHarness, p0: Incarnation) -> None:
-    """Of two families and one between them, whose members are there before the next family comes."""
+    """Of two families and one between them, whose members are there before the next family
+    comes."""
     d0 = world.join_node("d0", DECODE, max_num_seqs=1)
     ahead = world.submit(prompt=5)
     one, two = family(world, 2)
@@ -210,7 +246,9 @@ def test_colocated_choices_share_node() -> None:
     assert requests_of(world, decode, m.DecodeOrder) == [one, two]
 
 
-def test_held_follower_can_be_cancelled(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_held_follower_can_be_cancelled(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     _, two, three = family(world)
     world.cancel(two)
     assert isinstance(world.end_error(two), Cancelled)
@@ -227,7 +265,9 @@ def test_held_follower_has_deadline(world: BrainHarness, p0: Incarnation, d0: In
     assert world.end_events(first) == []
 
 
-def test_held_follower_survives_loss_of_its_nodes(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_held_follower_survives_loss_of_its_nodes(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     one, two = family(world, 2)
     world.lose_node(d0)
     world.lose_node(p0)
@@ -237,7 +277,9 @@ def test_held_follower_survives_loss_of_its_nodes(world: BrainHarness, p0: Incar
     assert requests_of(world, d1, m.DecodeOrder) == [one, two]
 
 
-def test_held_follower_is_finished_while_draining(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_held_follower_is_finished_while_draining(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     _, two = family(world, 2)
     world.brain.start_draining()
     with pytest.raises(ShuttingDown):
@@ -246,7 +288,9 @@ def test_held_follower_is_finished_while_draining(world: BrainHarness, p0: Incar
     assert requests_of(world, d0, m.DecodeOrder)[-1] == two
 
 
-def test_without_nodes_all_choices_are_rejected_together(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_without_nodes_all_choices_are_rejected_together(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.lose_node(d0)
     requests = family(world)
     world.advance(1.0)
@@ -255,12 +299,16 @@ def test_without_nodes_all_choices_are_rejected_together(world: BrainHarness, p0
     assert world.brain.queued_requests == 0
 
 
-def test_choices_are_admitted_all_or_none(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_choices_are_admitted_all_or_none(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     first = world.submit()
     for _ in range(6):
         world.submit(after=first)
     arrivals = [world.make_request() for _ in range(3)]
-    with pytest.raises(Overloaded, match="6 requests are waiting, 3 more would come, the limit is 8"):
+    with pytest.raises(
+        Overloaded, match="6 requests are waiting, 3 more would come, the limit is 8"
+    ):
         world.submit_all(*arrivals)
     assert len(world.brain.list_active_requests()) == 7
     world.submit_all(*arrivals[:2])
@@ -269,7 +317,9 @@ def test_choices_are_admitted_all_or_none(world: BrainHarness, p0: Incarnation, 
         world.submit_all(*(world.make_request() for _ in range(9)))
 
 
-def test_one_oversized_choice_rejects_all(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_one_oversized_choice_rejects_all(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     with pytest.raises(ContextLengthExceeded):
         world.submit_all(world.make_request(), world.make_request(max_tokens=10_000))
     assert world.brain.list_active_requests() == []

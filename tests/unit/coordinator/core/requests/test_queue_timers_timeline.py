@@ -6,11 +6,15 @@ from hypothesis import strategies as st
 
 from baton.pb.common_pb2 import Timeline
 from baton.types import AttemptKey, NodeName, RequestId
-from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, SCAN_DEPTH, WaitingQueue
-from coordinator.core.requests.token_sources import TokenSources, count_computed_tokens, compute_token_sources
-from coordinator.core.requests.timeline import Timestamps, TimelineStore
+from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.common.timers import RequestTimers
+from coordinator.core.requests.timeline import TimelineStore, Timestamps
+from coordinator.core.requests.token_sources import (
+    TokenSources,
+    compute_token_sources,
+    count_computed_tokens,
+)
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 
@@ -57,7 +61,9 @@ def test_retry_after_follows_service_rate() -> None:
     assert queue.retry_after_seconds(0.0) == 1.0
     for second, name in enumerate(names(10)):
         queue.take_request(name, float(second))
-    assert queue.retry_after_seconds(9.0) == pytest.approx(60.0)  # 90 waiting, about one a second, and the limit
+    assert queue.retry_after_seconds(9.0) == pytest.approx(
+        60.0
+    )  # 90 waiting, about one a second, and the limit
     for name in names(100)[10:80]:
         queue.take_request(name, 10.0)
     assert 1.0 <= queue.retry_after_seconds(11.0) < 5.0
@@ -87,7 +93,10 @@ def test_big_request_is_neither_starved_nor_blocking() -> None:
 # timers
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.one_of(st.none(), st.integers(0, 9)))), st.integers(0, 9))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.one_of(st.none(), st.integers(0, 9)))),
+    st.integers(0, 9),
+)
 def test_timers_fire_once_and_in_order(orders: list[tuple[str, int | None]], now: int) -> None:
     timers, model = RequestTimers(), dict[RequestId, float]()
     for name, when in orders:
@@ -122,7 +131,9 @@ MOMENTS = ("reserved", "prefill_ended", "committed", "first_token")
     st.lists(st.tuples(st.sampled_from([*MOMENTS, "placed"]), st.floats(0.0, 5.0))),
     st.floats(0.0, 1e9),
 )
-def test_stages_partition_the_time_to_the_first_token(script: list[tuple[str, float]], start: float) -> None:
+def test_stages_partition_the_time_to_the_first_token(
+    script: list[tuple[str, float]], start: float
+) -> None:
     marks, now = Timestamps(start), start
     for moment, passed in script:
         now += passed
@@ -156,8 +167,14 @@ def marked(**moments: float) -> Timestamps:
 @pytest.mark.parametrize(
     ("marks", "stages"),
     [
-        (marked(placed=1, reserved=3, prefill_ended=6, committed=10, first_token=15), (1, 2, 3, 4, 5)),
-        (marked(placed=1, prefill_ended=2, reserved=6, committed=10, first_token=15), (1, 5, 0, 4, 5)),
+        (
+            marked(placed=1, reserved=3, prefill_ended=6, committed=10, first_token=15),
+            (1, 2, 3, 4, 5),
+        ),
+        (
+            marked(placed=1, prefill_ended=2, reserved=6, committed=10, first_token=15),
+            (1, 5, 0, 4, 5),
+        ),
         (marked(placed=1, prefill_ended=6, first_token=7), (1, 0, 5, 0, 1)),  # prefill alone
         (marked(placed=1, first_token=7), (1, 0, 6, 0, 0)),  # colocated
         (marked(placed=1, reserved=2, first_token=7), (1, 1, 5, 0, 0)),  # decode needed no writer
@@ -198,7 +215,11 @@ KEY = AttemptKey(RequestId("r"), 1, 0)
         ((20, 0), (0, 0, 20), TokenSources(20, 0, 0, 0)),
         ((4, 16), (0, 0, 20), TokenSources(4, 0, 16, 0)),
         ((4, 16), (0, 16, 4), TokenSources(4, 0, 16, 0)),  # both held it: once
-        ((20, 0), (0, 16, 4), TokenSources(4, 0, 16, 0)),  # prefill computed it again to reach the rest
+        (
+            (20, 0),
+            (0, 16, 4),
+            TokenSources(4, 0, 16, 0),
+        ),  # prefill computed it again to reach the rest
         (None, (20, 0, 0), TokenSources(0, 20, 0, 0)),
         (None, (1, 19, 0), TokenSources(0, 1, 19, 0)),
         ((20, 0), None, TokenSources(20, 0, 0, 0)),
@@ -211,4 +232,6 @@ def test_each_prompt_token_has_one_source(
     ended = PrefillEnded(KEY, *prefill) if prefill else None
     admitted = DecodeStarted(KEY, *decode) if decode else None
     assert compute_token_sources(ended, admitted) == expected
-    assert count_computed_tokens(ended, admitted) == (prefill or (0, 0))[0] + (decode or (0, 0, 0))[0]
+    assert (
+        count_computed_tokens(ended, admitted) == (prefill or (0, 0))[0] + (decode or (0, 0, 0))[0]
+    )

@@ -3,11 +3,13 @@
 import pytest
 
 from baton.errors import Overloaded, ServiceUnavailable
-from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS
 from coordinator.core.admission.tenants import Tenant, TenantTable
+from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
-LIMITED = Tenant("a", requests_per_second=0.1, request_burst=2.0, tokens_per_second=1.0, token_burst=100.0)
+LIMITED = Tenant(
+    "a", requests_per_second=0.1, request_burst=2.0, tokens_per_second=1.0, token_burst=100.0
+)
 PROMPT = 80
 
 
@@ -61,7 +63,8 @@ def test_refund_does_not_exceed_burst() -> None:
 
 
 def test_rate_limited_requests_do_not_count_as_demand() -> None:
-    """It would be refused with any ratio: neither the advice on it nor the share within the SLO is about it."""
+    """It would be refused with any ratio: neither the advice on it nor the share within the SLO is
+    about it."""
     world, tenants = limited()
     standing = tenants.make_principal(LIMITED)
     world.join_node("p0", PREFILL)

@@ -6,8 +6,8 @@ from baton.errors import (
     BatonError,
     IncompleteTransfer,
     NodeLost,
-    OutOfBlocks,
     NodeStalled,
+    OutOfBlocks,
 )
 from baton.types import FinishReason, Incarnation, NodeName
 from coordinator.core.common import messages as m
@@ -21,10 +21,15 @@ def test_prompt_tokens_are_counted_once_and_later_attempts_as_recomputed(
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
     world.send_from_node(p0, m.PrefillEnded(key, computed_tokens=12, cached_tokens=8))
-    world.send_from_node(d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20))
+    world.send_from_node(
+        d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+    )
     world.report_token(d0, key, 0)
     counters = world.brain.counters
-    assert {k: v for k, v in counters.prompt_tokens.items() if v} == {"computed_prefill": 12, "local_cache": 8}
+    assert {k: v for k, v in counters.prompt_tokens.items() if v} == {
+        "computed_prefill": 12,
+        "local_cache": 8,
+    }
     world.report_failure(d0, key, OutOfBlocks("full"))
     again = world.last_attempt_key(d0)
     world.report_reserved(d0, again, p0)
@@ -37,7 +42,8 @@ def test_prompt_tokens_are_counted_once_and_later_attempts_as_recomputed(
 def test_tokens_of_unreported_attempt_are_not_cache_hits_of_next(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
-    """The first attempt fails before anybody has reported; the second finds the blocks that it left behind."""
+    """The first attempt fails before anybody has reported; the second finds the blocks that it left
+    behind."""
     request = world.submit()
     world.report_failure(p0, world.last_attempt_key(p0), OutOfBlocks("full"))
     again = world.last_attempt_key(d0)
@@ -45,25 +51,35 @@ def test_tokens_of_unreported_attempt_are_not_cache_hits_of_next(
     world.send_from_node(p0, m.PrefillEnded(again, computed_tokens=4, cached_tokens=16))
     world.report_token(d0, again, 0, finish=FinishReason.STOP)
     assert world.end_event(request).result == m.FinishedResult(FinishReason.STOP, 0)
-    assert {k: v for k, v in world.brain.counters.prompt_tokens.items() if v} == {"computed_prefill": 20}
+    assert {k: v for k, v in world.brain.counters.prompt_tokens.items() if v} == {
+        "computed_prefill": 20
+    }
 
 
-def test_prefill_report_counts_after_commit(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_prefill_report_counts_after_commit(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     """They come on two streams: what prefill's cache had counts, whichever is the faster."""
     request = world.submit()
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
-    world.send_from_node(d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20))
+    world.send_from_node(
+        d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+    )
     assert world.brain.count_attempts(p0) == 0
     world.send_from_node(p0, m.PrefillEnded(key, computed_tokens=4, cached_tokens=16))
     world.report_token(d0, key, 0, finish=FinishReason.STOP)
     assert world.end_event(request).result == m.FinishedResult(FinishReason.STOP, 16)
-    counted = {source: tokens for source, tokens in world.brain.counters.prompt_tokens.items() if tokens}
+    counted = {
+        source: tokens for source, tokens in world.brain.counters.prompt_tokens.items() if tokens
+    }
     assert counted == {"computed_prefill": 4, "local_cache": 16}
     assert not world.brain.counters.dropped_messages
 
 
-def test_internal_requests_are_counted_separately(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_internal_requests_are_counted_separately(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=1, internal=True)
     world.report_prefill_ended(p0, world.last_attempt_key(p0))
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.LENGTH)
@@ -73,7 +89,9 @@ def test_internal_requests_are_counted_separately(world: BrainHarness, p0: Incar
     assert sum(world.brain.counters.prompt_tokens.values()) == 0
 
 
-def test_handoffs_are_counted_by_outcome(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_handoffs_are_counted_by_outcome(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit()
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
@@ -86,7 +104,9 @@ def test_handoffs_are_counted_by_outcome(world: BrainHarness, p0: Incarnation, d
 
 
 @pytest.mark.parametrize("error", [NodeLost("x"), NodeStalled("x")])
-def test_lost_nodes_are_reported_as_effects(world: BrainHarness, p0: Incarnation, d0: Incarnation, error: BatonError) -> None:
+def test_lost_nodes_are_reported_as_effects(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation, error: BatonError
+) -> None:
     effects = world.brain.remove_member(d0, error, world.now)
     assert m.MemberLost(d0, NodeName("d0"), error) in effects
     assert world.brain.counters.lost_nodes == {error.code: 1}

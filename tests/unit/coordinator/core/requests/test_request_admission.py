@@ -3,20 +3,30 @@
 import pytest
 
 from baton.errors import (
-    DeadlineExceeded,
-    ShuttingDown,
-    Overloaded,
     ContextLengthExceeded,
+    DeadlineExceeded,
+    Overloaded,
     ServiceUnavailable,
+    ShuttingDown,
 )
 from baton.types import DEFAULT_PRINCIPAL, FinishReason, Incarnation
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness, stream_first_token
+from tests.unit.coordinator.core.brain_harness import (
+    DECODE,
+    PREFILL,
+    BrainHarness,
+    stream_first_token,
+)
 
 
-def test_too_long_prompt_is_rejected_with_nothing_allocated(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
-    with pytest.raises(ContextLengthExceeded, match=r"7 after a prompt of 250: together the limit is 256 \(raise --max-model-len"):
+def test_too_long_prompt_is_rejected_with_nothing_allocated(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
+    with pytest.raises(
+        ContextLengthExceeded,
+        match=r"7 after a prompt of 250: together the limit is 256 \(raise --max-model-len",
+    ):
         world.submit(prompt=250, max_tokens=7)
     assert world.brain.list_active_requests() == []
     assert world.brain.counters.rejected == {("context_length_exceeded", "default"): 1}
@@ -53,7 +63,8 @@ def test_queued_prompt_tokens_are_bounded() -> None:
         world.submit(prompt=40)
     assert world.brain.queued_tokens == 80
     with pytest.raises(
-        Overloaded, match=r"80 prompt tokens are waiting, 21 more .* the limit is 100 .*max-queue-tokens"
+        Overloaded,
+        match=r"80 prompt tokens are waiting, 21 more .* the limit is 100 .*max-queue-tokens",
     ):
         world.submit(prompt=21)
     with pytest.raises(Overloaded, match="80 prompt tokens are waiting"):
@@ -79,7 +90,9 @@ def test_requests_are_unavailable_before_first_join(world: BrainHarness) -> None
         world.submit()
 
 
-def test_new_requests_wait_admit_timeout_for_decode_node(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_new_requests_wait_admit_timeout_for_decode_node(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.lose_node(d0)
     lost, saved = world.submit(), None
     world.advance(0.6)
@@ -95,7 +108,9 @@ def test_new_requests_wait_admit_timeout_for_decode_node(world: BrainHarness, p0
     assert admitted == [saved]
 
 
-def test_admitted_requests_wait_for_nodes_until_their_deadline(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_admitted_requests_wait_for_nodes_until_their_deadline(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(timeout=20.0)
     world.lose_node(d0)
     world.lose_node(p0)
@@ -105,7 +120,9 @@ def test_admitted_requests_wait_for_nodes_until_their_deadline(world: BrainHarne
     assert isinstance(world.end_error(request), DeadlineExceeded)
 
 
-def test_draining_rejects_new_and_finishes_running_requests(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_draining_rejects_new_and_finishes_running_requests(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=2)
     world.brain.start_draining()
     with pytest.raises(ShuttingDown):

@@ -12,16 +12,25 @@ from baton.errors import (
 )
 from baton.types import FinishReason, Incarnation, TokenEvent
 from coordinator.core.common import messages as m
-from coordinator.core.requests.record import RequestState
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
-from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness, stream_first_token, make_ticket
+from coordinator.core.requests.record import RequestState
+from tests.unit.coordinator.core.brain_harness import (
+    DECODE,
+    PREFILL,
+    BrainHarness,
+    make_ticket,
+    stream_first_token,
+)
 
 
 def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit()
-    (submit,), (prefill,) = world.messages_to(d0, m.DecodeOrder), world.messages_to(p0, m.PrefillOrder)
+    (submit,), (prefill,) = (
+        world.messages_to(d0, m.DecodeOrder),
+        world.messages_to(p0, m.PrefillOrder),
+    )
     assert submit.work == prefill.work
     assert submit.writer.incarnation == p0
     assert not prefill.alone
@@ -32,12 +41,16 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
     assert world.messages_to(p0, m.TicketOrder) == [m.TicketOrder(make_ticket(d0, key, p0))]
 
 
-def test_request_lifecycle_from_submit_to_finish(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_request_lifecycle_from_submit_to_finish(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=3)
     key = stream_first_token(world, p0, d0)
     world.report_handed_off(p0, key)
     assert world.brain.count_attempts(p0) == 0
-    world.send_from_node(d0, m.StepTokens((TokenEvent(key, 1, 8), TokenEvent(key, 2, 9, FinishReason.LENGTH))))
+    world.send_from_node(
+        d0, m.StepTokens((TokenEvent(key, 1, 8), TokenEvent(key, 2, 9, FinishReason.LENGTH)))
+    )
     assert world.emitted_tokens(request) == [7, 8, 9]
     end = world.end_event(request)
     assert end.result == m.FinishedResult(FinishReason.LENGTH, 0)
@@ -48,14 +61,20 @@ def test_request_lifecycle_from_submit_to_finish(world: BrainHarness, p0: Incarn
     assert world.brain.get_timeline(request) == end.timeline
 
 
-def test_decode_with_full_prefix_hit_cancels_prefill_leg(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_decode_with_full_prefix_hit_cancels_prefill_leg(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit()
     world.report_reserved(d0, world.last_attempt_key(d0), None)
-    assert [cancel.key for cancel in world.messages_to(p0, m.CancelOrder)] == [world.last_attempt_key(d0)]
+    assert [cancel.key for cancel in world.messages_to(p0, m.CancelOrder)] == [
+        world.last_attempt_key(d0)
+    ]
     assert (world.brain.count_attempts(p0), world.brain.count_attempts(d0)) == (0, 1)
 
 
-def test_final_first_token_may_come_from_prefill_node(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_final_first_token_may_come_from_prefill_node(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.STOP)
     assert world.emitted_tokens(request) == [7]
@@ -63,7 +82,9 @@ def test_final_first_token_may_come_from_prefill_node(world: BrainHarness, p0: I
     assert len(world.messages_to(d0, m.CancelOrder)) == 1
 
 
-def test_one_token_needs_no_decode_node(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_one_token_needs_no_decode_node(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=1)
     (prefill,) = world.messages_to(p0, m.PrefillOrder)
     assert prefill.alone
@@ -73,10 +94,14 @@ def test_one_token_needs_no_decode_node(world: BrainHarness, p0: Incarnation, d0
     assert world.count_placed() == 0
 
 
-def test_single_token_request_is_admitted_before_decode_node_joins(world: BrainHarness, p0: Incarnation) -> None:
+def test_single_token_request_is_admitted_before_decode_node_joins(
+    world: BrainHarness, p0: Incarnation
+) -> None:
     """Or its client would wait for ever for a word that its request is accepted."""
     request = world.submit(max_tokens=1)
-    assert [effect.request_id for effect in world.effects if isinstance(effect, m.AdmitRequest)] == [request]
+    assert [
+        effect.request_id for effect in world.effects if isinstance(effect, m.AdmitRequest)
+    ] == [request]
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.LENGTH)
     assert isinstance(world.end_event(request).result, m.FinishedResult)
     other = world.submit(max_tokens=2)
@@ -98,7 +123,9 @@ def test_last_token_of_requeued_request_needs_no_decode_node(
     assert isinstance(world.end_event(request).result, m.FinishedResult)
 
 
-def test_complete_output_ends_request_without_finish_reason_from_node(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_complete_output_ends_request_without_finish_reason_from_node(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=2)
     key = stream_first_token(world, p0, d0)
     world.report_token(d0, key, 1)
@@ -119,7 +146,9 @@ def test_repeated_or_missing_token_fails_only_the_attempt(
     assert world.brain.counters.replaced_attempts == {"stale": 1}
 
 
-def test_tokens_after_the_last_one_change_nothing(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_tokens_after_the_last_one_change_nothing(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit(max_tokens=8)
     key = stream_first_token(world, p0, d0)
     late = (TokenEvent(key, 1, 8, FinishReason.STOP), TokenEvent(key, 2, 9))
@@ -128,14 +157,18 @@ def test_tokens_after_the_last_one_change_nothing(world: BrainHarness, p0: Incar
     assert isinstance(world.end_event(request).result, m.FinishedResult)
 
 
-def test_prefill_node_may_not_stream_tokens(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_prefill_node_may_not_stream_tokens(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     world.report_token(p0, world.last_attempt_key(p0), 0)
     assert world.emitted_tokens(request) == []
     assert world.brain.counters.replaced_attempts == {"stale": 1}
 
 
-def test_messages_of_another_attempt_or_node_are_dropped(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_messages_of_another_attempt_or_node_are_dropped(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     d1 = world.join_node("d1", DECODE)
     request = world.submit()
     first = world.last_attempt_key(p0)
@@ -156,7 +189,9 @@ def test_messages_of_another_attempt_or_node_are_dropped(world: BrainHarness, p0
     assert world.brain.get_request_state(request) is RequestState.PLACED
 
 
-def test_messages_of_older_attempt_on_same_node_are_dropped(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_messages_of_older_attempt_on_same_node_are_dropped(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     old = world.last_attempt_key(d0)
     world.report_failure(p0, old, LeaseExpired("late"))
@@ -166,7 +201,9 @@ def test_messages_of_older_attempt_on_same_node_are_dropped(world: BrainHarness,
     assert world.emitted_tokens(request) == []
 
 
-def test_messages_of_stale_incarnation_are_dropped(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_messages_of_stale_incarnation_are_dropped(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit()
     key = world.last_attempt_key(d0)
     world.join_node("d0", DECODE)
@@ -174,7 +211,9 @@ def test_messages_of_stale_incarnation_are_dropped(world: BrainHarness, p0: Inca
     assert world.brain.counters.dropped_messages["stale"] == 1
 
 
-def test_ticket_for_other_attempt_or_node_is_not_forwarded(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_ticket_for_other_attempt_or_node_is_not_forwarded(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit()
     key = world.last_attempt_key(d0)
     world.send_from_node(d0, m.BlocksReserved(key, make_ticket(d0, key, Incarnation("p9#1")), 0))
@@ -195,13 +234,17 @@ def test_node_death_requeues_request_with_emitted_tokens(moment: str) -> None:
             world.report_token(d0, key, 0)
         new = world.join_node("p1", PREFILL) if victim == "p" else world.join_node("d1", DECODE)
         world.lose_node(p0 if victim == "p" else d0)
-        work = (world.messages_to(new, m.PrefillOrder) or world.messages_to(new, m.DecodeOrder))[0].work
+        work = (world.messages_to(new, m.PrefillOrder) or world.messages_to(new, m.DecodeOrder))[
+            0
+        ].work
         assert list(work.emitted) == world.emitted_tokens(request)
         assert work.key.attempt == 2
         assert len(work.request.prompt) == 20
 
 
-def test_handoff_report_is_accepted_only_from_its_writer(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_handoff_report_is_accepted_only_from_its_writer(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     world.submit()
     key = world.last_attempt_key(d0)
     world.report_handed_off(d0, key)
@@ -231,7 +274,9 @@ def test_prefill_node_may_leave_after_commit(
     assert world.emitted_tokens(request) in ([7], [7, 7])
 
 
-def test_handoff_report_counts_after_request_end(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_handoff_report_counts_after_request_end(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
@@ -245,14 +290,18 @@ def test_handoff_report_counts_after_request_end(world: BrainHarness, p0: Incarn
     assert timeline.handoff.bytes == 10
 
 
-def test_non_replaceable_error_ends_request(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_non_replaceable_error_ends_request(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     world.report_failure(p0, world.last_attempt_key(p0), InvalidRequest("token 5 is bad"))
     assert isinstance(world.end_error(request), InvalidRequest)
     assert len(world.messages_to(d0, m.CancelOrder)) == 1
 
 
-def test_attempts_are_bounded_and_last_error_is_returned(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_attempts_are_bounded_and_last_error_is_returned(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     for error in (LeaseExpired("one"), OutOfBlocks("two"), IncompleteTransfer("three")):
         assert world.end_events(request) == []
@@ -283,7 +332,9 @@ def test_repeated_failures_back_off() -> None:
     assert world.brain.get_request_state(request) is RequestState.PLACED
 
 
-def test_request_may_end_during_backoff(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_request_may_end_during_backoff(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     for _ in range(2):
         world.report_failure(d0, world.last_attempt_key(d0), LeaseExpired("again"))
@@ -295,27 +346,43 @@ def test_request_may_end_during_backoff(world: BrainHarness, p0: Incarnation, d0
     assert world.count_placed() == 0
 
 
-def test_no_node_can_cancel_a_request(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_no_node_can_cancel_a_request(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
-    world.report_failure(d0, world.last_attempt_key(d0), Cancelled("the first token ends the request"))
+    world.report_failure(
+        d0, world.last_attempt_key(d0), Cancelled("the first token ends the request")
+    )
     assert world.end_events(request) == []
     assert world.last_attempt_key(d0).attempt_number == 2
 
 
-def test_the_nodes_of_a_failed_attempt_are_avoided(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_the_nodes_of_a_failed_attempt_are_avoided(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     p1, d1 = world.join_node("p1", PREFILL), world.join_node("d1", DECODE)
     world.submit()
     used = [node for node in (p0, p1, d0, d1) if world.brain.count_attempts(node)]
     decode = next(node for node in used if node in (d0, d1))
     world.report_failure(decode, world.last_attempt_key(decode), LeaseExpired("black hole"))
-    assert {node for node in (p0, p1, d0, d1) if world.brain.count_attempts(node)} == {p0, p1, d0, d1} - set(used)
+    assert {node for node in (p0, p1, d0, d1) if world.brain.count_attempts(node)} == {
+        p0,
+        p1,
+        d0,
+        d1,
+    } - set(used)
 
 
-def test_requeued_requests_go_first_oldest_before_others(world: BrainHarness, p0: Incarnation) -> None:
+def test_requeued_requests_go_first_oldest_before_others(
+    world: BrainHarness, p0: Incarnation
+) -> None:
     d0 = world.join_node("d0", DECODE, max_num_seqs=3)
     placed = [world.submit() for _ in range(3)]
     waiting = world.submit()
     assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
-    assert [order.work.key.request for order in world.messages_to(d1, m.DecodeOrder)] == [*placed, waiting]
+    assert [order.work.key.request for order in world.messages_to(d1, m.DecodeOrder)] == [
+        *placed,
+        waiting,
+    ]

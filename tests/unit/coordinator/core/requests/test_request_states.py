@@ -1,4 +1,5 @@
-"""Cancel, deadline and the death of a node, in every state a request can be in. A new state fails until it is here."""
+"""Cancel, deadline and the death of a node, in every state a request can be in. A new state fails
+until it is here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import Cancelled, DeadlineExceeded
-from baton.types import FinishReason, Incarnation, RequestId, AttemptSpec
+from baton.types import AttemptSpec, FinishReason, Incarnation, RequestId
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import TERMINAL_STATES, RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
@@ -53,7 +54,9 @@ def streaming() -> RequestInState:
 
 def finished() -> RequestInState:
     it = streaming()
-    it.world.report_token(it.decode, it.world.last_attempt_key(it.decode), 1, finish=FinishReason.STOP)
+    it.world.report_token(
+        it.decode, it.world.last_attempt_key(it.decode), 1, finish=FinishReason.STOP
+    )
     return it
 
 
@@ -71,7 +74,8 @@ SCENES: dict[RequestState, Callable[[], RequestInState]] = {
     RequestState.FINISHED: finished,
     RequestState.FAILED: failed,
 }
-# Whose work is to be stopped: a writer whose hand-off has committed has no part in the request any more.
+# Whose work is to be stopped: a writer whose hand-off has committed has no part in the request any
+# more.
 LEGS: dict[RequestState, frozenset[str]] = {
     RequestState.QUEUED: frozenset(),
     RequestState.PLACED: frozenset({"prefill", "decode"}),
@@ -90,7 +94,9 @@ def state(request: pytest.FixtureRequest) -> RequestState:
 
 def arrange(state: RequestState) -> RequestInState:
     it = SCENES[state]()
-    assert it.world.brain.get_request_state(it.request) is (None if state in TERMINAL_STATES else state)
+    assert it.world.brain.get_request_state(it.request) is (
+        None if state in TERMINAL_STATES else state
+    )
     return it
 
 
@@ -99,7 +105,9 @@ def cancels(it: RequestInState, effects: list[m.Effect]) -> set[str]:
     return {
         names[effect.incarnation]
         for effect in effects
-        if isinstance(effect, m.SendOrder) and isinstance(effect.order, m.CancelOrder) and effect.order.key[0] == it.request
+        if isinstance(effect, m.SendOrder)
+        and isinstance(effect.order, m.CancelOrder)
+        and effect.order.key[0] == it.request
     }
 
 
@@ -163,9 +171,15 @@ def test_node_gone(state: RequestState, victim: str) -> None:
     placed = [work for work in works(it, successor) if work.key.request_id == it.request]
     assert list(placed[-1].emitted_token_ids) == tokens
     if victim == "prefill":
-        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].writer is None, "decode computes the prompt itself"
+        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].writer is None, (
+            "decode computes the prompt itself"
+        )
     assert it.world.end_events(it.request) == []
 
 
 def works(it: RequestInState, node: Incarnation) -> list[AttemptSpec]:
-    return [order.work for order in it.world.messages_to(node, m.DecodeOrder) + it.world.messages_to(node, m.PrefillOrder)]
+    return [
+        order.work
+        for order in it.world.messages_to(node, m.DecodeOrder)
+        + it.world.messages_to(node, m.PrefillOrder)
+    ]

@@ -1,5 +1,5 @@
-"""The request table against a model, under anything: nodes that answer late, twice, wrongly or for somebody else, that
-die, are drained and come back; clients that go away; time that runs out."""
+"""The request table against a model, under anything: nodes that answer late, twice, wrongly or for
+somebody else, that die, are drained and come back; clients that go away; time that runs out."""
 
 from dataclasses import replace
 
@@ -16,30 +16,42 @@ from hypothesis.stateful import (
     rule,
 )
 
-from baton.errors import BatonError, HandoffFailed, InvalidRequest, LeaseExpired, Overloaded, Preempted, StaleMessage
+from baton.errors import (
+    BatonError,
+    HandoffFailed,
+    InvalidRequest,
+    LeaseExpired,
+    Overloaded,
+    Preempted,
+    StaleMessage,
+)
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
+from tests.unit.coordinator.core.brain_harness import make_ticket
 from tests.unit.coordinator.core.requests.request_table_model import (
     ROLES,
     ExpectedRequest,
     PlacedOrder,
     RequestTableModel,
-    expected_prompt_logprobs,
     expected_logprobs,
+    expected_prompt_logprobs,
     expected_token,
 )
-from tests.unit.coordinator.core.brain_harness import make_ticket
 
 Orders = MultipleResults[PlacedOrder]
 WRONG = -1  # a token that no honest node sends
 
-errors = st.sampled_from([LeaseExpired("late"), Preempted("no room"), StaleMessage("old"), InvalidRequest("bad")])
+errors = st.sampled_from(
+    [LeaseExpired("late"), Preempted("no room"), StaleMessage("old"), InvalidRequest("bad")]
+)
 
 
 class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
-    orders: Bundle[PlacedOrder] = Bundle("orders")  # what nodes were told and may answer, now or much later
+    orders: Bundle[PlacedOrder] = Bundle(
+        "orders"
+    )  # what nodes were told and may answer, now or much later
 
     @initialize()
     def start(self) -> None:
@@ -57,7 +69,12 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     def submit(
-        self, prompt: int, max_tokens: int, timeout: float, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        prompt: int,
+        max_tokens: int,
+        timeout: float,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> Orders:
         self.submits(ExpectedRequest(prompt, max_tokens, logprobs, prompt_logprobs), timeout, None)
         return self.new_orders()
@@ -74,11 +91,23 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
     ) -> Orders:
         leader = RequestId(f"r{number}")
         if leader in self.expected_requests:
-            asked = ExpectedRequest(self.expected_requests[leader].prompt, max_tokens, None, prompt_logprobs)
+            asked = ExpectedRequest(
+                self.expected_requests[leader].prompt, max_tokens, None, prompt_logprobs
+            )
             state = self.world.brain.get_request_state(leader)
-            key = max((key for key in self.computing_nodes if key.request_id == leader), default=None)
-            committed = state is not None and state is not RequestState.QUEUED and key in self.committed_attempts
-            if state is not None and not committed and (prompt_logprobs is None or asked.prompt == 1):
+            key = max(
+                (key for key in self.computing_nodes if key.request_id == leader), default=None
+            )
+            committed = (
+                state is not None
+                and state is not RequestState.QUEUED
+                and key in self.committed_attempts
+            )
+            if (
+                state is not None
+                and not committed
+                and (prompt_logprobs is None or asked.prompt == 1)
+            ):
                 asked.after = leader
             self.submits(asked, timeout, leader)
         return self.new_orders()
@@ -91,7 +120,9 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
             choice = 0 if after is None else 1
             scores = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
             try:
-                self.world.submit(asked.prompt, asked.max_tokens, timeout, after=after, choice=choice, **scores)
+                self.world.submit(
+                    asked.prompt, asked.max_tokens, timeout, after=after, choice=choice, **scores
+                )
             except Overloaded:
                 del self.expected_requests[RequestId(f"r{self.world._requests}")]
 
@@ -120,16 +151,29 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
             self.apply_input(lambda: self.world.lose_node(self.alive[name]))
         return self.new_orders()
 
-    @rule(target=orders, name=st.sampled_from(sorted(ROLES)), room=st.integers(0, 32), age=st.sampled_from([0.0, 99.0]))
+    @rule(
+        target=orders,
+        name=st.sampled_from(sorted(ROLES)),
+        room=st.integers(0, 32),
+        age=st.sampled_from([0.0, 99.0]),
+    )
     def a_node_reports(self, name: str, room: int, age: float) -> Orders:
         if name in self.alive:
-            self.apply_input(lambda: self.world.send_heartbeat(self.alive[name], room, progress_age_seconds=age))
+            self.apply_input(
+                lambda: self.world.send_heartbeat(self.alive[name], room, progress_age_seconds=age)
+            )
         return self.new_orders()
 
-    @rule(target=orders, name=st.sampled_from(sorted(ROLES)), timeout=st.sampled_from([None, 0.0, 5.0]))
+    @rule(
+        target=orders,
+        name=st.sampled_from(sorted(ROLES)),
+        timeout=st.sampled_from([None, 0.0, 5.0]),
+    )
     def a_node_is_drained(self, name: str, timeout: float | None) -> Orders:
         def act() -> None:
-            self.world.effects += self.world.brain.drain_node(NodeName(name), timeout, self.world.now)
+            self.world.effects += self.world.brain.drain_node(
+                NodeName(name), timeout, self.world.now
+            )
 
         if name in self.alive:
             self.drained.add(name)
@@ -164,7 +208,9 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
 
     @rule(target=orders, order=orders, needed=st.integers(1, 40), free=st.integers(0, 32))
     def it_is_refused(self, order: PlacedOrder, needed: int, free: int) -> Orders:
-        self.send_from_node(order[0], m.ReservationRefused(order[1].work.key, needed, free), last_word=True)
+        self.send_from_node(
+            order[0], m.ReservationRefused(order[1].work.key, needed, free), last_word=True
+        )
         return self.new_orders()
 
     @rule(target=orders, order=orders, error=errors)
@@ -191,15 +237,23 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
 
     @rule(target=orders, order=orders, count=st.integers(1, 4), stop=st.booleans())
     def it_continues(self, order: PlacedOrder, count: int, stop: bool) -> Orders:
-        """An honest node goes on from what the client has; a prefill node only to end the request."""
+        """An honest node goes on from what the client has; a prefill node only to end the
+        request."""
         node, told = order
         key = told.work.key
         start = len(self.clients[key.request_id].tokens)
         finish = FinishReason.STOP if stop or isinstance(told, m.PrefillOrder) else None
-        top = self.expected_requests[key.request_id].logprobs if key.request_id in self.expected_requests else None
+        top = (
+            self.expected_requests[key.request_id].logprobs
+            if key.request_id in self.expected_requests
+            else None
+        )
         tokens = [expected_token(key.request_id, index) for index in range(start, start + count)]
         events = [
-            TokenEvent(key, start + n, token, logprobs=expected_logprobs(key.request_id, token, top)) for n, token in enumerate(tokens)
+            TokenEvent(
+                key, start + n, token, logprobs=expected_logprobs(key.request_id, token, top)
+            )
+            for n, token in enumerate(tokens)
         ]
         if isinstance(told, m.PrefillOrder):
             events = events[:1]
@@ -214,14 +268,18 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         scores = expected_prompt_logprobs(key.request_id, asked.prompt, asked.prompt_logprobs or 0)
         come = self.received_prompt_logprobs[key]
         if scores[come:]:
-            self.send_from_node(order[0], m.PromptLogprobsReport(key, come + 1, scores[come : come + count]))
+            self.send_from_node(
+                order[0], m.PromptLogprobsReport(key, come + 1, scores[come : come + count])
+            )
         return self.new_orders()
 
     @rule(target=orders, order=orders, first=st.integers(0, 200))
     def its_prompt_is_scored_wrongly(self, order: PlacedOrder, first: int) -> Orders:
         key = order[1].work.key
         if first != self.received_prompt_logprobs[key] + 1:
-            self.send_from_node(order[0], m.PromptLogprobsReport(key, first, (TokenLogprobs(WRONG),)))
+            self.send_from_node(
+                order[0], m.PromptLogprobsReport(key, first, (TokenLogprobs(WRONG),))
+            )
         return self.new_orders()
 
     @rule(target=orders, order=orders, top=st.sampled_from([None, 1, 3]))
@@ -230,7 +288,16 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         key = told.work.key
         if self.expected_requests[key.request_id].logprobs is not None:
             index, finish = len(self.clients[key.request_id].tokens), FinishReason.STOP
-            self.send_from_node(node, m.StepTokens((TokenEvent(key, index, WRONG, finish, expected_logprobs(key.request_id, 1, top)),)))
+            self.send_from_node(
+                node,
+                m.StepTokens(
+                    (
+                        TokenEvent(
+                            key, index, WRONG, finish, expected_logprobs(key.request_id, 1, top)
+                        ),
+                    )
+                ),
+            )
         return self.new_orders()
 
     @rule(target=orders, order=orders, offset=st.sampled_from([-3, -1, 1, 5]))
@@ -268,8 +335,12 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
     def books_agree(self) -> None:
         brain = self.world.brain
         for node in brain.node_registry.nodes:
-            assert brain.count_attempts(node) == len([leg for leg in self.legs if leg[0] == node]), node
-        open_requests = {request for request in self.expected_requests if self.clients[request].end is None}
+            assert brain.count_attempts(node) == len(
+                [leg for leg in self.legs if leg[0] == node]
+            ), node
+        open_requests = {
+            request for request in self.expected_requests if self.clients[request].end is None
+        }
         assert set(brain.list_active_requests()) == open_requests
         assert {leg[1].request_id for leg in self.legs} <= open_requests
         assert brain.queued_requests + brain.running_requests == len(open_requests)

@@ -1,21 +1,35 @@
-"""What the request table does when things fail: the retry budget, breakers, who is to blame, and forward progress."""
+"""What the request table does when things fail: the retry budget, breakers, who is to blame, and
+forward progress."""
 
 import pytest
 
-from baton.errors import Cancelled, IncompleteTransfer, InvalidRequest, OutOfMemory, PeerUnreachable, StaleMessage
+from baton.errors import (
+    Cancelled,
+    IncompleteTransfer,
+    InvalidRequest,
+    OutOfMemory,
+    PeerUnreachable,
+    StaleMessage,
+)
 from baton.types import FinishReason, Incarnation, RequestId
 from coordinator.core.common import messages as m
-from coordinator.core.placement.breakers import FIRST_COOLDOWN_SECONDS, FAILURES_TO_OPEN, BreakerState
+from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
+from coordinator.core.placement.breakers import (
+    FAILURES_TO_OPEN,
+    FIRST_COOLDOWN_SECONDS,
+    BreakerState,
+)
 from coordinator.core.requests.attempt_trace import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.requests.record import RequestState
 from coordinator.core.requests.retry_budget import MIN_RETRIES, WINDOW_SECONDS
-from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 FAR = 1000.0  # seconds: nobody's deadline
 
 
-def wide(max_queue: int = 500, max_attempts: int = 1000) -> tuple[BrainHarness, Incarnation, Incarnation]:
+def wide(
+    max_queue: int = 500, max_attempts: int = 1000
+) -> tuple[BrainHarness, Incarnation, Incarnation]:
     """A world with room for many."""
     world = BrainHarness(max_queue=max_queue, max_attempts=max_attempts)
     room = {"max_num_seqs": 500, "num_blocks": 2000, "max_batched_tokens": 8192}
@@ -49,7 +63,9 @@ def test_retries_are_limited_to_share_of_offered_requests() -> None:
     before = len(placed_keys(world, d0))
     world.advance(2 * WINDOW_SECONDS)
     world.advance(MAX_BACKOFF_SECONDS)
-    assert before < len(placed_keys(world, d0)) <= before + MIN_RETRIES, "the load has gone, the floor is left"
+    assert before < len(placed_keys(world, d0)) <= before + MIN_RETRIES, (
+        "the load has gone, the floor is left"
+    )
 
 
 def exhaust(world: BrainHarness, node: Incarnation) -> RequestId:
@@ -94,7 +110,9 @@ def test_requests_of_lost_node_are_exempt_from_retry_budget() -> None:
     world.lose_node(d0)
     assert {order.work.request.id for order in placed_keys(world, d1)} >= set(crowd)
     assert before == 1
-    assert world.brain.retries.held_back_count == 0, "it had failed on the node that turned out to be dead"
+    assert world.brain.retries.held_back_count == 0, (
+        "it had failed on the node that turned out to be dead"
+    )
     assert world.brain.count_attempts(p0) >= len(crowd)
 
 
@@ -105,9 +123,15 @@ def test_held_back_requests_are_bounded_by_max_queue() -> None:
     for _ in range(6):
         failed.append(world.submit(timeout=FAR))
         world.report_failure(d0, world.last_attempt_key(d0), OutOfMemory("none left"))
-    held = [request for request in failed if world.brain.get_request_state(request) is RequestState.QUEUED]
+    held = [
+        request
+        for request in failed
+        if world.brain.get_request_state(request) is RequestState.QUEUED
+    ]
     assert len(held) == 4
-    assert [world.end_error(request).code for request in failed if request not in held] == ["out_of_memory"] * 2
+    assert [world.end_error(request).code for request in failed if request not in held] == [
+        "out_of_memory"
+    ] * 2
 
 
 def test_request_may_end_while_held_back() -> None:
@@ -145,7 +169,9 @@ def trip(world: BrainHarness, decode: Incarnation) -> RequestId:
         if not world.count_placed():
             world.advance(0.05)
             continue
-        world.report_failure(decode, world.last_attempt_key(decode), IncompleteTransfer("slabs are missing"))
+        world.report_failure(
+            decode, world.last_attempt_key(decode), IncompleteTransfer("slabs are missing")
+        )
     return request
 
 
@@ -175,7 +201,10 @@ def test_nodes_of_open_breaker_serve_with_other_nodes(world: BrainHarness) -> No
     world.advance(MAX_BACKOFF_SECONDS / 4)
     assert world.brain.count_attempts(p0) == 0
     assert (world.brain.count_attempts(p1), world.brain.count_attempts(d0)) == (1, 1)
-    because = {one.node: one.because for one in world.brain.explain_request(request, world.now).attempts[-1].considered}
+    because = {
+        one.node: one.because
+        for one in world.brain.explain_request(request, world.now).attempts[-1].considered
+    }
     assert because["p0"] == BLOCKED_PAIR
     d1 = world.join_node("d1", DECODE)
     world.submit(timeout=FAR)
@@ -197,7 +226,8 @@ def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None
 
 
 def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
-    """Nor does what says nothing about the link: a refusal, a step that fails, a message of another life."""
+    """Nor does what says nothing about the link: a refusal, a step that fails, a message of another
+    life."""
     p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     for number in range(1000):
         request = world.submit(timeout=FAR)
@@ -277,7 +307,9 @@ def test_waiting_for_room_counts_as_stalled(world: BrainHarness) -> None:
     world.join_node("p0", PREFILL)
     d0 = world.join_node("d0", DECODE)
     world.submit(timeout=FAR)
-    world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2))
+    world.send_from_node(
+        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2)
+    )
     world.advance(20.0)
     assert (world.brain.running_requests, world.brain.queued_requests) == (0, 1)
     assert world.brain.seconds_without_progress(world.now) == pytest.approx(20.0)

@@ -3,7 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.requests.retry_budget import _BUCKET_SECONDS, MIN_RETRIES, WINDOW_SECONDS, RetryBudget
+from coordinator.core.requests.retry_budget import (
+    _BUCKET_SECONDS,
+    MIN_RETRIES,
+    WINDOW_SECONDS,
+    RetryBudget,
+)
 
 SHARE = 0.2
 
@@ -11,7 +16,9 @@ SHARE = 0.2
 def test_min_retries_are_available_without_load() -> None:
     budget = RetryBudget(SHARE)
     budget.record_request(0.0)
-    assert [budget.try_spend(1.0) for _ in range(MIN_RETRIES + 2)] == [True] * MIN_RETRIES + [False] * 2
+    assert [budget.try_spend(1.0) for _ in range(MIN_RETRIES + 2)] == [True] * MIN_RETRIES + [
+        False
+    ] * 2
     assert budget.next_expiry_at() == 1.0 + WINDOW_SECONDS
     assert not budget.try_spend(0.99 + WINDOW_SECONDS)
     assert budget.try_spend(1.0 + WINDOW_SECONDS)
@@ -29,7 +36,10 @@ def test_budget_is_share_of_offered_requests() -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["offered", "take", "many offered", "many takes"]), st.floats(0.0, 3.0)), max_size=60
+    st.tuples(
+        st.sampled_from(["offered", "take", "many offered", "many takes"]), st.floats(0.0, 3.0)
+    ),
+    max_size=60,
 )
 
 
@@ -52,4 +62,6 @@ def test_budget_is_exactly_the_share(script: list[tuple[str, float]]) -> None:
             assert not allowed or recent < max(MIN_RETRIES, SHARE * most)
             assert allowed or recent >= max(MIN_RETRIES, int(SHARE * least))
             retried += [now] * allowed
-    assert budget.available_retries(now + 2 * WINDOW_SECONDS) == MIN_RETRIES, "what is long ago counts no more"
+    assert budget.available_retries(now + 2 * WINDOW_SECONDS) == MIN_RETRIES, (
+        "what is long ago counts no more"
+    )

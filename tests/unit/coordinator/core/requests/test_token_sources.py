@@ -4,7 +4,11 @@ import pytest
 
 from baton.types import AttemptKey, RequestId
 from coordinator.core.common.messages import DecodeStarted, PrefillEnded
-from coordinator.core.requests.token_sources import TokenSources, compute_token_sources, exclude_own_tokens
+from coordinator.core.requests.token_sources import (
+    TokenSources,
+    compute_token_sources,
+    exclude_own_tokens,
+)
 
 KEY = AttemptKey(RequestId("r"), 1, 0)
 
@@ -13,7 +17,9 @@ def ended(computed: int, cached: int, pooled: int = 0, remote: int = 0) -> Prefi
     return PrefillEnded(KEY, computed, cached, 0.0, pooled, remote)
 
 
-def admitted(computed: int, cached: int, received: int, pooled: int = 0, remote: int = 0) -> DecodeStarted:
+def admitted(
+    computed: int, cached: int, received: int, pooled: int = 0, remote: int = 0
+) -> DecodeStarted:
     return DecodeStarted(KEY, computed, cached, received, 0.0, pooled, remote)
 
 
@@ -32,9 +38,14 @@ def admitted(computed: int, cached: int, received: int, pooled: int = 0, remote:
         (None, admitted(20, 800, 0, 800, 300), TokenSources(0, 20, 0, 500, 300)),
     ],
 )
-def test_every_prompt_token_has_one_source(prefill: PrefillEnded | None, decode: DecodeStarted | None, expected: TokenSources) -> None:
+def test_every_prompt_token_has_one_source(
+    prefill: PrefillEnded | None, decode: DecodeStarted | None, expected: TokenSources
+) -> None:
     assert compute_token_sources(prefill, decode) == expected
-    assert expected.cached_tokens == sum(expected) - expected.computed_prefill - expected.computed_decode
+    assert (
+        expected.cached_tokens
+        == sum(expected) - expected.computed_prefill - expected.computed_decode
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,8 +57,13 @@ def test_every_prompt_token_has_one_source(prefill: PrefillEnded | None, decode:
         (TokenSources(1, 0, 63, 0), 64, TokenSources(1, 0, 63, 0)),
     ],
 )
-def test_tokens_of_earlier_attempt_are_not_cache_hits(found: TokenSources, known: int, expected: TokenSources) -> None:
+def test_tokens_of_earlier_attempt_are_not_cache_hits(
+    found: TokenSources, known: int, expected: TokenSources
+) -> None:
     assert exclude_own_tokens(found, known, prefill=True) == expected
     other = exclude_own_tokens(found, known, prefill=False)
-    assert (other.computed_prefill, other.cached_tokens) == (found.computed_prefill, expected.cached_tokens)
+    assert (other.computed_prefill, other.cached_tokens) == (
+        found.computed_prefill,
+        expected.cached_tokens,
+    )
     assert sum(other) == sum(found)

@@ -3,11 +3,11 @@
 import pytest
 
 from baton.kv.block_hash import BlockHash
-from baton.process.clock import FakeClock
 from baton.kv.hash_chain import HashChain
+from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
+from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerError
 
 ROOT = BlockHash(b"root")
 SIZE = 4
@@ -37,7 +37,12 @@ def count_found_tokens(pool: BlockPool, chain: HashChain) -> int:
     held = 0
     while held < len(chain.tokens):
         number = held // SIZE
-        if pool.prefix_index.find_block(chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number)) is None:
+        if (
+            pool.prefix_index.find_block(
+                chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number)
+            )
+            is None
+        ):
             break
         held += SIZE
     return held
@@ -85,7 +90,9 @@ def test_ticket_transitions(state: BlockState, step: str) -> None:
     assert pool.count_blocks(state) == 2
     after = LEGAL.get((state, step))
     if after is None and (state, step) == (BlockState.IN_USE, "reserve"):
-        assert pool.reserve_for_ticket(1, T, "a") is None  # a ticket that has committed is forgotten; there is no room
+        assert (
+            pool.reserve_for_ticket(1, T, "a") is None
+        )  # a ticket that has committed is forgotten; there is no room
     elif after is None:
         with pytest.raises(BlockLedgerError):
             STEPS[step](pool)
@@ -131,7 +138,9 @@ def test_releasing_what_one_does_not_hold() -> None:
     pool.check_invariants()
 
 
-@pytest.mark.parametrize("path", [[], ["reserve"], ["reserve", "mark_writing"], ["reserve", "quarantine"]])
+@pytest.mark.parametrize(
+    "path", [[], ["reserve"], ["reserve", "mark_writing"], ["reserve", "quarantine"]]
+)
 def test_only_committed_blocks_are_shared_or_indexed(path: list[str]) -> None:
     pool = make_pool(2)
     for each in path:
@@ -159,7 +168,9 @@ def test_partly_filled_block_is_found_then_the_full_one() -> None:
     pool.index_block(block, chain, 0, 2)
     for rest in ([3, 4], [9]):
         match = pool.match_prefix(HashChain(ROOT, [1, 2, *rest], SIZE), 4, "b")
-        assert (match.blocks, match.partial_hit) == ((), PartialHit(block, 2)), "the third token is nobody's business"
+        assert (match.blocks, match.partial_hit) == ((), PartialHit(block, 2)), (
+            "the third token is nobody's business"
+        )
         pool.release_blocks((block,), "b")
     with pytest.raises(BlockLedgerError, match="sealed before"):
         pool.index_block(block, chain, 0, 2)
@@ -177,7 +188,9 @@ def test_partly_filled_block_is_cached_on_release() -> None:
     pool.index_block(block, HashChain(ROOT, [1, 2, 3], SIZE), 0, 3)
     pool.release_blocks((block,), "a")
     assert pool.get_block_state(block) is BlockState.CACHED
-    assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").partial_hit == PartialHit(block, 3)
+    assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").partial_hit == PartialHit(
+        block, 3
+    )
     pool.release_blocks((block,), "b")
     assert pool.allocate_blocks(1, "c") == (block,)
     assert len(pool.prefix_index) == 0
@@ -187,7 +200,8 @@ def test_partly_filled_block_is_cached_on_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "blocks", "partial"), [(8, 2, 0), (7, 1, 3), (5, 1, 1), (4, 1, 0), (3, 0, 3), (1, 0, 1), (0, 0, 0)]
+    ("cap", "blocks", "partial"),
+    [(8, 2, 0), (7, 1, 3), (5, 1, 1), (4, 1, 0), (3, 0, 3), (1, 0, 1), (0, 0, 0)],
 )
 def test_match_prefix_respects_max_tokens(cap: int, blocks: int, partial: int) -> None:
     pool = make_pool()
@@ -240,7 +254,9 @@ def test_one_of_equal_blocks_is_cached() -> None:
         pool.allocate_blocks(1, owner)
         pool.index_block(BlockIndex(0 if owner == "a" else 1), HashChain(ROOT, tokens, SIZE), 0)
         pool.check_invariants()
-    assert pool.match_prefix(HashChain(ROOT, tokens, SIZE), 4, "c").blocks == (0,), "the first one is found"
+    assert pool.match_prefix(HashChain(ROOT, tokens, SIZE), 4, "c").blocks == (0,), (
+        "the first one is found"
+    )
     pool.release_blocks((BlockIndex(0),), "a")
     pool.release_blocks((BlockIndex(0),), "c")
     assert pool.get_block_state(BlockIndex(0)) is BlockState.FREE, "its twin lives on"
@@ -288,7 +304,10 @@ def test_ledger_names_every_owner() -> None:
         BlockState.CACHED: 0,
         BlockState.QUARANTINED: 0,
     }
-    assert {(each.owner, each.state, each.num_blocks, each.age_seconds, each.ticket_id) for each in ledger.entries} == {
+    assert {
+        (each.owner, each.state, each.num_blocks, each.age_seconds, each.ticket_id)
+        for each in ledger.entries
+    } == {
         ("a", BlockState.IN_USE, 2, 4.5, None),
         ("b", BlockState.IN_USE, 2, 1.5, None),
         ("c", BlockState.WRITING, 3, 0.5, T),

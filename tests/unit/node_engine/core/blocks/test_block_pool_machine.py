@@ -14,11 +14,11 @@ from hypothesis.stateful import (
 )
 
 from baton.kv.block_hash import BlockHash
-from baton.process.clock import FakeClock
 from baton.kv.hash_chain import HashChain
+from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.prefix_index import common_prefix_length
 
 ROOT = BlockHash(b"root")
@@ -46,7 +46,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def begin(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, SIZE, FakeClock())
         self.count = 0
-        self.content: dict[BlockIndex, tuple[int, ...]] = {}  # what was last sealed into a block: its whole prefix
+        self.content: dict[
+            BlockIndex, tuple[int, ...]
+        ] = {}  # what was last sealed into a block: its whole prefix
         self.owned: dict[BlockIndex, set[str]] = {}
         self.out: dict[TicketId, tuple[BlockIndex, ...]] = {}
 
@@ -78,7 +80,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.content[block] == tuple(tokens[: (number + 1) * SIZE])
             self.owned[block].add(owner)
         if match.partial_hit:
-            assert self.content[match.partial_hit.source_block][: match.num_tokens] == tuple(tokens[: match.num_tokens])
+            assert self.content[match.partial_hit.source_block][: match.num_tokens] == tuple(
+                tokens[: match.num_tokens]
+            )
             assert match.partial_hit.source_block not in match.blocks
             self.pool.release_blocks((match.partial_hit.source_block,), owner)
         needed = -(-len(tokens) // SIZE) - len(match.blocks)
@@ -94,7 +98,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         return ModelledSequence(owner, tokens, [*match.blocks, *fresh], len(match.blocks))
 
     def oracle(self, tokens: list[int], cap: int) -> tuple[int, int]:
-        """Whole blocks and tokens of one more that a match has to find, by looking at every indexed block."""
+        """Whole blocks and tokens of one more that a match has to find, by looking at every indexed
+        block."""
         there = {self.content[block] for block in self.content if block in self.pool.prefix_index}
         whole = 0
         while (whole + 1) * SIZE <= cap and tuple(tokens[: (whole + 1) * SIZE]) in there:
@@ -117,7 +122,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def seal_beginning(self, holder: ModelledSequence) -> None:
         """What there is of a block that is not full yet."""
         number, length = divmod(len(holder.tokens), SIZE)
-        if length == 0 or number != holder.num_indexed_blocks or holder.table[number] in self.pool.prefix_index:
+        if (
+            length == 0
+            or number != holder.num_indexed_blocks
+            or holder.table[number] in self.pool.prefix_index
+        ):
             return
         self.pool.index_block(holder.table[number], holder.chain, number, length)
         self.content[holder.table[number]] = tuple(holder.tokens)
@@ -188,7 +197,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
             if not any(block in promised for promised in self.out.values()):
                 assert self.pool.get_ref_count(block) == len(owners)
         for state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
-            assert sum(each.num_blocks for each in ledger.entries if each.state is state) == self.pool.count_blocks(state)
+            assert sum(
+                each.num_blocks for each in ledger.entries if each.state is state
+            ) == self.pool.count_blocks(state)
 
     @invariant()
     def nobody_is_stranded(self) -> None:

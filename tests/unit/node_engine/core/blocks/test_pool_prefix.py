@@ -1,10 +1,11 @@
-"""Block tables that name the shared pool's blocks, without a pool: the books are kept on own blocks only."""
+"""Block tables that name the shared pool's blocks, without a pool: the books are kept on own blocks
+only."""
 
 import pytest
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_pool import PartialHit
 from node_engine.core.blocks.block_ledger import BlockLedgerError
+from node_engine.core.blocks.block_pool import PartialHit
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.sequences.sequence import SequenceState
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, make_work
@@ -43,11 +44,17 @@ def test_a_pin_ends_with_its_last_user_and_once() -> None:
 def test_pool_blocks_use_no_own_blocks() -> None:
     node, pin = SteppedNode(num_blocks=6), CountedPin()
     found = make_pool_prefix(pin, 3, partial=7)
-    sequence = node.scheduler.add_sequence(make_work(0, PROMPT), node.root, hand_off=True, pooled=found)
+    sequence = node.scheduler.add_sequence(
+        make_work(0, PROMPT), node.root, hand_off=True, pooled=found
+    )
     found.release()
     node.scheduler.schedule_step()
     assert sequence.block_table[:3] == list(POOL_BLOCKS[:3])
-    assert (sequence.num_pool_blocks, sequence.num_own_blocks, node.pool.num_available_blocks) == (3, 3, 3)
+    assert (sequence.num_pool_blocks, sequence.num_own_blocks, node.pool.num_available_blocks) == (
+        3,
+        3,
+        3,
+    )
     assert (sequence.num_cached_tokens, sequence.num_pool_tokens) == (3 * BLOCK + 7, 3 * BLOCK + 7)
     assert sequence.pending_copy == (POOL_BLOCKS[3], sequence.block_table[3])
     assert pin.num_released == 0
@@ -76,7 +83,12 @@ def test_own_blocks_are_preferred_to_pool_blocks() -> None:
     sequence = node.scheduler.add_sequence(make_work(1, PROMPT), node.root, pooled=found)
     found.release()
     node.scheduler.schedule_step()
-    assert [node.pool.is_own_block(block) for block in sequence.block_table[:4]] == [True, True, False, False]
+    assert [node.pool.is_own_block(block) for block in sequence.block_table[:4]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert sequence.num_pool_tokens == 2 * BLOCK
 
 
@@ -98,7 +110,9 @@ def test_dedup_is_refused_while_a_step_is_in_flight() -> None:
     sequence = node.add_work(make_work(0, PROMPT))
     node.scheduler.schedule_step()
     with pytest.raises(BlockLedgerError, match="between two steps"):
-        node.scheduler.dedup_to_shared_pool(sequence.chain, POOL_BLOCKS, RefCountedPin(lambda: None))
+        node.scheduler.dedup_to_shared_pool(
+            sequence.chain, POOL_BLOCKS, RefCountedPin(lambda: None)
+        )
 
 
 def test_deduped_blocks_are_free_and_not_found_again() -> None:

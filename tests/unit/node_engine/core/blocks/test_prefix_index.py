@@ -19,7 +19,9 @@ def entry(tokens: tuple[int, ...]) -> IndexedBlock:
     """The last block of `tokens`."""
     chain = HashChain(ROOT, tokens, SIZE)
     number = len(tokens) // SIZE - 1
-    return IndexedBlock(chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number))
+    return IndexedBlock(
+        chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number)
+    )
 
 
 @given(added=st.lists(contents, max_size=30), data=st.data())
@@ -29,7 +31,9 @@ def test_against_brute_force(added: list[tuple[int, ...]], data: st.DataObject) 
     for number, tokens in enumerate(added):
         index.add_block(BlockIndex(number), entry(tokens))
         kept[BlockIndex(number)] = tokens
-    for block in data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True) if kept else st.just([])):
+    for block in data.draw(
+        st.lists(st.sampled_from(sorted(kept)), unique=True) if kept else st.just([])
+    ):
         index.remove_block(block)
         del kept[block]
     index.check_invariants()

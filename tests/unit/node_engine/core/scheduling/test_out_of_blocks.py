@@ -3,19 +3,30 @@
 import pytest
 
 from baton.types import TicketId
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerError
-from node_engine.core.sequences.outcomes import PrefillRequeued, SequenceFailed, PrefillCompleted
+from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.sequences.outcomes import PrefillCompleted, PrefillRequeued, SequenceFailed
 from node_engine.core.sequences.sequence import SequenceState, handoff_owner_label
 from node_engine.core.step.step_batch import StepBatch
-from tests.unit.node_engine.core.stepped_node import PROMPT, SteppedNode, TICKET_ID, expected_tokens, unshared_prompt, batch_shape, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    PROMPT,
+    TICKET_ID,
+    SteppedNode,
+    batch_shape,
+    expected_tokens,
+    make_work,
+    unshared_prompt,
+)
 
 # when blocks run out
 
 
 def test_newer_prefill_is_preempted_half_computed() -> None:
     node = SteppedNode(num_blocks=6, max_num_seqs=2, max_batched_tokens=17)
-    old, young = make_work("old", unshared_prompt(15, 1), 30), make_work("young", unshared_prompt(64, 2), 30)
+    old, young = (
+        make_work("old", unshared_prompt(15, 1), 30),
+        make_work("young", unshared_prompt(64, 2), 30),
+    )
     node.add_work(old)
     node.step()
     node.add_work(young)
@@ -47,20 +58,25 @@ def test_sequence_larger_than_the_cache_fails() -> None:
     node.add_work(job)
     node.run()
     assert node.error_codes() == {job.key: "out_of_blocks"}
-    assert node.emitted_tokens(job) == expected_tokens(job)[:13], "33 tokens: the KV of the last one has no room"
+    assert node.emitted_tokens(job) == expected_tokens(job)[:13], (
+        "33 tokens: the KV of the last one has no room"
+    )
     [failed] = [each for each in node.outcomes if isinstance(each, SequenceFailed)]
     assert "needs 3 blocks, the cache has 2" in failed.error.message
     assert node.pool.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_growth_waits_for_reserved_blocks() -> None:
-    """The oldest sequence needs a block, and everything else is under a ticket: it goes on when that is fenced."""
+    """The oldest sequence needs a block, and everything else is under a ticket: it goes on when
+    that is fenced."""
     node = SteppedNode(num_blocks=4, max_num_seqs=2)
     job = make_work("a", PROMPT[:10], 30)
     node.add_work(job)
     node.step()
     awaited = make_work("b", unshared_prompt(32, 1))
-    assert not isinstance(node.scheduler.reserve_for_handoff(awaited, node.root, TICKET_ID), CapacityRefusal)
+    assert not isinstance(
+        node.scheduler.reserve_for_handoff(awaited, node.root, TICKET_ID), CapacityRefusal
+    )
     node.pool.reserve_for_ticket(1, TicketId("u"), "someone else")
     node.run()
     waiting = node.emitted_tokens(job)
@@ -89,7 +105,11 @@ def test_unticketed_prefill_is_requeued_newest_first() -> None:
     assert dropped == [guesses[2].key]
     sequence = node.scheduler.get_sequence(guesses[2].key)
     assert sequence is not None
-    assert (sequence.state, sequence.block_table, sequence.num_computed_tokens) == (SequenceState.WAITING, [], 0)
+    assert (sequence.state, sequence.block_table, sequence.num_computed_tokens) == (
+        SequenceState.WAITING,
+        [],
+        0,
+    )
     node.scheduler.finish_handoff(firm.key)
     node.run()
     completed = [each.event for each in node.outcomes if isinstance(each, PrefillCompleted)]
@@ -99,9 +119,13 @@ def test_unticketed_prefill_is_requeued_newest_first() -> None:
 
 
 def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
-    """A hand-off's own references outlive the drop for a moment: that is no reason to drop the next one as well."""
+    """A hand-off's own references outlive the drop for a moment: that is no reason to drop the next
+    one as well."""
     node = SteppedNode(num_blocks=8, max_num_seqs=8, max_batched_tokens=128)
-    guesses = [node.add_work(make_work(f"guess{salt}", unshared_prompt(32, salt)), hand_off=True) for salt in range(4)]
+    guesses = [
+        node.add_work(make_work(f"guess{salt}", unshared_prompt(32, salt)), hand_off=True)
+        for salt in range(4)
+    ]
     node.run()
     tables = [tuple(guess.block_table) for guess in guesses]
     for guess in guesses:
@@ -111,7 +135,9 @@ def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
     node.scheduler.mark_ticketed(firm.key)
     for _ in range(3):
         assert node.step() is None
-    assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [guesses[3]]
+    assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [
+        guesses[3]
+    ]
     node.scheduler.cancel_sequence(guesses[3].key)
     node.pool.release_blocks(tables[3], handoff_owner_label(guesses[3].key))
     assert batch_shape(node.step()) == [(0, 20, True)]
@@ -119,7 +145,10 @@ def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
 
 def test_growth_waits_for_what_a_sender_still_holds() -> None:
     node = SteppedNode(num_blocks=4, max_num_seqs=4)
-    old, young = make_work("old", unshared_prompt(15, 1), 30), make_work("young", unshared_prompt(3, 2), 12)
+    old, young = (
+        make_work("old", unshared_prompt(15, 1), 30),
+        make_work("young", unshared_prompt(3, 2), 12),
+    )
     guess = node.add_work(make_work("guess", unshared_prompt(30, 3)), hand_off=True)
     node.add_work(old)
     node.add_work(young)
@@ -129,7 +158,9 @@ def test_growth_waits_for_what_a_sender_still_holds() -> None:
     node.run()
     assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [guess]
     assert len(node.emitted_tokens(old)) < 30
-    assert node.emitted_tokens(young) == expected_tokens(young), "it was not preempted for what is on its way"
+    assert node.emitted_tokens(young) == expected_tokens(young), (
+        "it was not preempted for what is on its way"
+    )
     node.scheduler.cancel_sequence(guess.key)
     node.pool.release_blocks(table, handoff_owner_label(guess.key))
     node.run()
@@ -138,20 +169,29 @@ def test_growth_waits_for_what_a_sender_still_holds() -> None:
 
 def test_growth_requeues_unticketed_before_preempting() -> None:
     node = SteppedNode(num_blocks=4, max_num_seqs=4)
-    old, young, guess = make_work("old", unshared_prompt(15, 1), 16), make_work("young", unshared_prompt(15, 2), 16), make_work("guess", unshared_prompt(16, 3))
+    old, young, guess = (
+        make_work("old", unshared_prompt(15, 1), 16),
+        make_work("young", unshared_prompt(15, 2), 16),
+        make_work("guess", unshared_prompt(16, 3)),
+    )
     node.add_work(old)
     node.add_work(guess, hand_off=True)
     node.add_work(young)
     node.run()
     assert node.error_codes() == {}
-    assert [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)] == [guess.key]
+    assert [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)] == [
+        guess.key
+    ]
     assert node.emitted_tokens(old) == expected_tokens(old)
     assert node.emitted_tokens(young) == expected_tokens(young)
 
 
 def test_nothing_is_requeued_in_vain() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8)
-    pinned, guess = make_work("pinned", unshared_prompt(64, 1)), make_work("guess", unshared_prompt(32, 2))
+    pinned, guess = (
+        make_work("pinned", unshared_prompt(64, 1)),
+        make_work("guess", unshared_prompt(32, 2)),
+    )
     node.add_work(pinned, hand_off=True)
     node.scheduler.mark_ticketed(pinned.key)
     node.add_work(guess, hand_off=True)
@@ -165,12 +205,17 @@ def test_nothing_is_requeued_in_vain() -> None:
     )
     node.scheduler.finish_handoff(pinned.key)
     node.run()
-    assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)][-1] == firm.key
+    assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)][
+        -1
+    ] == firm.key
 
 
 def test_ticketed_prefill_is_not_requeued() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8)
-    guess, firm = make_work("guess", unshared_prompt(64, 1)), make_work("firm", unshared_prompt(80, 2))
+    guess, firm = (
+        make_work("guess", unshared_prompt(64, 1)),
+        make_work("firm", unshared_prompt(80, 2)),
+    )
     node.add_work(guess, hand_off=True)
     node.run()
     node.scheduler.mark_ticketed(guess.key)
@@ -182,7 +227,10 @@ def test_ticketed_prefill_is_not_requeued() -> None:
 
 def test_ticketed_prefill_goes_before_unticketed() -> None:
     node = SteppedNode(max_batched_tokens=32, max_num_seqs=4)
-    guess, firm = make_work("guess", unshared_prompt(64, 1)), make_work("firm", unshared_prompt(32, 2))
+    guess, firm = (
+        make_work("guess", unshared_prompt(64, 1)),
+        make_work("firm", unshared_prompt(32, 2)),
+    )
     node.add_work(guess, hand_off=True)
     node.step()
     node.add_work(firm, hand_off=True)
@@ -192,10 +240,13 @@ def test_ticketed_prefill_goes_before_unticketed() -> None:
 
 
 def test_late_ticket_does_not_overtake_a_started_prefill() -> None:
-    """Decode gives a hand-off up in which nothing moves for a while: an older prompt, however long, must wait its turn
-    if its ticket came later."""
+    """Decode gives a hand-off up in which nothing moves for a while: an older prompt, however long,
+    must wait its turn if its ticket came later."""
     node = SteppedNode(max_batched_tokens=32, max_num_seqs=4)
-    long, begun = make_work("long", unshared_prompt(512, 1)), make_work("begun", unshared_prompt(96, 2))
+    long, begun = (
+        make_work("long", unshared_prompt(512, 1)),
+        make_work("begun", unshared_prompt(96, 2)),
+    )
     node.add_work(long, hand_off=True)
     node.add_work(begun, hand_off=True)
     node.scheduler.mark_ticketed(begun.key)
@@ -204,7 +255,10 @@ def test_late_ticket_does_not_overtake_a_started_prefill() -> None:
     assert batch_shape(node.step()) == [(32, 32, False)]
     assert batch_shape(node.step()) == [(64, 32, True)]
     node.run()
-    assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)] == [begun.key, long.key]
+    assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)] == [
+        begun.key,
+        long.key,
+    ]
 
 
 # between next_step and update

@@ -4,18 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import Principal, AttemptSpec
+from baton.types import AttemptSpec, Principal
 from node_engine.core.metrics.device_time import DeviceTime
+from node_engine.core.scheduling.preemption import (
+    CheapestToResumeFirst,
+    MostBlocksFirst,
+    select_victim,
+)
 from node_engine.core.sequences.outcomes import SequenceFailed
 from node_engine.core.sequences.sequence import Sequence
-from node_engine.core.scheduling.preemption import CheapestToResumeFirst, MostBlocksFirst, select_victim
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, make_work
 
 NAMES = ("premium", "standard", "batch")
 
 
 def make_job(name: str, level: int, length: int, max_tokens: int = 40) -> AttemptSpec:
-    made = make_work(name, [(len(name) * 31 + ord(name[-1]) * 7 + each) % 997 + 1 for each in range(length)], max_tokens)
+    made = make_work(
+        name,
+        [(len(name) * 31 + ord(name[-1]) * 7 + each) % 997 + 1 for each in range(length)],
+        max_tokens,
+    )
     standing = Principal("t", NAMES[level], level)
     return replace(made, request=replace(made.request, principal=standing))
 
@@ -29,7 +37,13 @@ def run_all_prefills(node: SteppedNode, *jobs: AttemptSpec) -> list[Sequence]:
 
 def test_the_lowest_class_then_most_blocks_or_cheapest_and_never_a_higher_class() -> None:
     node = SteppedNode(max_batched_tokens=512)
-    a, b, c, d = run_all_prefills(node, make_job("a", 1, 100), make_job("b", 2, 40), make_job("c", 2, 90), make_job("d", 0, 200))
+    a, b, c, d = run_all_prefills(
+        node,
+        make_job("a", 1, 100),
+        make_job("b", 2, 40),
+        make_job("c", 2, 90),
+        make_job("d", 0, 200),
+    )
     assert select_victim(a, [a, b, c, d], MostBlocksFirst()) is c
     assert select_victim(a, [a, b, c, d], CheapestToResumeFirst()) is b
     assert select_victim(a, [a, d], MostBlocksFirst()) is a
@@ -38,7 +52,9 @@ def test_the_lowest_class_then_most_blocks_or_cheapest_and_never_a_higher_class(
 
 def test_nearly_done_sequences_are_spared() -> None:
     node = SteppedNode(max_batched_tokens=512)
-    long, ending, asking = run_all_prefills(node, make_job("a", 1, 60), make_job("b", 2, 90, max_tokens=9), make_job("c", 1, 20))
+    long, ending, asking = run_all_prefills(
+        node, make_job("a", 1, 60), make_job("b", 2, 90, max_tokens=9), make_job("c", 1, 20)
+    )
     assert select_victim(asking, [long, ending, asking], MostBlocksFirst()) is long
     assert select_victim(asking, [ending], MostBlocksFirst()) is ending
 
@@ -89,13 +105,18 @@ def test_requeued_prefill_is_recomputed_at_the_takers_cost() -> None:
     assert guess.num_computed_tokens == 3 * BLOCK
     (gold,) = run_all_prefills(node, make_job("gold", 0, 5 * BLOCK - 1))
     assert guess.num_computed_tokens == 0
-    assert [guess.charged_class_at(position) for position in (0, 3 * BLOCK - 1)] == ["premium", "premium"]
+    assert [guess.charged_class_at(position) for position in (0, 3 * BLOCK - 1)] == [
+        "premium",
+        "premium",
+    ]
     assert gold.charged_class_at(0) == "premium"
 
 
 def test_lower_class_is_preempted_at_the_takers_cost() -> None:
     node = SteppedNode(4, max_batched_tokens=512)
-    run_all_prefills(node, make_job("gold", 0, 2 * BLOCK - 4, 20), make_job("bulk", 1, 2 * BLOCK - 2))
+    run_all_prefills(
+        node, make_job("gold", 0, 2 * BLOCK - 4, 20), make_job("bulk", 1, 2 * BLOCK - 2)
+    )
     node.run()
     (failed,) = [each for each in node.outcomes if isinstance(each, SequenceFailed)]
     assert (failed.sequence.tenant_class, failed.preempting_class) == ("standard", "premium")

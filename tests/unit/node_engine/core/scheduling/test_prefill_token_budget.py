@@ -1,4 +1,5 @@
-"""Prompts computed beside running sequences: how much of a step they get, on a clock that only the costs move."""
+"""Prompts computed beside running sequences: how much of a step they get, on a clock that only the
+costs move."""
 
 from itertools import count
 
@@ -11,10 +12,12 @@ from baton.types import SamplingParams
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.paced.paced_engine import PacedCosts
-from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
 from tests.unit.node_engine.core.scheduling.test_scheduler import unshared_prompt
+from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
 
-COSTS = PacedCosts(prefill_us_per_token=50.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0)
+COSTS = PacedCosts(
+    prefill_us_per_token=50.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0
+)
 DRAWN = SampleSpec(SamplingParams(8), 0, 0)
 
 
@@ -22,7 +25,9 @@ def make_batch(residents: int, resident: int, prompts: list[tuple[int, int]]) ->
     """`prompts`: tokens before, and in the step."""
     ids = map(SequenceId, count())
     pieces = [SequenceSlice(next(ids), (1,), resident, (), DRAWN) for _ in range(residents)]
-    pieces += [SequenceSlice(next(ids), (1,) * length, before, (), None) for before, length in prompts]
+    pieces += [
+        SequenceSlice(next(ids), (1,) * length, before, (), None) for before, length in prompts
+    ]
     return StepBatch(tuple(pieces))
 
 
@@ -40,7 +45,9 @@ class TimedNode:
 
     def step(self, before: int, length: int) -> float:
         self.context_tokens += 1
-        made = make_batch(self.num_running, self.context_tokens, [(before, length)] if length else [])
+        made = make_batch(
+            self.num_running, self.context_tokens, [(before, length)] if length else []
+        )
         seconds = self.costs.compute_step_seconds(made)
         self.prefill_budget.observe_step(made, seconds)
         return seconds
@@ -50,7 +57,9 @@ class TimedNode:
         before = 0
         steps: list[tuple[float, int]] = []
         while before < tokens:
-            granted = self.prefill_budget.compute_token_limit(self.num_running, self.num_running * self.context_tokens, before)
+            granted = self.prefill_budget.compute_token_limit(
+                self.num_running, self.num_running * self.context_tokens, before
+            )
             length = min(512, tokens - before, 512 if granted is None else granted // BLOCK * BLOCK)
             steps.append((self.step(before, length), length))
             before += length
@@ -69,10 +78,14 @@ def test_running_sequences_keep_their_pace(share: float, residents: int) -> None
     steps = node.compute_prompt(1600)
     at_once = BURST * share / len(steps)
     slowdown = node.compute_slowdown(steps)
-    assert 1.0 + 0.8 * share <= slowdown <= (1.0 + share) * 1.05 + at_once, "what is allowed is used, and no more"
+    assert 1.0 + 0.8 * share <= slowdown <= (1.0 + share) * 1.05 + at_once, (
+        "what is allowed is used, and no more"
+    )
     block = BLOCK * COSTS.prefill_us_per_token * 1e-6
     saved = max(BURST * share * node.decode_step_seconds, block)
-    assert max(seconds for seconds, _ in steps) <= 1.05 * ((1.0 + share) * node.decode_step_seconds + saved)
+    assert max(seconds for seconds, _ in steps) <= 1.05 * (
+        (1.0 + share) * node.decode_step_seconds + saved
+    )
 
 
 def test_a_short_prompt_is_computed_at_once_and_the_next_one_is_not() -> None:
@@ -96,16 +109,26 @@ def test_no_limit_without_running_sequences() -> None:
 
 
 def test_small_share_saves_credit_for_a_whole_block() -> None:
-    node = TimedNode(0.5, 1, PacedCosts(prefill_us_per_token=1000.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0))
+    node = TimedNode(
+        0.5,
+        1,
+        PacedCosts(
+            prefill_us_per_token=1000.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0
+        ),
+    )
     node.compute_prompt(160)
     steps = node.compute_prompt(160)
-    assert {length for _, length in steps} == {0, BLOCK}, "16 ms of computing for 2.5 ms of each step"
+    assert {length for _, length in steps} == {0, BLOCK}, (
+        "16 ms of computing for 2.5 ms of each step"
+    )
     assert 5 <= len(steps) / 10 <= 8
 
 
 def test_the_end_of_a_long_context_is_reached() -> None:
     """What a block costs grows along a prompt, and so does what may be saved up for it."""
-    attention = PacedCosts(prefill_us_per_token=100.0, prefill_us_per_cached_token=0.5, decode_base_us=1000.0)
+    attention = PacedCosts(
+        prefill_us_per_token=100.0, prefill_us_per_cached_token=0.5, decode_base_us=1000.0
+    )
     TimedNode(0.2, 1, attention).compute_prompt(4096)
 
 
@@ -121,15 +144,25 @@ def test_compute_time_share() -> None:
     node = TimedNode(0.5, 4)
     node.compute_prompt(600)
     added = 96 * 50.0 / (96 * 50.0 + 5000.0 + 4 * 20.0)
-    assert node.prefill_budget.compute_time_share(make_batch(4, 50, [(0, 64), (0, 32)]), 64) == pytest.approx(added * 2 / 3, rel=0.1)
-    assert node.prefill_budget.compute_time_share(make_batch(0, 0, [(0, 64), (0, 32)]), 32) == pytest.approx(1 / 3)
-    assert node.prefill_budget.compute_time_share(make_batch(3, 50, []), 1) == pytest.approx(1 / 3), "all but the last token was cached"
+    assert node.prefill_budget.compute_time_share(
+        make_batch(4, 50, [(0, 64), (0, 32)]), 64
+    ) == pytest.approx(added * 2 / 3, rel=0.1)
+    assert node.prefill_budget.compute_time_share(
+        make_batch(0, 0, [(0, 64), (0, 32)]), 32
+    ) == pytest.approx(1 / 3)
+    assert node.prefill_budget.compute_time_share(make_batch(3, 50, []), 1) == pytest.approx(
+        1 / 3
+    ), "all but the last token was cached"
 
 
 @settings(max_examples=60)
 @given(
     st.floats(0.01, 4.0),
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300), st.floats(1e-6, 10.0)), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 300), st.floats(1e-6, 10.0)),
+        min_size=1,
+        max_size=40,
+    ),
     st.integers(0, 4000),
 )
 def test_no_prompt_is_starved_whatever_steps_took(
@@ -138,14 +171,24 @@ def test_no_prompt_is_starved_whatever_steps_took(
     allowance = PrefillTokenBudget(BLOCK)
     allowance.prefill_step_share = share
     for residents, new, seconds in steps:
-        allowance.observe_step(make_batch(residents, 100, [(before, new)] if new > 1 else []), seconds)
+        allowance.observe_step(
+            make_batch(residents, 100, [(before, new)] if new > 1 else []), seconds
+        )
     plain, earned, block = make_batch(4, 100, []), 0.0, 0.0
     for _ in range(64):
         granted = allowance.compute_token_limit(4, 400, before)
         if granted is None or granted >= BLOCK:
             return
         assert granted >= 0
-        block = 4.0 * BLOCK * sum(map(float.__mul__, allowance._prefill_fit.coefficients, (1 / 1024, before / 1024**2)))
+        block = (
+            4.0
+            * BLOCK
+            * sum(
+                map(
+                    float.__mul__, allowance._prefill_fit.coefficients, (1 / 1024, before / 1024**2)
+                )
+            )
+        )
         took = max(0.01, block / share)  # a step long enough to pay a debt and a block
         allowance.observe_step(plain, took)
         earned += share * took
@@ -181,6 +224,8 @@ def test_scheduler_keeps_the_budget_and_chunking_changes_no_token() -> None:
                 node.add_work(jobs[begun])
                 begun += 1
         assert [node.emitted_tokens(job) for job in jobs] == [expected_tokens(job) for job in jobs]
-        cuts.append(sum(any(len(piece.token_ids) > 1 for piece in each.slices) for each in node.batches))
+        cuts.append(
+            sum(any(len(piece.token_ids) > 1 for piece in each.slices) for each in node.batches)
+        )
     assert cuts[0] == 5, "each prompt in one step"
     assert cuts[0] < cuts[2] < cuts[1]

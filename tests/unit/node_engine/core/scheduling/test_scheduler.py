@@ -6,12 +6,21 @@ import pytest
 
 from baton.errors import ConfigError, ContextLengthExceeded
 from baton.types import FinishReason
+from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerError
-from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.core.sequences.sequence import SequenceState
-from tests.unit.node_engine.core.stepped_node import BLOCK, PROMPT, SteppedNode, TICKET_ID, expected_tokens, unshared_prompt, batch_shape, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    PROMPT,
+    TICKET_ID,
+    SteppedNode,
+    batch_shape,
+    expected_tokens,
+    make_work,
+    unshared_prompt,
+)
 
 # the shape of steps
 
@@ -75,15 +84,28 @@ def test_emitted_tokens_are_context_and_count() -> None:
     node.run()
     assert node.emitted_tokens(resumed) == expected_tokens(whole)[4:]
     events = [each.event for each in node.outcomes if isinstance(each, TokenEmitted)]
-    assert [(event.output_index, event.finish_reason) for event in events] == [(4, None), (5, FinishReason.LENGTH)]
-    assert [piece.sample_spec.position for batch in node.batches for piece in batch.slices if piece.sample_spec] == [24, 25]
+    assert [(event.output_index, event.finish_reason) for event in events] == [
+        (4, None),
+        (5, FinishReason.LENGTH),
+    ]
+    assert [
+        piece.sample_spec.position
+        for batch in node.batches
+        for piece in batch.slices
+        if piece.sample_spec
+    ] == [24, 25]
 
 
 def test_min_tokens_forbids_eos_and_stop_ids() -> None:
     node = SteppedNode()
     node.add_work(make_work("a", PROMPT[:4], 4, min_tokens=2, stop=[9]))
     node.run()
-    forbidden = [piece.sample_spec.forbidden_token_ids for batch in node.batches for piece in batch.slices if piece.sample_spec]
+    forbidden = [
+        piece.sample_spec.forbidden_token_ids
+        for batch in node.batches
+        for piece in batch.slices
+        if piece.sample_spec
+    ]
     assert forbidden == [(0, 9), (0, 9), (), ()]
 
 
@@ -94,7 +116,9 @@ def test_a_stop_token_is_emitted_and_ends_the_output() -> None:
     node.add_work(make_work("a", PROMPT[:4], 8, stop=[tokens[2]]))
     node.run()
     assert node.emitted_tokens(job) == tokens[:3]
-    assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][-1] is FinishReason.STOP
+    assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][
+        -1
+    ] is FinishReason.STOP
 
 
 def test_the_model_length_ends_the_output() -> None:
@@ -129,15 +153,22 @@ CACHED_LENGTHS: dict[str, Callable[[int], int]] = {
     "all but one": lambda length: length - 1,
     "all": lambda length: length,
 }
-REUSE = [(length, held) for length in (1, 15, 16, 17, 31, 32, 33) for held in CACHED_LENGTHS if CACHED_LENGTHS[held](length) <= length]
+REUSE = [
+    (length, held)
+    for length in (1, 15, 16, 17, 31, 32, 33)
+    for held in CACHED_LENGTHS
+    if CACHED_LENGTHS[held](length) <= length
+]
 
 
 @pytest.mark.parametrize(("length", "held"), REUSE)
 def test_cached_prefixes_and_copy_on_write(length: int, held: str) -> None:
-    """Whatever was computed before, the tokens are the same and only what is missing is computed."""
+    """Whatever was computed before, the tokens are the same and only what is missing is
+    computed."""
     shared = CACHED_LENGTHS[held](length)
     node = SteppedNode()
-    # The warming prompt goes on differently after `shared` tokens and is long enough to fill its blocks.
+    # The warming prompt goes on differently after `shared` tokens and is long enough to fill its
+    # blocks.
     node.add_work(make_work("warm", [*PROMPT[:shared], 999, *unshared_prompt(2 * BLOCK, 5)], 1))
     node.run()
     node.batches.clear()
@@ -150,7 +181,9 @@ def test_cached_prefixes_and_copy_on_write(length: int, held: str) -> None:
     assert [(piece.start, len(piece.token_ids)) for piece in first.slices] == [
         (sequence.num_cached_tokens, length - sequence.num_cached_tokens)
     ]
-    assert len(first.block_copies) == (1 if sequence.num_cached_tokens % BLOCK else 0), "a shared block is never written"
+    assert len(first.block_copies) == (1 if sequence.num_cached_tokens % BLOCK else 0), (
+        "a shared block is never written"
+    )
     assert node.pool.count_blocks(BlockState.IN_USE) == 0
 
 
@@ -169,7 +202,8 @@ def test_the_source_of_a_copy_is_held_until_the_copy_is_made() -> None:
 
 
 def test_the_source_of_a_copy_never_stands_in_the_way() -> None:
-    """Two blocks, both cached. The prompt needs both; a reference on the second, to copy from it, would be a third."""
+    """Two blocks, both cached. The prompt needs both; a reference on the second, to copy from it,
+    would be a third."""
     node = SteppedNode(num_blocks=2)
     node.add_work(make_work("warm", PROMPT[:32], 1))
     node.run()
@@ -189,7 +223,9 @@ def test_output_blocks_are_reused_by_the_next_turn() -> None:
     sequence = node.add_work(turn)
     node.run()
     assert node.emitted_tokens(turn) == expected_tokens(turn)
-    assert sequence.num_cached_tokens == 48, "50 tokens; of the last one's block nothing was computed yet"
+    assert sequence.num_cached_tokens == 48, (
+        "50 tokens; of the last one's block nothing was computed yet"
+    )
 
 
 def test_cache_salt_isolates_tenants() -> None:

@@ -4,11 +4,20 @@ import pytest
 
 from baton.errors import OutOfBlocks
 from baton.types import FinishReason, TicketId
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerError
-from node_engine.core.sequences.outcomes import PrefillCompleted
+from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.sequences.outcomes import PrefillCompleted
 from node_engine.core.sequences.sequence import SequenceState
-from tests.unit.node_engine.core.stepped_node import BLOCK, PROMPT, SteppedNode, TICKET_ID, transfer_kv, expected_tokens, unshared_prompt, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    PROMPT,
+    TICKET_ID,
+    SteppedNode,
+    expected_tokens,
+    make_work,
+    transfer_kv,
+    unshared_prompt,
+)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])
@@ -34,10 +43,21 @@ def test_handoff_keeps_the_tokens(length: int, known: int) -> None:
     transfer_kv(prefill, decode, job.key, TICKET_ID)
     decode.run()
     assert decode.emitted_tokens(job) == expected_tokens(job)
-    assert sum(batch.num_tokens for batch in decode.batches if batch.slices[0].sequence_id == awaited.id) == 19
+    assert (
+        sum(
+            batch.num_tokens
+            for batch in decode.batches
+            if batch.slices[0].sequence_id == awaited.id
+        )
+        == 19
+    )
     for node in (prefill, decode):
         node.pool.check_invariants()
-        assert node.pool.count_blocks(BlockState.IN_USE) == node.pool.count_blocks(BlockState.WRITING) == 0
+        assert (
+            node.pool.count_blocks(BlockState.IN_USE)
+            == node.pool.count_blocks(BlockState.WRITING)
+            == 0
+        )
 
 
 def test_chunks_end_on_block_boundaries_also_behind_part_of_a_block() -> None:
@@ -62,7 +82,9 @@ def test_the_first_token_may_be_the_last() -> None:
     [completed] = prefill.outcomes
     assert isinstance(completed, PrefillCompleted)
     assert completed.event.finish_reason is FinishReason.STOP
-    assert completed.sequence.state is SequenceState.HANDING_OFF, "its blocks stay until they are released"
+    assert completed.sequence.state is SequenceState.HANDING_OFF, (
+        "its blocks stay until they are released"
+    )
     transfer_kv(prefill, decode, job.key, TICKET_ID)
     assert decode.emitted_tokens(job) == tokens[:1]
     assert decode.scheduler.get_sequence(job.key) is None
@@ -83,7 +105,9 @@ def test_running_decode_resumes_on_another_node() -> None:
     source = first.scheduler.get_sequence(moved.key)
     assert source is not None
     for block, destination in zip(source.block_table, awaited.reserved_blocks, strict=True):
-        second.arena[destination * size : (destination + 1) * size] = first.arena[block * size : (block + 1) * size]
+        second.arena[destination * size : (destination + 1) * size] = first.arena[
+            block * size : (block + 1) * size
+        ]
     assert second.scheduler.commit_handoff(moved.key) == []
     second.run()
     assert second.emitted_tokens(moved) == expected_tokens(job)[5:]
@@ -103,14 +127,25 @@ def test_commit_handoff_checks_its_arguments() -> None:
 def test_reservation_without_room_is_refused_at_once() -> None:
     node = SteppedNode(num_blocks=4, max_num_seqs=2)
     node.scheduler.reserve_for_handoff(make_work("a", PROMPT[:40]), node.root, TICKET_ID)
-    assert node.scheduler.reserve_for_handoff(make_work("b", unshared_prompt(20, 1)), node.root, TicketId("u")) == CapacityRefusal(2, 1, 1)
-    assert not isinstance(node.scheduler.reserve_for_handoff(make_work("c", unshared_prompt(9, 2)), node.root, TicketId("v")), CapacityRefusal)
-    refused = node.scheduler.reserve_for_handoff(make_work("d", unshared_prompt(9, 3)), node.root, TicketId("w"))
+    assert node.scheduler.reserve_for_handoff(
+        make_work("b", unshared_prompt(20, 1)), node.root, TicketId("u")
+    ) == CapacityRefusal(2, 1, 1)
+    assert not isinstance(
+        node.scheduler.reserve_for_handoff(
+            make_work("c", unshared_prompt(9, 2)), node.root, TicketId("v")
+        ),
+        CapacityRefusal,
+    )
+    refused = node.scheduler.reserve_for_handoff(
+        make_work("d", unshared_prompt(9, 3)), node.root, TicketId("w")
+    )
     assert refused == CapacityRefusal(1, 0, 0)
     assert node.scheduler.get_sequence(make_work("b", [1]).key) is None
     node.pool.check_invariants()
     with pytest.raises(OutOfBlocks, match="needs 5 blocks, the cache has 4"):
-        node.scheduler.reserve_for_handoff(make_work("e", unshared_prompt(65, 4)), node.root, TicketId("x"))
+        node.scheduler.reserve_for_handoff(
+            make_work("e", unshared_prompt(65, 4)), node.root, TicketId("x")
+        )
 
 
 def test_matched_blocks_are_not_counted_as_free() -> None:
@@ -121,7 +156,9 @@ def test_matched_blocks_are_not_counted_as_free() -> None:
     node.step()
     assert node.scheduler.free_blocks == 2
     refused = node.scheduler.reserve_for_handoff(make_work("b", PROMPT[:33]), node.root, TICKET_ID)
-    assert refused == CapacityRefusal(1, 0, 7), "two are matched, one is left, and that one is kept for growth"
+    assert refused == CapacityRefusal(1, 0, 7), (
+        "two are matched, one is left, and that one is kept for growth"
+    )
     node.pool.check_invariants()
 
 
@@ -130,7 +167,12 @@ def test_handoff_leaves_slots_to_waiting_sequences() -> None:
     node.add_work(make_work("a", unshared_prompt(10, 1)))
     node.add_work(make_work("b", unshared_prompt(10, 2)))
     assert node.scheduler.free_slots == 0
-    assert isinstance(node.scheduler.reserve_for_handoff(make_work("c", unshared_prompt(10, 3)), node.root, TICKET_ID), CapacityRefusal)
+    assert isinstance(
+        node.scheduler.reserve_for_handoff(
+            make_work("c", unshared_prompt(10, 3)), node.root, TICKET_ID
+        ),
+        CapacityRefusal,
+    )
 
 
 def test_handoff_leaves_blocks_to_waiting_sequences() -> None:
@@ -139,6 +181,13 @@ def test_handoff_leaves_blocks_to_waiting_sequences() -> None:
     node.step()
     node.add_work(make_work("b", unshared_prompt(60, 2)))
     node.step()
-    assert node.scheduler.get_load().num_sequences_by_state[SequenceState.WAITING] == 1, "one block is kept for the growth of the first"
+    assert node.scheduler.get_load().num_sequences_by_state[SequenceState.WAITING] == 1, (
+        "one block is kept for the growth of the first"
+    )
     assert node.scheduler.free_blocks == 0
-    assert isinstance(node.scheduler.reserve_for_handoff(make_work("c", unshared_prompt(9, 3)), node.root, TICKET_ID), CapacityRefusal)
+    assert isinstance(
+        node.scheduler.reserve_for_handoff(
+            make_work("c", unshared_prompt(9, 3)), node.root, TICKET_ID
+        ),
+        CapacityRefusal,
+    )

@@ -1,4 +1,5 @@
-"""Whatever the load, the budget and the cache: every job ends once, with the right tokens, and every block comes back.
+"""Whatever the load, the budget and the cache: every job ends once, with the right tokens, and
+every block comes back.
 
 Preempted jobs are placed again, as the coordinator would, with the tokens that they have emitted.
 """
@@ -9,11 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.types import AttemptKey, TicketId, AttemptSpec
+from baton.types import AttemptKey, AttemptSpec, TicketId
 from node_engine.core.blocks.block_ledger import BlockState
-from node_engine.core.sequences.outcomes import PrefillRequeued, TokenEmitted, SequenceFailed, PrefillCompleted
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    PrefillRequeued,
+    SequenceFailed,
+    TokenEmitted,
+)
 from node_engine.core.sequences.sequence import Sequence, SequenceState
-from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, transfer_kv, expected_tokens, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    SteppedNode,
+    expected_tokens,
+    make_work,
+    transfer_kv,
+)
 
 # Two families of prompts that share beginnings of any length.
 FAMILIES = [[(salt * 37 + 7 * position) % 997 + 1 for position in range(80)] for salt in (1, 2)]
@@ -48,7 +60,9 @@ class TrackedJob:
 
 @settings(max_examples=60)
 @given(
-    sizes=st.lists(st.tuples(prompts, st.integers(1, 30), st.integers(0, 12)), min_size=1, max_size=8),
+    sizes=st.lists(
+        st.tuples(prompts, st.integers(1, 30), st.integers(0, 12)), min_size=1, max_size=8
+    ),
     num_blocks=st.integers(7, 20),
     max_num_seqs=st.integers(1, 5),
     extra_budget=st.integers(0, 60),
@@ -56,8 +70,15 @@ class TrackedJob:
 def test_every_job_ends_once_with_its_tokens(
     sizes: list[tuple[list[int], int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int
 ) -> None:
-    node = SteppedNode(num_blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_num_seqs - 1 + BLOCK + extra_budget)
-    jobs = [TrackedJob(make_work(number, prompt, length)) for number, (prompt, length, _) in enumerate(sizes)]
+    node = SteppedNode(
+        num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_num_seqs - 1 + BLOCK + extra_budget,
+    )
+    jobs = [
+        TrackedJob(make_work(number, prompt, length))
+        for number, (prompt, length, _) in enumerate(sizes)
+    ]
     arrivals = [arrival for _, _, arrival in sizes]
     ended: set[AttemptKey] = set()
     for turn in range(4000):
@@ -86,11 +107,15 @@ def test_every_job_ends_once_with_its_tokens(
 
 
 @settings(max_examples=40)
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12), budget=st.integers(BLOCK + 3, 200))
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    budget=st.integers(BLOCK + 3, 200),
+)
 def test_prefill_order_follows_virtual_deadlines(lengths: list[int], budget: int) -> None:
     node = SteppedNode(num_blocks=200, max_num_seqs=4, max_batched_tokens=budget)
     jobs = [
-        make_work(number, [1 + (97 * number + each) % 997 for each in range(size)]) for number, size in enumerate(lengths)
+        make_work(number, [1 + (97 * number + each) % 997 for each in range(size)])
+        for number, size in enumerate(lengths)
     ]
     for job in jobs:
         node.add_work(job, hand_off=True)
@@ -103,7 +128,9 @@ def test_prefill_order_follows_virtual_deadlines(lengths: list[int], budget: int
             steps[piece.sequence_id] = number
     assert len(ends) == len(jobs)
     by_due = sorted(sorted(steps), key=lambda sequence: lengths[sequence])
-    assert [steps[key] for key in by_due] == sorted(steps.values()), "nobody ends before one that is due earlier"
+    assert [steps[key] for key in by_due] == sorted(steps.values()), (
+        "nobody ends before one that is due earlier"
+    )
     for batch in node.batches[:-1]:
         assert batch.num_tokens > budget - BLOCK or len(batch.slices) == 4, (
             "less than a block of the budget is left over"
@@ -111,9 +138,14 @@ def test_prefill_order_follows_virtual_deadlines(lengths: list[int], budget: int
 
 
 class TwoNodes(RuleBasedStateMachine):
-    """A prefill and a decode node under random interleavings of steps, tickets, losses and cancels."""
+    """A prefill and a decode node under random interleavings of steps, tickets, losses and
+    cancels."""
 
-    @initialize(prefill_blocks=st.integers(6, 14), decode_blocks=st.integers(6, 14), budget=st.integers(0, 60))
+    @initialize(
+        prefill_blocks=st.integers(6, 14),
+        decode_blocks=st.integers(6, 14),
+        budget=st.integers(0, 60),
+    )
     def begin(self, prefill_blocks: int, decode_blocks: int, budget: int) -> None:
         self.prefill = SteppedNode(prefill_blocks, max_num_seqs=4, max_batched_tokens=19 + budget)
         self.decode = SteppedNode(decode_blocks, max_num_seqs=4, max_batched_tokens=19 + budget)
@@ -144,18 +176,29 @@ class TwoNodes(RuleBasedStateMachine):
         self.offer_job(job)
 
     def offer_job(self, job: TrackedJob) -> None:
-        if job.key in self.tickets or -(-len(job.work.context_token_ids) // BLOCK) > self.decode.pool.num_blocks:
+        if (
+            job.key in self.tickets
+            or -(-len(job.work.context_token_ids) // BLOCK) > self.decode.pool.num_blocks
+        ):
             return
         self.minted += 1
         ticket = TicketId(f"t{self.minted}")
-        if isinstance(self.decode.scheduler.reserve_for_handoff(job.work, self.decode.root, ticket), Sequence):
+        if isinstance(
+            self.decode.scheduler.reserve_for_handoff(job.work, self.decode.root, ticket), Sequence
+        ):
             self.tickets[job.key] = ticket
             if self.prefill.scheduler.get_sequence(job.key) is not None:
                 self.prefill.scheduler.mark_ticketed(job.key)
 
     def retry_job(self, job: TrackedJob) -> None:
         job.attempt += 1
-        needed = -(-(len(job.first_work.request.prompt_token_ids) + job.first_work.request.sampling.max_tokens) // BLOCK)
+        needed = -(
+            -(
+                len(job.first_work.request.prompt_token_ids)
+                + job.first_work.request.sampling.max_tokens
+            )
+            // BLOCK
+        )
         if needed > min(self.prefill.pool.num_blocks, self.decode.pool.num_blocks):
             del self.jobs[job.first_work.request.id]  # it can never fit: refused at admission
         else:
@@ -211,7 +254,9 @@ class TwoNodes(RuleBasedStateMachine):
                 self.ready.pop(outcome.sequence.key, None)
             else:
                 raise AssertionError(f"{outcome} on a prefill node")
-        self.prefill.outcomes = [each for each in self.prefill.outcomes if each.sequence.key in self.ready]
+        self.prefill.outcomes = [
+            each for each in self.prefill.outcomes if each.sequence.key in self.ready
+        ]
 
     @rule()
     def decode_step(self) -> None:
@@ -263,7 +308,11 @@ class TwoNodes(RuleBasedStateMachine):
             self.decode_step()
             self.tokens_are_right()
             for job in list(self.jobs.values()):  # one that fits on one node only
-                if self.prefill.scheduler.get_sequence(job.key) is self.decode.scheduler.get_sequence(job.key) is None:
+                if (
+                    self.prefill.scheduler.get_sequence(job.key)
+                    is self.decode.scheduler.get_sequence(job.key)
+                    is None
+                ):
                     needed = -(-len(job.work.context_token_ids) // BLOCK)
                     if needed > min(self.prefill.pool.num_blocks, self.decode.pool.num_blocks):
                         del self.jobs[job.first_work.request.id]
@@ -272,7 +321,9 @@ class TwoNodes(RuleBasedStateMachine):
         for node in (self.prefill, self.decode):
             assert node.pool.num_available_blocks == node.pool.num_blocks, node.pool.take_ledger()
             assert node.pool.count_blocks(BlockState.QUARANTINED) == 0
-            assert node.scheduler.get_load().num_sequences_by_state == dict.fromkeys(SequenceState, 0)
+            assert node.scheduler.get_load().num_sequences_by_state == dict.fromkeys(
+                SequenceState, 0
+            )
 
 
 TwoNodes.TestCase.settings = settings(max_examples=40, stateful_step_count=40)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.types import TicketId, AttemptSpec
-from node_engine.core.blocks.block_ledger import BlockState, BlockLedgerError
+from baton.types import AttemptSpec, TicketId
+from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.sequences.sequence import Sequence, SequenceState
 from node_engine.core.step.step_batch import StepBatch
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
@@ -130,7 +130,11 @@ def test_cancelled_key_can_be_added_again_at_once(state: SequenceState, in_fligh
     run_rest(node, batch)
     lose_ticket(node)
     node.run()
-    events = [each.event.token_id for each in node.outcomes if each.sequence.key == VICTIM.key and hasattr(each, "event")]
+    events = [
+        each.event.token_id
+        for each in node.outcomes
+        if each.sequence.key == VICTIM.key and hasattr(each, "event")
+    ]
     assert events[-30:] == expected_tokens(VICTIM)
     assert before <= len(events) - 30
     settle(node)
@@ -142,13 +146,19 @@ def test_stop_and_release(state: SequenceState, in_flight: bool) -> None:
     node = make_node()
     sequence = DRIVERS_BY_STATE[state](node)
     batch = node.scheduler.schedule_step().batch if in_flight else None
-    if sequence.state in (SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF):
+    if sequence.state in (
+        SequenceState.WAITING,
+        SequenceState.PREFILLING,
+        SequenceState.HANDING_OFF,
+    ):
         held = node.pool.count_blocks_held_by(str(VICTIM.key))
         node.scheduler.stop_prefill(VICTIM.key)
         run_rest(node, batch)
         node.run()
         assert sequence.state is SequenceState.HANDING_OFF
-        assert held - 1 <= node.pool.count_blocks_held_by(str(VICTIM.key)) <= held, "all but the source of a copy"
+        assert held - 1 <= node.pool.count_blocks_held_by(str(VICTIM.key)) <= held, (
+            "all but the source of a copy"
+        )
         node.scheduler.finish_handoff(VICTIM.key)
     else:
         with pytest.raises(BlockLedgerError):

@@ -5,12 +5,25 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import TicketId, AttemptSpec
-from node_engine.core.sequences.outcomes import PrefillRequeued, TokenEmitted, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from baton.types import AttemptSpec, TicketId
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.sequences.outcomes import (
+    PrefillCompleted,
+    PrefillRequeued,
+    PromptLogprobsComputed,
+    SequenceOutcome,
+    TokenEmitted,
+)
 from node_engine.core.step.step_batch import SampleSpec
 from node_engine.paced.paced_engine import paced_reference_logprobs
-from tests.unit.node_engine.core.stepped_node import BLOCK, VOCAB, SteppedNode, transfer_kv, expected_tokens, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    VOCAB,
+    SteppedNode,
+    expected_tokens,
+    make_work,
+    transfer_kv,
+)
 
 PROMPT = tuple((17 * position) % 983 + 1 for position in range(150))
 T = TicketId("t")
@@ -21,8 +34,14 @@ def with_sampling(job: AttemptSpec, **fields: object) -> AttemptSpec:
     return replace(job, request=replace(job.request, sampling=sampling))
 
 
-def prompt_scores(outcomes: list[SequenceOutcome], job: AttemptSpec) -> list[PromptLogprobsComputed]:
-    return [each for each in outcomes if isinstance(each, PromptLogprobsComputed) and each.sequence.key == job.key]
+def prompt_scores(
+    outcomes: list[SequenceOutcome], job: AttemptSpec
+) -> list[PromptLogprobsComputed]:
+    return [
+        each
+        for each in outcomes
+        if isinstance(each, PromptLogprobsComputed) and each.sequence.key == job.key
+    ]
 
 
 def check_prompt_scores(found: list[PromptLogprobsComputed], job: AttemptSpec, top: int) -> None:
@@ -41,13 +60,18 @@ def check_prompt_scores(found: list[PromptLogprobsComputed], job: AttemptSpec, t
 @pytest.mark.parametrize("top", [0, 5])
 def test_tokens_are_scored_if_asked_for(top: int) -> None:
     node = SteppedNode()
-    job, plain = with_sampling(make_work("a", PROMPT[:20], 6), logprobs=top), make_work("b", PROMPT[:30], 6)
+    job, plain = (
+        with_sampling(make_work("a", PROMPT[:20], 6), logprobs=top),
+        make_work("b", PROMPT[:30], 6),
+    )
     node.add_work(job)
     node.add_work(plain)
     node.run()
     events = [each.event for each in node.outcomes if isinstance(each, TokenEmitted)]
     scores = [event.logprobs for event in events if event.key == job.key]
-    assert scores == paced_reference_logprobs([*PROMPT[:20], *expected_tokens(job)], top, VOCAB)[19:]
+    assert (
+        scores == paced_reference_logprobs([*PROMPT[:20], *expected_tokens(job)], top, VOCAB)[19:]
+    )
     assert {event.logprobs for event in events if event.key == plain.key} == {None}
 
 
@@ -60,9 +84,14 @@ def test_handoff_carries_the_first_tokens_score() -> None:
     prefill.run()
     [completed] = prefill.outcomes
     assert isinstance(completed, PrefillCompleted)
-    assert completed.event.logprobs == paced_reference_logprobs([*PROMPT[:40], expected_tokens(job)[0]], 2, VOCAB)[-1]
+    assert (
+        completed.event.logprobs
+        == paced_reference_logprobs([*PROMPT[:40], expected_tokens(job)[0]], 2, VOCAB)[-1]
+    )
     decode.pool.mark_writing(T)
-    [first] = decode.scheduler.commit_handoff(job.key, (completed.event.token_id,), completed.event.logprobs)
+    [first] = decode.scheduler.commit_handoff(
+        job.key, (completed.event.token_id,), completed.event.logprobs
+    )
     assert isinstance(first, TokenEmitted)
     assert first.event == replace(completed.event)
 
@@ -72,7 +101,10 @@ def test_handoff_carries_the_first_tokens_score() -> None:
 
 def test_a_prompt_is_scored_chunk_by_chunk_before_its_first_token() -> None:
     node = SteppedNode(max_batched_tokens=48)
-    job, other = with_sampling(make_work("a", PROMPT, 3), prompt_logprobs=4), make_work("b", PROMPT[::-1], 3)
+    job, other = (
+        with_sampling(make_work("a", PROMPT, 3), prompt_logprobs=4),
+        make_work("b", PROMPT[::-1], 3),
+    )
     node.add_work(other)
     node.add_work(job)
     node.run()
@@ -131,7 +163,9 @@ def test_a_resumed_attempt_scores_the_prompt_alone() -> None:
     for length in (15, 16, 17, 40):
         node = SteppedNode(max_batched_tokens=BLOCK, max_num_seqs=1)
         whole = make_work("a", PROMPT[:length], 60)
-        job = with_sampling(replace(whole, emitted_token_ids=tuple(expected_tokens(whole)[:50])), prompt_logprobs=2)
+        job = with_sampling(
+            replace(whole, emitted_token_ids=tuple(expected_tokens(whole)[:50])), prompt_logprobs=2
+        )
         node.add_work(job)
         node.run()
         check_prompt_scores(prompt_scores(node.outcomes, job), job, 2)
@@ -147,7 +181,9 @@ def test_requeued_prefill_scores_its_prompt_anew() -> None:
     firm = make_work("b", PROMPT[::-1][:100], 1)
     node.add_work(firm)
     node.run()
-    dropped = next(place for place, each in enumerate(node.outcomes) if isinstance(each, PrefillRequeued))
+    dropped = next(
+        place for place, each in enumerate(node.outcomes) if isinstance(each, PrefillRequeued)
+    )
     check_prompt_scores(prompt_scores(node.outcomes[dropped:], job), job, 1)
     assert node.emitted_tokens(firm) == expected_tokens(firm)
 
@@ -156,7 +192,12 @@ def test_requeued_prefill_scores_its_prompt_anew() -> None:
 
 
 def list_sample_specs(node: SteppedNode, job: AttemptSpec) -> list[SampleSpec]:
-    return [piece.sample_spec for batch in node.batches for piece in batch.slices if piece.sample_spec is not None]
+    return [
+        piece.sample_spec
+        for batch in node.batches
+        for piece in batch.slices
+        if piece.sample_spec is not None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +216,13 @@ def test_penalties_count_the_output_of_every_attempt(field: str, counts_prompt: 
         assert spec.token_counts is not None
         counted = Counter(seen)
         tokens = {*seen, *PROMPT[:20]} if counts_prompt else set(seen)
-        assert dict(zip(spec.token_counts.token_ids.tolist(), spec.token_counts.output_counts.tolist(), strict=True)) == {
-            token: counted[token] for token in tokens
-        }
+        assert dict(
+            zip(
+                spec.token_counts.token_ids.tolist(),
+                spec.token_counts.output_counts.tolist(),
+                strict=True,
+            )
+        ) == {token: counted[token] for token in tokens}
         seen = list(sequence.output_token_ids)
     assert len(seen) == 12
 

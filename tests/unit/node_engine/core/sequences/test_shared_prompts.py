@@ -1,13 +1,20 @@
-"""Several choices of one prompt on one node: the prompt is computed once, and nobody sees another's own tokens."""
+"""Several choices of one prompt on one node: the prompt is computed once, and nobody sees another's
+own tokens."""
 
 from dataclasses import replace
 
 import pytest
 
-from baton.types import BlockIndex, TicketId, AttemptSpec
+from baton.types import AttemptSpec, BlockIndex, TicketId
 from node_engine.core.blocks.block_ledger import BlockState
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
-from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, transfer_kv, expected_tokens, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    SteppedNode,
+    expected_tokens,
+    make_work,
+    transfer_kv,
+)
 
 PROMPT = tuple((17 * position) % 983 + 1 for position in range(150))
 LENGTHS = [2, 15, 16, 17, 18, 31, 32, 33, 40]
@@ -21,7 +28,9 @@ def make_choice(job: AttemptSpec, number: int) -> AttemptSpec:
 def hand_over(prefill: SteppedNode, decode: SteppedNode, job: AttemptSpec) -> None:
     ticket = TicketId(str(job.key))
     prefill.add_work(job, hand_off=True)
-    assert not isinstance(decode.scheduler.reserve_for_handoff(job, decode.root, ticket), CapacityRefusal)
+    assert not isinstance(
+        decode.scheduler.reserve_for_handoff(job, decode.root, ticket), CapacityRefusal
+    )
     prefill.run()
     transfer_kv(prefill, decode, job.key, ticket)
 
@@ -29,8 +38,8 @@ def hand_over(prefill: SteppedNode, decode: SteppedNode, job: AttemptSpec) -> No
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 100], ids=lambda steps: f"after {steps} steps")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_second_choice_computes_one_token(length: int, steps: int) -> None:
-    """Whether the first has just been handed over, is writing behind the prompt, has filled the prompt's last block,
-    or is over."""
+    """Whether the first has just been handed over, is writing behind the prompt, has filled the
+    prompt's last block, or is over."""
     prefill, decode = SteppedNode(), SteppedNode()
     first = make_work("a", PROMPT[:length], 30)
     hand_over(prefill, decode, first)
@@ -97,7 +106,9 @@ def test_one_copy_of_a_prompts_last_block_is_cached() -> None:
     node.run()
     for job in jobs:
         assert node.emitted_tokens(job) == expected_tokens(job)
-    assert node.pool.count_blocks(BlockState.CACHED) == 2, "a whole block, and four tokens of the next"
+    assert node.pool.count_blocks(BlockState.CACHED) == 2, (
+        "a whole block, and four tokens of the next"
+    )
 
 
 def test_prompts_last_block_is_evictable() -> None:

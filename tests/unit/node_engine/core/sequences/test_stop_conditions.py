@@ -8,8 +8,12 @@ from node_engine.core.sequences.stop_conditions import finish_reason, forbidden_
 EOS = (2, 3)
 
 
-def reason(params: SamplingParams, token: int, generated: int = 1, tokens: int = 10) -> FinishReason | None:
-    return finish_reason(params, EOS, 100, last_token=token, num_generated=generated, num_tokens=tokens)
+def reason(
+    params: SamplingParams, token: int, generated: int = 1, tokens: int = 10
+) -> FinishReason | None:
+    return finish_reason(
+        params, EOS, 100, last_token=token, num_generated=generated, num_tokens=tokens
+    )
 
 
 @pytest.mark.parametrize(

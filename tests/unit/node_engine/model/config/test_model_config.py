@@ -25,7 +25,13 @@ LLAMA: dict[str, Any] = {
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 MIXED = ["full_attention", "sliding_attention"]
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 NOTHING = GenerationDefaults()
 LLAMA3 = {
     "rope_type": "llama3",
@@ -37,10 +43,20 @@ LLAMA3 = {
 
 
 def test_defaults_of_an_old_llama() -> None:
-    config = parse_model_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, NOTHING)
+    config = parse_model_config(
+        {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, NOTHING
+    )
     assert (config.num_kv_heads, config.head_dim, config.stored_dtype) == (4, 16, "bfloat16")
     assert config.rope == RopeConfig("default", 10000.0)
-    assert not any((config.tied_embeddings, config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+    assert not any(
+        (
+            config.tied_embeddings,
+            config.qkv_bias,
+            config.output_bias,
+            config.mlp_bias,
+            config.qk_norm,
+        )
+    )
     assert config.windows == (None, None)
     assert config.eos_token_ids == ()
 
@@ -71,15 +87,27 @@ ASSUMED: list[tuple[type[PreTrainedConfig], str, dict[str, Any]]] = [
     (Qwen2Config, "Qwen2ForCausalLM", {}),
     (Qwen2Config, "Qwen2ForCausalLM", {"sliding_window": 37}),
     (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True}),
-    (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 3}),
-    (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    (
+        Qwen2Config,
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 3},
+    ),
+    (
+        Qwen2Config,
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+    ),
     (Qwen2Config, "Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 32}),
     (Qwen3Config, "Qwen3ForCausalLM", {}),
     (Qwen3Config, "Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 31}),
     (
         Qwen3Config,
         "Qwen3ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 16},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 16,
+        },
     ),
 ]
 
@@ -93,16 +121,25 @@ def test_missing_config_keys_default_as_in_transformers(
     mine = parse_model_config({"architectures": [architecture]} | sizes | said, NOTHING)
     kv_heads, positions = theirs.num_key_value_heads, theirs.max_position_embeddings
     assert (mine.num_kv_heads, mine.max_position_embeddings) == (kv_heads, positions)
-    assert mine.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
-    assert (mine.norm_eps, mine.tied_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert mine.head_dim == getattr(
+        theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads
+    )
+    assert (mine.norm_eps, mine.tied_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
     assert mine.rope.theta == theirs.rope_parameters["rope_theta"]
     everywhere = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", ["sliding_attention"] * theirs.num_hidden_layers)
-    assert mine.windows == tuple(everywhere if kind == "sliding_attention" else None for kind in kinds)
+    assert mine.windows == tuple(
+        everywhere if kind == "sliding_attention" else None for kind in kinds
+    )
 
 
 def test_layer_types_mix_full_and_sliding_layers() -> None:
-    config = parse_model_config(LLAMA | MISTRAL | {"sliding_window": 8, "layer_types": MIXED}, NOTHING)
+    config = parse_model_config(
+        LLAMA | MISTRAL | {"sliding_window": 8, "layer_types": MIXED}, NOTHING
+    )
     assert config.windows == (None, 8)
 
 
@@ -119,7 +156,9 @@ def test_layer_types_mix_full_and_sliding_layers() -> None:
     ids=["rope_scaling", "rope_scaling with type", "rope_parameters"],
 )
 def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 1024)
+    assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig(
+        "llama3", 5e5, 8.0, 1.0, 4.0, 1024
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +167,11 @@ def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
         {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.5}},
         {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e6}},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.5}, "rope_parameters": {"rope_theta": 5.0}},
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "linear", "factor": 2.5},
+            "rope_parameters": {"rope_theta": 5.0},
+        },
     ],
     ids=["rope_scaling with type", "rope_scaling", "rope_parameters", "both"],
 )
@@ -165,11 +208,17 @@ def test_default_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
 def test_eos_ids_of_both_files_are_merged(
     config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert parse_model_config(LLAMA | config, parse_generation_defaults(generation)).eos_token_ids == expected
+    assert (
+        parse_model_config(LLAMA | config, parse_generation_defaults(generation)).eos_token_ids
+        == expected
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "LlamaForCausalLM"]),
+    (
+        {"architectures": ["MambaForCausalLM"]},
+        ["architectures", "MambaForCausalLM", "LlamaForCausalLM"],
+    ),
     ({"architectures": None}, ["architectures"]),
     ({"architectures": ["LlamaForCausalLM", "Qwen2ForCausalLM"]}, ["architectures"]),
     ({"auto_map": {"AutoModel": "m.M"}}, ["auto_map", "m.M", "remote code"]),
@@ -177,7 +226,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
     ({"use_sliding_window": True}, ["use_sliding_window", "no sliding window"]),
     ({"use_sliding_window": "yes"}, ["use_sliding_window", "'yes'"]),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types[1]", "sliding_attention"]),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ["layer_types[1]", "sliding_attention"],
+    ),
     (
         {"layer_types": ["full_attention", "linear_attention"]},
         ["layer_types[1]", "linear_attention", "sliding_attention"],
@@ -186,8 +238,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"layer_types": "full_attention"}, ["layer_types", "num_hidden_layers 2"]),
     (MISTRAL | {"sliding_window": 0}, ["sliding_window 0"]),
     (MISTRAL | {"sliding_window": "4k"}, ["sliding_window '4k'"]),
-    (MISTRAL | {"sliding_window": None, "layer_types": MIXED}, ["layer_types[1]", "sliding_window must be a number"]),
-    (QWEN3 | {"sliding_window": 8, "layer_types": MIXED}, ["layer_types[1]", "use_sliding_window must be true"]),
+    (
+        MISTRAL | {"sliding_window": None, "layer_types": MIXED},
+        ["layer_types[1]", "sliding_window must be a number"],
+    ),
+    (
+        QWEN3 | {"sliding_window": 8, "layer_types": MIXED},
+        ["layer_types[1]", "use_sliding_window must be true"],
+    ),
     (QWEN3 | {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
     ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
@@ -214,7 +272,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "named"), REFUSED, ids=[str(change)[:50] for change, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("change", "named"), REFUSED, ids=[str(change)[:50] for change, _ in REFUSED]
+)
 def test_unsupported_config_is_refused_by_name(change: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_model_config(LLAMA | change, NOTHING)

@@ -27,14 +27,18 @@ def reference(rope: RopeConfig) -> LlamaRotaryEmbedding:
     )
 
 
-@pytest.mark.parametrize("rope", [RopeConfig("default", 1e4), LINEAR, LLAMA3], ids=lambda rope: rope.type)
+@pytest.mark.parametrize(
+    "rope", [RopeConfig("default", 1e4), LINEAR, LLAMA3], ids=lambda rope: rope.type
+)
 def test_rotation_equals_transformers(rope: RopeConfig) -> None:
     positions = torch.tensor([0, 1, 17, 255, 256, 4000])
     x = torch.randn(1, 3, len(positions), HEAD_DIM, generator=torch.Generator().manual_seed(0))
     cos, sin = reference(rope)(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     mine = x[0].transpose(0, 1).clone()
-    rotary_(mine, *compute_angles(compute_inverse_frequencies(rope, HEAD_DIM), positions, torch.float32))
+    rotary_(
+        mine, *compute_angles(compute_inverse_frequencies(rope, HEAD_DIM), positions, torch.float32)
+    )
     torch.testing.assert_close(mine, expected[0].transpose(0, 1), atol=1e-5, rtol=0.0)
 
 

@@ -44,7 +44,9 @@ def digest(folder: Path, **options: object) -> bytes:
     return ModelEngine.load(folder, **options).model_digest  # type: ignore[arg-type]
 
 
-def test_shards_and_dtype_of_computation_do_not_change_the_digest(original: Path, tmp_path: Path) -> None:
+def test_shards_and_dtype_of_computation_do_not_change_the_digest(
+    original: Path, tmp_path: Path
+) -> None:
     load_reference_model(original).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert len(digest(original)) == 32
@@ -57,9 +59,14 @@ def test_shards_and_dtype_of_computation_do_not_change_the_digest(original: Path
         lambda folder: rewrite(folder, lambda t: t["model.norm.weight"][:1].add_(1e-3)),
         lambda folder: edit_config(folder, rms_norm_eps=1e-5),
         lambda folder: edit_config(
-            folder, use_sliding_window=True, sliding_window=64, layer_types=["full_attention", "sliding_attention"]
+            folder,
+            use_sliding_window=True,
+            sliding_window=64,
+            layer_types=["full_attention", "sliding_attention"],
         ),
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 9999.0}),
+        lambda folder: edit_config(
+            folder, rope_parameters={"rope_type": "default", "rope_theta": 9999.0}
+        ),
     ],
     ids=["one weight", "epsilon", "window", "rope"],
 )
@@ -94,7 +101,9 @@ def test_eos_and_length_do_not_change_the_digest(original: Path, folder: Path) -
     ],
     ids=["missing", "extra", "misshaped", "quantized"],
 )
-def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable[[Tensors], object], named: list[str]) -> None:
+def test_tensors_that_do_not_fit_are_named(
+    folder: Path, change: Callable[[Tensors], object], named: list[str]
+) -> None:
     rewrite(folder, change)
     with pytest.raises(ConfigError) as refused:
         ModelEngine.load(folder)
@@ -103,7 +112,9 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable[[Tenso
 
 
 def test_unread_buffers_of_old_checkpoints_are_ignored(original: Path, folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    rewrite(
+        folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    )
     assert digest(folder) == digest(original)
 
 
@@ -125,7 +136,12 @@ def test_a_damaged_file_is_named(folder: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ["{", "{}", '{"weight_map": {"a": "gone.safetensors"}}', '{"weight_map": {"a": "../x.safetensors"}}'],
+    [
+        "{",
+        "{}",
+        '{"weight_map": {"a": "gone.safetensors"}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+    ],
 )
 def test_a_damaged_index_is_named(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
@@ -133,9 +149,15 @@ def test_a_damaged_index_is_named(folder: Path, index: str) -> None:
         ModelEngine.load(folder)
 
 
-def test_dummy_weights_need_no_checkpoint_and_are_the_same_everywhere(original: Path, folder: Path) -> None:
+def test_dummy_weights_need_no_checkpoint_and_are_the_same_everywhere(
+    original: Path, folder: Path
+) -> None:
     (folder / "model.safetensors").unlink()
-    assert digest(folder, load_format="dummy") == digest(original, load_format="dummy") != digest(original)
+    assert (
+        digest(folder, load_format="dummy")
+        == digest(original, load_format="dummy")
+        != digest(original)
+    )
 
 
 @pytest.mark.parametrize(

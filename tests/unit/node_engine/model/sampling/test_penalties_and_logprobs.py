@@ -15,8 +15,8 @@ from baton.errors import NodeFailed
 from baton.types import SamplingParams
 from node_engine.core.step.step_batch import SampleSpec
 from node_engine.core.step.token_counts import TokenCounts, has_penalties
+from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 from node_engine.model.sampling.sampler import draw_token, sample_tokens
-from node_engine.model.sampling.logprobs import compute_rows_at_once, compute_logprobs
 
 VOCAB = 40
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -28,14 +28,18 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def counts(params: SamplingParams, prompt: Sequence[int] = PROMPT, output: Sequence[int] = OUTPUT) -> TokenCounts:
+def counts(
+    params: SamplingParams, prompt: Sequence[int] = PROMPT, output: Sequence[int] = OUTPUT
+) -> TokenCounts:
     made = TokenCounts(prompt if params.repetition_penalty != 1.0 else ())
     made.add_output_tokens(output)
     return made
 
 
 def spec(params: SamplingParams, position: int = 9, **others: object) -> SampleSpec:
-    made = SampleSpec(params, 0, position, token_counts=counts(params) if has_penalties(params) else None)
+    made = SampleSpec(
+        params, 0, position, token_counts=counts(params) if has_penalties(params) else None
+    )
     return replace(made, **others)  # type: ignore[arg-type]
 
 
@@ -45,8 +49,14 @@ def by_the_formulas(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
     for token in range(VOCAB):
         if token in (*PROMPT, *OUTPUT):
             value = changed[token]
-            changed[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        changed[token] -= params.frequency_penalty * seen[token] + params.presence_penalty * (seen[token] > 0)
+            changed[token] = (
+                value / params.repetition_penalty
+                if value > 0
+                else value * params.repetition_penalty
+            )
+        changed[token] -= params.frequency_penalty * seen[token] + params.presence_penalty * (
+            seen[token] > 0
+        )
         changed[token] += sum(bias for biased, bias in params.logit_bias if biased == token)
     return torch.tensor(changed)
 
@@ -84,7 +94,9 @@ def test_draws_come_from_the_changed_logits(params: SamplingParams) -> None:
     for seed in range(20):
         logits = logits_of(1, seed)
         [made] = sample_tokens(logits.clone(), [spec(drawn, seed)])
-        assert made.token_id == draw_token(by_the_formulas(logits[0], params).numpy(), SampleSpec(drawn, 0, seed))
+        assert made.token_id == draw_token(
+            by_the_formulas(logits[0], params).numpy(), SampleSpec(drawn, 0, seed)
+        )
 
 
 @pytest.mark.parametrize("penalty", [0.3, 1.7])
@@ -103,8 +115,12 @@ def test_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
     """After the temperature, as vLLM has it."""
     logits = logits_of(1)
     params = replace(DRAWN, min_p=min_p)
-    kept = MinPLogitsWarper(min_p)(torch.zeros(1, 1, dtype=torch.long), logits / params.temperature)[0].isfinite()
-    drawn = {draw_token(logits[0].numpy(), SampleSpec(params, 0, position)) for position in range(2000)}
+    kept = MinPLogitsWarper(min_p)(
+        torch.zeros(1, 1, dtype=torch.long), logits / params.temperature
+    )[0].isfinite()
+    drawn = {
+        draw_token(logits[0].numpy(), SampleSpec(params, 0, position)) for position in range(2000)
+    }
     assert drawn <= set(kept.nonzero().flatten().tolist())
     assert len(drawn) >= min(3, int(kept.sum()))
 
@@ -114,7 +130,9 @@ def test_top_p_is_of_what_min_p_leaves() -> None:
     without = replace(DRAWN, temperature=1.0, top_p=0.75)
     drawn = {draw_token(logits, SampleSpec(without, 0, n)) for n in range(500)}
     both = {draw_token(logits, SampleSpec(replace(without, min_p=0.6), 0, n)) for n in range(500)}
-    assert (drawn, both) == ({0, 1, 2}, {0, 1}), "of 0.4 and 0.3, 0.57 and 0.43 are left: 0.75 takes both"
+    assert (drawn, both) == ({0, 1, 2}, {0, 1}), (
+        "of 0.4 and 0.3, 0.57 and 0.43 are left: 0.75 takes both"
+    )
     narrow = replace(without, top_p=0.5, min_p=0.6)
     assert {draw_token(logits, SampleSpec(narrow, 0, n)) for n in range(500)} == {0}
 
@@ -123,24 +141,39 @@ def test_penalties_never_undo_a_ban() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 30.0
     loud = replace(GREEDY, frequency_penalty=-2.0, presence_penalty=-2.0, repetition_penalty=0.01)
-    banned = sample_tokens(logits.clone(), [spec(replace(loud, logit_bias=((5, -100.0),)), forbidden=())])
+    banned = sample_tokens(
+        logits.clone(), [spec(replace(loud, logit_bias=((5, -100.0),)), forbidden=())]
+    )
     # The repetition penalty makes 3000 of 30: a bias of 100 cannot hold that, being forbidden can.
     assert banned[0].token_id == 5
     assert sample_tokens(logits.clone(), [spec(loud, forbidden=(5,))])[0].token_id != 5
     low = torch.zeros(1, VOCAB)
     low[0, 5] = -1.0
-    assert sample_tokens(low, [spec(replace(GREEDY, repetition_penalty=0.01, logit_bias=((5, 100.0),)))])[0].token_id == 5
+    assert (
+        sample_tokens(
+            low, [spec(replace(GREEDY, repetition_penalty=0.01, logit_bias=((5, 100.0),)))]
+        )[0].token_id
+        == 5
+    )
 
 
 def test_a_row_is_the_same_in_any_batch_and_others_are_untouched() -> None:
     rows = logits_of(8, 1)
     plain = replace(DRAWN, logprobs=2)
-    kinds = [*(replace(params, temperature=0.7, seed=9) for params in PENALIZED.values()), plain, DRAWN]
+    kinds = [
+        *(replace(params, temperature=0.7, seed=9) for params in PENALIZED.values()),
+        plain,
+        DRAWN,
+    ]
     specs = [spec(params, 3) for params in kinds]
     together = sample_tokens(rows.clone(), specs)
     backwards = sample_tokens(rows.flip(0).clone(), specs[::-1])[::-1]
     alone = [sample_tokens(rows[i : i + 1].clone(), specs[i : i + 1])[0] for i in range(8)]
-    assert [each.token_id for each in together] == [each.token_id for each in backwards] == [each.token_id for each in alone]
+    assert (
+        [each.token_id for each in together]
+        == [each.token_id for each in backwards]
+        == [each.token_id for each in alone]
+    )
     assert [each.logprobs is not None for each in together] == [False] * 6 + [True, False]
 
 
@@ -154,8 +187,13 @@ def test_bfloat16_logits_are_penalized_in_float32() -> None:
 # counts
 
 
-@given(st.lists(st.integers(0, 200), max_size=50), st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=5))
-def test_incremental_counts_equal_counts_at_once(prompt: list[int], pieces: list[list[int]]) -> None:
+@given(
+    st.lists(st.integers(0, 200), max_size=50),
+    st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=5),
+)
+def test_incremental_counts_equal_counts_at_once(
+    prompt: list[int], pieces: list[list[int]]
+) -> None:
     made, output = TokenCounts(prompt), Counter[int]()
     for piece in pieces:
         made.add_output_tokens(piece)
@@ -172,7 +210,12 @@ def test_incremental_counts_equal_counts_at_once(prompt: list[int], pieces: list
 def test_scores_are_of_the_raw_logits() -> None:
     logits = logits_of(4, 3)
     everything = replace(PENALIZED["all"], temperature=0.4, top_k=3, seed=1)
-    kinds = [replace(GREEDY, logprobs=3), GREEDY, replace(everything, logprobs=0), replace(everything, logprobs=20)]
+    kinds = [
+        replace(GREEDY, logprobs=3),
+        GREEDY,
+        replace(everything, logprobs=0),
+        replace(everything, logprobs=20),
+    ]
     made = sample_tokens(logits.clone(), [spec(params) for params in kinds])
     exact = logits.double().log_softmax(-1)
     assert made[1].logprobs is None
@@ -183,7 +226,9 @@ def test_scores_are_of_the_raw_logits() -> None:
         assert score.logprob == pytest.approx(float(exact[row, made[row].token_id]), abs=1e-5)
         best = exact[row].topk(top)
         assert [token for token, _ in score.top_logprobs] == best.indices.tolist()
-        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [logprob for _, logprob in score.top_logprobs] == pytest.approx(
+            best.values.tolist(), abs=1e-5
+        )
 
 
 def test_logprobs_are_never_above_zero() -> None:

@@ -1,4 +1,5 @@
-"""The sampler's noise, its filters, and its independence of everything but what it may depend on."""
+"""The sampler's noise, its filters, and its independence of everything but what it may depend
+on."""
 
 import math
 from dataclasses import replace
@@ -11,7 +12,7 @@ from baton.errors import NodeFailed
 from baton.types import SamplingParams
 from node_engine.core.step.step_batch import SampleSpec
 from node_engine.model.sampling.philox import WORD_MASK, philox4x32
-from node_engine.model.sampling.sampler import draw_token, compute_gumbel_noise, sample_tokens
+from node_engine.model.sampling.sampler import compute_gumbel_noise, draw_token, sample_tokens
 
 DRAWN = SamplingParams(max_tokens=1, temperature=1.0, seed=12345)
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -53,7 +54,13 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> Non
 
 def test_noise_depends_on_seed_choice_and_position() -> None:
     high = replace(DRAWN, seed=DRAWN.seed + (1 << 40))
-    specs = [spec(), spec(1), spec(choice=1), spec(params=replace(DRAWN, seed=1)), spec(params=high)]
+    specs = [
+        spec(),
+        spec(1),
+        spec(choice=1),
+        spec(params=replace(DRAWN, seed=1)),
+        spec(params=high),
+    ]
     noises = [compute_gumbel_noise(64, one) for one in specs]
     for i, first in enumerate(noises):
         for second in noises[:i]:
@@ -99,7 +106,18 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams, kept: in
     assert counts[exact == 0].sum() == 0
     possible = exact > 0
     # The 99.9% points of chi-square with 2 .. 11 degrees of freedom lie between 13.8 and 31.3.
-    limit = {2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 8: 26.1, 9: 27.9, 10: 29.6, 11: 31.3}
+    limit = {
+        2: 13.8,
+        3: 16.3,
+        4: 18.5,
+        5: 20.5,
+        6: 22.5,
+        7: 24.3,
+        8: 26.1,
+        9: 27.9,
+        10: 29.6,
+        11: 31.3,
+    }
     assert chi_square(counts[possible], exact[possible]) < limit[int(possible.sum()) - 1]
 
 
@@ -107,7 +125,11 @@ def test_greedy_is_argmax_and_forbidden_ids_are_never_drawn() -> None:
     logits = torch.from_numpy(logits_of(50)).repeat(3, 1)
     best = int(logits[0].argmax())
     only = tuple(token for token in range(50) if token != 7)
-    specs = [spec(params=GREEDY), spec(params=GREEDY, forbidden=(best, 10**6)), spec(forbidden=only)]
+    specs = [
+        spec(params=GREEDY),
+        spec(params=GREEDY, forbidden=(best, 10**6)),
+        spec(forbidden=only),
+    ]
     greedy, second, forced = (made.token_id for made in sample_tokens(logits.clone(), specs))
     assert greedy == best
     assert second == int(logits[0].topk(2).indices[1])
