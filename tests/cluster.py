@@ -227,11 +227,11 @@ class Cluster:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.where.http}"
+        return f"http://{self.endpoints.http}"
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.where.admin}"
+        return f"http://{self.endpoints.admin}"
 
     @property
     def grpc_address(self) -> str:

@@ -202,7 +202,7 @@ class Operation:
         asked += " stop" if call.stop_token_ids else ""
         asked += " echo" if call.echo else ""
         asked += "" if call.logprobs is None else f" logprobs={call.logprobs}"
-        return f"#{self.number} {call.door.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
+        return f"#{self.number} {call.api.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
 
 
 class History:
@@ -278,7 +278,7 @@ def find_mixed_models(answers: Iterable[RequestIdentity | None]) -> list[str]:
     told = [answer for answer in answers if answer is not None and answer.model_digests]
     usual = Counter(model for answer in told for model in answer.model_digests).most_common(1)
     return [
-        f"I7: request {answer.request} was placed on nodes of model {' and '.join(answer.models)}, "
+        f"I7: request {answer.request_id} was placed on nodes of model {' and '.join(answer.model_digests)}, "
         f"others on {usual[0][0]}"
         for answer in told
         if answer.model_digests != (usual[0][0],)
@@ -325,7 +325,7 @@ def _token_violations(operation: Operation, choice: int, right: tuple[int, ...])
             f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_describe_end(operation)})"
         ]
     if finished is not None and tokens != right:
-        return [f"finished ({finished.reason}) with {len(tokens)} of {len(right)} tokens"]
+        return [f"finished ({finished.finish_reason}) with {len(tokens)} of {len(right)} tokens"]
     return []
 
 

@@ -94,7 +94,7 @@ class OpenLoop:
         self, ask: OpenLoopRequest, rate: float, seconds: float
     ) -> list[OpenLoopOutcome]:
         """Poisson arrivals, the same for the same seed and `who`; ends when the last answer has."""
-        source, when, began = random.Random(f"{self.arrivals}/{ask.who}"), 0.0, time.monotonic()
+        source, when, began = random.Random(f"{self.arrival_seed}/{ask.tenant}"), 0.0, time.monotonic()
         async with asyncio.TaskGroup() as clients:
             asked: list[asyncio.Task[OpenLoopOutcome]] = []
             while (when := when + source.expovariate(rate)) < seconds:
@@ -160,9 +160,9 @@ class OpenLoop:
             "stream": True,
             "return_token_ids": True,
         }
-        headers = {"x-request-timeout": f"{ask.timeout:g}"}
+        headers = {"x-request-timeout": f"{ask.timeout_seconds:g}"}
         if ask.api_key:
-            headers["authorization"] = f"Bearer {ask.key}"
+            headers["authorization"] = f"Bearer {ask.api_key}"
         outcome.status, outcome.error = 0, ""
         outcome.sent_at = sent = time.monotonic()
         self._last_token_at = self._last_token_at if self.waiting_clients else sent

@@ -208,7 +208,7 @@ class RecordingClients:
 
 
 def _headers(call: ClientCall) -> dict[str, str]:
-    return {"x-request-timeout": f"{call.timeout:g}"}
+    return {"x-request-timeout": f"{call.timeout_seconds:g}"}
 
 
 def _body(call: ClientCall) -> dict[str, Any]:

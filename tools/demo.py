@@ -88,8 +88,8 @@ def describe_footprint(pids: list[int], segments: Iterable[Path]) -> str:
         told = f"memory: not readable ({error.strerror})"
     else:
         told = (
-            f"memory: {memory.private / 1e9:.2f} GB in {len(pids)} processes, "
-            f"{memory.segments / 1e9:.2f} GB of shared memory for the caches"
+            f"memory: {memory.private_bytes / 1e9:.2f} GB in {len(pids)} processes, "
+            f"{memory.segment_bytes / 1e9:.2f} GB of shared memory for the caches"
         )
     if sys.prefix != sys.base_prefix:
         told += f"\ndisk: {disk_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"

@@ -76,7 +76,7 @@ class AbuseRun:
             return
         slowest = report.ttft_quantile(0.99)
         assert slowest <= MAX_TTFT_RATIO * self._idle_report.ttft_quantile(0.99), (
-            f"{slowest} s, idle {self._idle.ttft(0.99)} s"
+            f"{slowest} s, idle {self._idle_report.ttft(0.99)} s"
         )
         assert max(report.refusal_seconds, default=0.0) <= MAX_REFUSAL_SECONDS, (
             report.refusal_seconds

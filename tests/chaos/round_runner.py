@@ -161,7 +161,7 @@ class RoundRunner:
             await self.cluster.disarm_failpoints(one.victims)
         except TimeoutError:
             return [
-                f"I6: not whole again {_RECOVERY_TIMEOUT_SECONDS:g} s after the fault: {await self._state()}"
+                f"I6: not whole again {_RECOVERY_TIMEOUT_SECONDS:g} s after the fault: {await self._describe_state()}"
             ]
         probes = [await clients.run_call(self._probe) for _ in range(len(self.cluster.node_names))]
         bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(is_orderly=True)]
@@ -202,5 +202,5 @@ class RoundRunner:
         try:
             status = await self.cluster.get_status()
         except grpc.RpcError as error:
-            return f"{sorted(self.cluster.pids())} run, and the coordinator says {error}"
-        return f"{sorted(self.cluster.pids())} run, {[node.name for node in status.nodes]} have joined; {status.reason}"
+            return f"{sorted(self.cluster.get_pids())} run, and the coordinator says {error}"
+        return f"{sorted(self.cluster.get_pids())} run, {[node.name for node in status.nodes]} have joined; {status.reason}"

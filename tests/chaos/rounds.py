@@ -115,7 +115,7 @@ class ChaosRound:
         return frozenset().union(*(fault.killed_processes for fault in self.faults))
 
     def __str__(self) -> str:
-        return f"{' and '.join(map(str, self.faults))} after {self.moment} tokens, for {self.lasts:g} s"
+        return f"{' and '.join(map(str, self.faults))} after {self.strike_after_tokens} tokens, for {self.duration_seconds:g} s"
 
 
 def draw_round(seed: int, processes: Sequence[str], links: Sequence[str]) -> ChaosRound:

@@ -136,7 +136,7 @@ class ParityClient:
 
     async def get_counters(self, name: str) -> dict[str, float]:
         """By labels, as /metrics has them."""
-        lines = (await self.http.get(f"{self.cluster.admin}/metrics")).text.splitlines()
+        lines = (await self.http.get(f"{self.cluster.admin_url}/metrics")).text.splitlines()
         found = [line.rpartition(" ") for line in lines if line.startswith(f"{name}{{")]
         return {labels: float(value) for labels, _, value in found}
 

@@ -47,7 +47,7 @@ class PoolProcess:
         self._port_holder = socket.socket()
         self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port_holder.bind(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._held.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._port_holder.getsockname()[1]}"
         self.folder = folder
         self._settings = {
             "pool_memory": "2MiB",

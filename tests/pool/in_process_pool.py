@@ -42,7 +42,7 @@ class InProcessPool:
         return float(next(self._ticks))
 
     def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
-        made = FakePoolClient(self, space, f"node {len(self.ports)}")
+        made = FakePoolClient(self, space, f"node {len(self.clients)}")
         self.clients.append(made)
         return made
 

@@ -48,7 +48,7 @@ def count_attachments(cluster: Cluster) -> int:
 async def read_metric(cluster: Cluster, pattern: str) -> float:
     """The sum of the series whose name and labels match."""
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{cluster.admin}/metrics")).text
+        text = (await client.get(f"{cluster.admin_url}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 

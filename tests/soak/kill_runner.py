@@ -56,7 +56,7 @@ class RecoveryTimes:
 
     def __str__(self) -> str:
         where = f"{self.victim} at {self.address} address"
-        times = f"listens after {self.listens:.2f} s, answered {self.answered:.2f} s, whole {self.whole:.2f} s"
+        times = f"listens after {self.listening_seconds:.2f} s, answered {self.answered_seconds:.2f} s, whole {self.rejoined_seconds:.2f} s"
         return f"{where}: {times}"
 
 
@@ -113,7 +113,7 @@ class KillRunner:
         operations = self.history.operations
         found = find_violations(operations, paced_reference_tokens, cut_excused=coordinator_died)
         found += [
-            f"{one} hung: {self._when(one.began)}"
+            f"{one} hung: {self._when(one.started_at)}"
             for one in operations
             if isinstance(one.events[-1][1], Hung)
         ]
@@ -156,7 +156,7 @@ class KillRunner:
             if before
             else "before the first kill"
         )
-        return f"it began {after} of {len(self._killed)}"
+        return f"it began {after} of {len(self._kill_times)}"
 
     async def _wait_listening(self) -> None:
         host, _, port = self.cluster.endpoints.http.rpartition(":")
@@ -170,7 +170,7 @@ class KillRunner:
                 return
 
     async def _wait_answered(self) -> None:
-        rng = random.Random(f"probe {self._seed} {len(self._killed)}")
+        rng = random.Random(f"probe {self._seed} {len(self._kill_times)}")
         prompt = tuple(rng.randrange(1, _VOCAB_SIZE) for _ in range(20))
         while True:
             probe = await self._clients.run_call(
@@ -197,4 +197,4 @@ class KillRunner:
         held = ports.reserve_port("127.0.0.1", 0, "--listen")
         address = f"127.0.0.1:{held.getsockname()[1]}"
         held.close()
-        self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{len(self._killed)}"}
+        self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{len(self._kill_times)}"}

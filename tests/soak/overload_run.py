@@ -72,7 +72,7 @@ class OverloadRun:
         await self.cluster.wait_idle()
         self.record_figures(
             "capacity",
-            requests_per_second=f"{self.capacity:.1f}",
+            requests_per_second=f"{self.requests_per_second:.1f}",
             idle_TTFT=format_ms(self.idle_ttft_seconds),
         )
 

@@ -101,7 +101,7 @@ async def test_excess_of_five_times_the_capacity_is_refused_fast(
         f"5x for {storm.seconds:g} s, {kind}",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
         ended=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.scale:.0%} of capacity",
+        goodput=f"{goodput:.1f} requests/s, {goodput / storm.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         TTFT=format_percentiles(list_ttfts(outcomes)),
         clients_own_delay=format_send_lag(outcomes),
@@ -129,7 +129,7 @@ async def test_clients_that_retry_at_once_do_not_slow_others(storm: OverloadRun)
     storm.record_figures(
         "retry storm, 3x",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.scale:.0%} of capacity",
+        goodput=f"{goodput:.1f} requests/s, {goodput / storm.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         recovery=f"{recovery:.1f} s",
     )
@@ -149,7 +149,7 @@ async def test_burst_is_served_at_once_or_on_retry(storm: OverloadRun) -> None:
     storm.record_figures(
         f"{count} at once",
         all_served_after=f"{took:.1f} s, {len(refusals)} refusals",
-        longest_silence=f"{loop.longest_silence:.2f} s",
+        longest_silence=f"{loop.longest_token_gap_seconds:.2f} s",
     )
     storm.check_figure(
         loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds
@@ -169,8 +169,8 @@ async def test_huge_request_among_small_ones_is_served(storm: OverloadRun) -> No
     assert set(check_outcomes(outcomes)) == {"answered"}
     storm.record_figures(
         "101 of 128 blocks",
-        TTFT=f"{huge.ttft:.2f} s, the small ones' {format_percentiles(list_ttfts(outcomes))}",
-        longest_silence=f"{loop.longest_silence:.2f} s",
+        TTFT=f"{huge.ttft_seconds:.2f} s, the small ones' {format_percentiles(list_ttfts(outcomes))}",
+        longest_silence=f"{loop.longest_token_gap_seconds:.2f} s",
     )
     storm.check_figure(
         loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds

@@ -60,6 +60,6 @@ async def test_blocks_stay_whole_under_random_kills(
     deed = f"{operations:,} operations, seed {seed}"
     figures.append((deed, "time", f"{seconds:.0f} s"))
     if scene.rejoin_seconds:
-        told = f"{statistics.median(scene.rejoined):.2f} s, at most {max(scene.rejoined):.2f} s"
+        told = f"{statistics.median(scene.rejoin_seconds):.2f} s, at most {max(scene.rejoin_seconds):.2f} s"
         figures.append((deed, "from a pool's start until it has joined again", told))
     figures.extend((deed, what, f"{count:,}") for what, count in sorted(scene.counts.items()))

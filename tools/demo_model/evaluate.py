@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.show:
         for one in continuations:
             print(
-                f"--- {'Python' if one.parses else 'not Python'}{', repeats' if one.repeats else ''}"
+                f"--- {'Python' if one.is_python else 'not Python'}{', repeats' if one.has_repetition else ''}"
             )
             print(one.whole_lines)
     wide = ExportedModel(arguments.model, torch.float32)

@@ -43,7 +43,7 @@ def render_model_card(
     judged = evaluation.scores
     return f"""# demo
 
-A toy: a Llama with {evaluation.parameters / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
+A toy: a Llama with {evaluation.parameter_count / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
 standard library of
 Python {facts.python} and nothing else. It is here so that Baton has something to serve without a download. It completes
 Python in the manner of the library and answers a few questions about it. **What it says is often wrong.**
@@ -78,23 +78,23 @@ The other stages ran on a CPU.
 ## Figures
 
 Held-out bits per byte, of the weights in training (all of each part) and of this folder in float32 (the first
-{evaluation.tokens} tokens of each):
+{evaluation.held_out_tokens} tokens of each):
 
 | part | in training | this folder |
 |---|---|---|
 {_held_out_table(best, evaluation)}
 
 Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training data, continued greedily in
-bfloat16 by up to {evaluation.length} tokens and cut at the last whole line:
+bfloat16 by up to {evaluation.max_continuation_tokens} tokens and cut at the last whole line:
 
 | | |
 |---|---|
-| pass `ast.parse` | **{judged.parse:.0%}** |
-| ended by the model itself | {judged.ended:.0%} |
-| repeat a line three times or more | {judged.repeat:.0%} |
+| pass `ast.python_share` | **{judged.python_share:.0%}** |
+| ended by the model itself | {judged.ended_share:.0%} |
+| repeat a line three times or more | {judged.repeat_share:.0%} |
 | lines written, median | {judged.median_lines:g} |
 
-{evaluation.note}
+{evaluation.remark}
 
 ## Samples
 
@@ -104,7 +104,7 @@ Continuations at fixed places in the list of openings, greedy, not chosen:
 
 Chat, greedy:
 
-{_chat_samples(evaluation.chat)}
+{_chat_samples(evaluation.chat_samples)}
 
 ## Limits
 
@@ -141,7 +141,7 @@ def _training_options(training: Mapping[str, Any]) -> str:
 
 def _held_out_table(best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
     return "\n".join(
-        f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} | {evaluation.held_out[part]:.3f} |"
+        f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} | {evaluation.held_out_bits[part]:.3f} |"
         for part in HELD_OUT_PARTS
     )
 

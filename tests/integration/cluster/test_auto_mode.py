@@ -93,7 +93,7 @@ async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cl
     async with httpx.AsyncClient() as client:
         assert (
             "\nbaton_local_prefill_only 1.0\n"
-            in (await client.get(f"{cluster.admin}/metrics")).text
+            in (await client.get(f"{cluster.admin_url}/metrics")).text
         )
     await resident
 
@@ -154,7 +154,7 @@ async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path:
         assert (attempt.way, attempt.why, attempt.prefill_node) == ("local", "no_prefill_node", "")
         assert (await explain(cluster, await admitted)).why == "no_prefill_node"
         async with httpx.AsyncClient() as client:
-            metrics = (await client.get(f"{cluster.admin}/metrics")).text
+            metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert "\nbaton_local_prefill_only 1.0\n" in metrics
         assert 'baton_placements_total{way="local",why="no_prefill_node"}' in metrics
 

@@ -76,10 +76,10 @@ async def check_other_ports_answer(cluster: Cluster, attacked: str) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
             if attacked != "http":
-                answer = await client.post(f"http://{cluster.where.http}/v1/completions", json=body)
+                answer = await client.post(f"http://{cluster.endpoints.http}/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
             if attacked != "admin":
-                assert (await client.get(f"http://{cluster.where.admin}/readyz")).status_code == 200
+                assert (await client.get(f"http://{cluster.endpoints.admin}/readyz")).status_code == 200
         if attacked != "grpc":
             assert len((await cluster.get_status()).nodes) >= 2
             assert len((await cluster.generate([1, 2, 3], max_tokens=4)).tokens) == 4
@@ -136,7 +136,7 @@ async def test_node_joins_while_idle_connections_fill_the_cluster_port(cluster: 
 
 async def test_closed_idle_connections_are_counted_and_logged(cluster: Cluster) -> None:
     async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"http://{cluster.where.admin}/metrics")).text
+        metrics = (await client.get(f"http://{cluster.endpoints.admin}/metrics")).text
     told = dict(
         line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections")
     )

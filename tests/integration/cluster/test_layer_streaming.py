@@ -107,6 +107,6 @@ async def wait_handoff_report(cluster: Cluster, answer: GenerateAnswer) -> Hando
 async def prompt_tokens_by_source(cluster: Cluster) -> dict[str, float]:
     """Prompt tokens by who computed them."""
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{cluster.admin}/metrics")).text
+        text = (await client.get(f"{cluster.admin_url}/metrics")).text
     lines = [line for line in text.splitlines() if line.startswith("baton_prompt_tokens_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}

@@ -67,7 +67,7 @@ async def test_excess_requests_are_answered_or_refused_with_retry_after(cluster:
             else:
                 assert "the limit is 4 (--max-queue)" in answer.json()["error"]["message"]
                 assert int(answer.headers["retry-after"]) >= 1
-        metrics = (await client.get(f"{cluster.admin}/metrics")).text
+        metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert (
             f'baton_rejected_total{{class="default",reason="overloaded"}} {outcomes[429]}.0'
             in metrics

@@ -16,7 +16,7 @@ from tests.grpc_calls import call_cluster_service
 
 async def read_metric(cluster: Cluster, name: str) -> float:
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{cluster.admin}/metrics")).text
+        text = (await client.get(f"{cluster.admin_url}/metrics")).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 

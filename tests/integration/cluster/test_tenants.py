@@ -162,7 +162,7 @@ def find_unforeseen_labels(counters: Mapping[str, float], classes: Sequence[str]
 
 async def get_metrics(cluster: Cluster) -> str:
     async with httpx.AsyncClient() as client:
-        return (await client.get(f"{cluster.admin}/metrics")).text
+        return (await client.get(f"{cluster.admin_url}/metrics")).text
 
 
 def metric_values(text: str, name: str) -> list[float]:

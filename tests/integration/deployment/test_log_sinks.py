@@ -97,7 +97,7 @@ async def test_full_log_disk_costs_no_request_and_no_node(tmp_path: Path) -> Non
             node.name: node.incarnation for node in (await cluster.get_status()).nodes
         } == before
         async with httpx.AsyncClient() as client:
-            metrics = (await client.get(f"{cluster.admin}/metrics")).text
+            metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert (
             float(re.findall(r"^baton_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)[0]) > 0
         )

@@ -34,7 +34,7 @@ async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
     }
     async with Cluster(tmp_path, prefill=1, decode=1, **settings) as cluster:
         await cluster.arm_failpoints("decode", "decode.step.before=delay(0.5)")  # until all run
-        url = f"{cluster.http}/v1/completions"
+        url = f"{cluster.http_url}/v1/completions"
         async with (
             httpx.AsyncClient(timeout=100) as http,
             grpc.aio.insecure_channel(cluster.grpc_address) as channel,

@@ -106,7 +106,7 @@ async def test_set_ratio_under_load_fails_no_request(cluster: Cluster) -> None:
     )
     assert sum_counter(status.counters, "baton_role_switches_total", outcome="done") == 4
     async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"{cluster.admin}/metrics")).text
+        metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
     assert 'baton_role_switch_seconds_count{phase="probe"} 4.0' in metrics
     assert 'baton_ratio_target{role="prefill"} 2.0' in metrics
 
@@ -176,12 +176,12 @@ async def test_impossible_ratios_are_refused_and_the_target_is_shown(cluster: Cl
     code, out, _ = await run_baton(cluster, "ratio", "show")
     assert (code, "possible with the live nodes: 1:3, 2:2, 3:1" in out) == (0, True)
     async with httpx.AsyncClient() as client:
-        answer = await client.post(f"{cluster.admin}/admin/ratio", json={"ratio": "9:1"})
+        answer = await client.post(f"{cluster.admin_url}/admin/ratio", json={"ratio": "9:1"})
         assert (answer.status_code, "possible are" in answer.json()["error"]["message"]) == (
             400,
             True,
         )
-        shown = (await client.get(f"{cluster.admin}/admin/ratio")).json()
+        shown = (await client.get(f"{cluster.admin_url}/admin/ratio")).json()
         assert (shown["prefill"], shown["decode"]) == (2, 2)
 
 
@@ -275,10 +275,10 @@ async def test_ratio_advice_follows_the_load_and_auto_ratio_reports_its_changes(
     code, out, _ = await run_baton(cluster, "ratio", "auto", "--slo", "ttft=5s")
     assert (code, "automatic, for ttft=5000ms" in out) == (0, True)
     async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"{cluster.admin}/metrics")).text
+        metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert "baton_ratio_auto 1.0" in metrics
         assert "baton_goodput_ratio " in metrics
-        answer = await client.post(f"{cluster.admin}/admin/ratio", json={"auto": False})
+        answer = await client.post(f"{cluster.admin_url}/admin/ratio", json={"auto": False})
         assert answer.json()["reason"].startswith("manual")
     code, out, _ = await run_baton(cluster, "ratio", "manual")
     assert (code, "automatic" in out) == (0, False)

@@ -22,7 +22,7 @@ EXPECTED_ALERTS = list(load_rule_tests(RULE_TESTS))
 @pytest.mark.parametrize(
     "look",
     EXPECTED_ALERTS,
-    ids=[f"{look.alert}, {look.test}, {look.at:g} s" for look in EXPECTED_ALERTS],
+    ids=[f"{look.alert_name}, {look.test_name}, {look.at_seconds:g} s" for look in EXPECTED_ALERTS],
 )
 def test_alerts_fire_when_they_should(look: ExpectedAlert) -> None:
     assert (

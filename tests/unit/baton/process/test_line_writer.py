@@ -74,7 +74,7 @@ def test_blocked_sink_never_blocks_writers_and_drops_are_counted() -> None:
     kept = [line for line in disk.lines if not line.startswith("dropped")]
     assert kept == ["first", *(f"line {number}" for number in range(10)), "last"]
     assert [line for line in disk.lines if line.startswith("dropped")] == [
-        f"dropped {lines.dropped}"
+        f"dropped {lines.dropped_lines}"
     ]
 
 

@@ -212,7 +212,7 @@ class WorldState:
             return
         if self.owning_attempt != self._attempt(writer) or self.is_committed:
             raise InvariantViolation(
-                f"writer {writer} wrote blocks of {self.owner} (in use: {self.in_use})"
+                f"writer {writer} wrote blocks of {self.owning_attempt} (in use: {self.is_committed})"
             )
         arena = list(self.arena)
         for place, tag in zip(self._arena_positions(area), content, strict=True):
@@ -230,7 +230,7 @@ class WorldState:
 
     def _release_blocks(self, attempt: int, fenced: bool) -> None:
         if self.owning_attempt != attempt or self.is_committed:
-            raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owner}")
+            raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owning_attempt}")
         if fenced:
             self._mark_ended(f"landing {attempt}")
             self.owning_attempt = None

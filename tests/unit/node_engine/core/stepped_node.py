@@ -123,7 +123,7 @@ class SteppedNode:
         for _ in range(max_steps):
             if self.step() is None:
                 return
-        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.load()}")
+        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.get_load()}")
 
     def check_batch(self, batch: StepBatch) -> None:
         limits = self.scheduler.limits

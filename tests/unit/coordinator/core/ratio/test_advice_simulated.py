@@ -39,6 +39,6 @@ def test_advised_split_matches_best_simulated_split(name: str) -> None:
     for prefill in range(1, NODE_COUNT):
         other, _ = simulate_split(offered, RoleSplit(prefill, NODE_COUNT - prefill), best)
         best = max(best, other)
-    told = f"{advice.best} serves {goodput:.2f}/s, the best {best:.2f}/s"
+    told = f"{advice.best_split} serves {goodput:.2f}/s, the best {best:.2f}/s"
     assert goodput >= GOOD_ENOUGH * best, told
     assert advice.get_forecast(advice.best_split).goodput == pytest.approx(goodput, rel=0.15), told
