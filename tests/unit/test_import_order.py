@@ -1,0 +1,41 @@
+"""Imports between folders point one way: following them never leads back."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
+
+from tools.code_budgets import ROOT, list_sources
+
+
+def test_no_folder_imports_one_that_imports_it() -> None:
+    """Also by way of others."""
+    modules = {_module_name(path.parts): path.parent for path in list_sources()}
+    imports = defaultdict[str, set[str]](set)
+    for path in list_sources():
+        if path.parts[0] == "tests":
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            for name in _imported_names(node, modules.keys()):
+                if name in modules and modules[name] != path.parent:
+                    imports[str(path.parent)].add(str(modules[name]))
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle: {' <- '.join(error.args[1])}") from None
+    assert len(imports) > 50, "the scan looks at every folder"
+
+
+def _module_name(parts: tuple[str, ...]) -> str:
+    words = list(parts[1:] if parts[0] == "kernels" else parts)
+    words[-1] = words[-1].removesuffix(".py")
+    return ".".join(words[:-1] if words[-1] == "__init__" else words)
+
+
+def _imported_names(node: ast.AST, modules: Collection[str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in modules else node.module for name in inner]
+    return []

@@ -1,0 +1,149 @@
+"""`python -m tools.request_trace`: the files of ours that one disaggregated request runs through.
+
+It counts from the moment at which the client sends its bytes to the call of the model's `forward`
+on the prefill node, in all processes. Each process gets a profile function that notes when code of
+a file runs. A file is on the path if it ran for every one of several requests; what runs only now
+and then, such as heartbeats, is not.
+"""
+
+import argparse
+import asyncio
+import atexit
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER_VARIABLE = "REQUEST_TRACE_FOLDER"
+FORWARD = "Transformer.forward"
+RESOLUTION = 0.0005  # seconds between two notes of one file
+REQUESTS = 20
+PAUSE = 0.05  # seconds between two requests
+
+Times = dict[str, list[float]]
+
+
+def install_profiler() -> None:
+    """In this process and in all threads that it starts; the times are written when it ends."""
+    times: Times = defaultdict(list)
+    names: dict[CodeType, str] = {}
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        name = names.get(code)
+        if name is None:
+            name = names[code] = _file_name(code)
+        if not name:
+            return
+        now, noted = time.monotonic(), times[name]
+        if not noted or now - noted[-1] > RESOLUTION:
+            noted.append(now)
+
+    def write() -> None:
+        sys.setprofile(None)
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        content = {"module": _module_name(), "times": times}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(content))
+
+    atexit.register(write)
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
+
+
+def _file_name(code: CodeType) -> str:
+    """Relative to the repository; "" for a file that is not ours, and FORWARD for that function."""
+    path = Path(code.co_filename)
+    if code.co_qualname == FORWARD:
+        return FORWARD
+    if not path.is_relative_to(ROOT) or ".venv" in path.parts or "tools" in path.parts:
+        return ""
+    return "" if "pb" in path.parts else str(path.relative_to(ROOT))
+
+
+def _module_name() -> str:
+    words = Path("/proc/self/cmdline").read_text().split("\0")
+    return words[words.index("-m") + 1] if "-m" in words else ""
+
+
+def files_on_path(sent: list[float], processes: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """By module of the process: the files that ran for every request between its sending, in
+    seconds on the monotonic clock, and the next call of `forward`."""
+    forwards = sorted(
+        moment for process in processes for moment in process["times"].get(FORWARD, [])
+    )
+    windows = [(began, next(moment for moment in forwards if moment > began)) for began in sent]
+    found: dict[str, set[str]] = {}
+    for process in processes:
+        files = {
+            name
+            for name, times in process["times"].items()
+            if name != FORWARD
+            and all(any(began <= time <= end for time in times) for began, end in windows)
+        }
+        if files:
+            found[process["module"]] = files
+    return found
+
+
+async def trace_requests(console: Console) -> dict[str, set[str]]:
+    """Serve a random model with one prefill and one decode node, and send it requests one after
+    another."""
+    from benchmarks.clusters.local_cluster import start_local_cluster
+    from benchmarks.clusters.random_models import DEMO_SHAPE
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(
+            "from tools.request_trace import install_profiler\ninstall_profiler()\n"
+        )
+        os.environ[FOLDER_VARIABLE] = folder
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), str(ROOT / "kernels")])
+        async with start_local_cluster(
+            console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
+        ) as cluster:
+            sent = []
+            for number in range(REQUESTS + 1):
+                began = time.monotonic()
+                await asyncio.to_thread(_complete, cluster.endpoints.http, number)
+                sent.append(began)
+                await asyncio.sleep(PAUSE)
+        dumps = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return files_on_path(sent[1:], dumps)
+
+
+def _complete(address: str, number: int) -> None:
+    body = {"prompt": f"# {number}: a function\ndef f{number}(x):", "max_tokens": 2}
+    request = urllib.request.Request(
+        f"http://{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.request_trace", description=__doc__)
+    parser.parse_args()
+    console = Console(stderr=True)
+    found = asyncio.run(trace_requests(console))
+    everywhere = set().union(*found.values())
+    for module, files in sorted(found.items()):
+        sys.stdout.write(f"{module}: {len(files)} files\n")
+        sys.stdout.writelines(f"  {name}\n" for name in sorted(files))
+    sys.stdout.write(f"from the request's bytes to forward: {len(everywhere)} files\n")
+
+
+if __name__ == "__main__":
+    main()
