@@ -97,29 +97,21 @@ def files_on_path(sent: list[float], processes: list[dict[str, Any]]) -> dict[st
     return found
 
 
-async def trace_requests(console: Console) -> dict[str, set[str]]:
+async def send_requests(console: Console) -> list[float]:
     """Serve a random model with one prefill and one decode node, and send it requests one after
-    another."""
+    another. When each was sent, in seconds on the monotonic clock."""
     from benchmarks.clusters.local_cluster import start_local_cluster
     from benchmarks.clusters.random_models import DEMO_SHAPE
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "sitecustomize.py").write_text(
-            "from tools.request_trace import install_profiler\ninstall_profiler()\n"
-        )
-        os.environ[FOLDER_VARIABLE] = folder
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), str(ROOT / "kernels")])
-        async with start_local_cluster(
-            console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
-        ) as cluster:
-            sent = []
-            for number in range(REQUESTS + 1):
-                began = time.monotonic()
-                await asyncio.to_thread(_complete, cluster.endpoints.http, number)
-                sent.append(began)
-                await asyncio.sleep(PAUSE)
-        dumps = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return files_on_path(sent[1:], dumps)
+    sent = []
+    async with start_local_cluster(
+        console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
+    ) as cluster:
+        for number in range(REQUESTS + 1):
+            sent.append(time.monotonic())
+            await asyncio.to_thread(_complete, cluster.endpoints.http, number)
+            await asyncio.sleep(PAUSE)
+    return sent[1:]  # the first one also loads what is loaded late
 
 
 def _complete(address: str, number: int) -> None:
@@ -137,7 +129,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.request_trace", description=__doc__)
     parser.parse_args()
     console = Console(stderr=True)
-    found = asyncio.run(trace_requests(console))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(
+            "from tools.request_trace import install_profiler\ninstall_profiler()\n"
+        )
+        os.environ[FOLDER_VARIABLE] = folder
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), str(ROOT / "kernels")])
+        sent = asyncio.run(send_requests(console))
+        dumps = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    found = files_on_path(sent, dumps)
     everywhere = set().union(*found.values())
     for module, files in sorted(found.items()):
         sys.stdout.write(f"{module}: {len(files)} files\n")
