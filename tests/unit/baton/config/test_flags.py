@@ -14,7 +14,7 @@ from coordinator.__main__ import COORDINATOR_FIELDS
 from coordinator.node_links.dispatcher import Dispatcher
 from node_engine.host.launch import NODE_CONFIG_FIELDS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)

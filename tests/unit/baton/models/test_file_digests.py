@@ -61,11 +61,11 @@ def test_digests_do_not_depend_on_the_path(original: Path, folder: Path) -> None
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
-        (lambda folder: edit(folder / "config.json", rope_theta=7.0), "config"),
-        (lambda folder: edit(folder / "tokenizer.json", truncation={"max_length": 5}), "tokenizer"),
-        (lambda folder: edit(folder / "tokenizer_config.json", add_bos_token=True), "tokenizer"),
-        (nudge, "weights"),
-        (halve, "weights"),
+        (lambda folder: edit(folder / "config.json", rope_theta=7.0), "config_digest"),
+        (lambda folder: edit(folder / "tokenizer.json", truncation={"max_length": 5}), "tokenizer_digest"),
+        (lambda folder: edit(folder / "tokenizer_config.json", add_bos_token=True), "tokenizer_digest"),
+        (nudge, "weights_digest"),
+        (halve, "weights_digest"),
         (lambda folder: edit(folder / "config.json", transformers_version="0"), ""),
         (lambda folder: edit(folder / "tokenizer_config.json", chat_template="{{ x }}"), ""),
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ x }}"), ""),

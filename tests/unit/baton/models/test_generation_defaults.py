@@ -15,7 +15,7 @@ from baton.models.generation_defaults import (
     parse_generation_defaults,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_a_folder_without_the_file_has_no_defaults(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.models.model_source import with_local_model
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NAME = "a-team/a-model"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")

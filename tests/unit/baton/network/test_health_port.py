@@ -77,7 +77,7 @@ async def test_watches_of_one_connection_are_bounded() -> None:
 async def test_watches_of_a_server_are_bounded_and_end_after_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.network.health_service.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("baton.network.health_service.MAX_WATCH_SECONDS", 0.05)
     streams = StreamLimiter(most=2, per_connection=2)
     with (
         streams.open_stream("a"),

@@ -8,8 +8,8 @@ import pytest
 
 _PROCESS = """
 import asyncio, ctypes, os, resource, sys
-from baton.config.settings import resolve
-from baton.process.entry import enter
+from baton.config.settings import resolve_config
+from baton.process.entry import run_process
 
 async def main(config, stop):
     dumpable = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
@@ -19,7 +19,7 @@ async def main(config, stop):
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (min(hard, 4096) if hard >= 0 else 4096, hard))
-sys.exit(enter(lambda: resolve({}), main))
+sys.exit(run_process(lambda: resolve_config({}), main))
 """
 
 

@@ -11,10 +11,9 @@ import pytest
 SECRET = "my-diagnosis"
 START = f"""
 import asyncio, logging, os, threading, warnings
-from baton import log, runtime
-from baton.process import log_capture
-log.configure("info", "json", node="n")
-log_capture.install()
+from baton.process import log, log_capture, runtime
+log.configure_logging("info", "json", node="n")
+log_capture.install_log_capture()
 secret = {SECRET!r}
 def fail(): raise ValueError(secret)
 """
@@ -40,28 +39,28 @@ def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
     ("code", "status"),
     [
         ("fail()", 1),
-        ("log.get('x').info('said', prompt=secret)", 0),
-        ("try: fail()\nexcept ValueError: log.get('x').exception('failed')", 0),
+        ("log.get_logger('x').info('said', prompt=secret)", 0),
+        ("try: fail()\nexcept ValueError: log.get_logger('x').exception('failed')", 0),
         ("try: fail()\nexcept ValueError: logging.getLogger('grpc').exception('in a library')", 0),
         ("logging.getLogger('asyncio').error('never retrieved\\nfuture: <%s>' % secret)", 0),
         ("threading.Thread(target=fail).start()", 0),
         (
             MAIN
-            + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run(main)",
+            + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run_event_loop(main)",
             0,
         ),
         (
             MAIN
-            + " task = asyncio.create_task(asyncio.to_thread(fail))\n await asyncio.wait([task])\nruntime.run(main)",
+            + " task = asyncio.create_task(asyncio.to_thread(fail))\n await asyncio.wait([task])\nruntime.run_event_loop(main)",
             0,
         ),
-        ("async def main(stop): fail()\nruntime.run(main)", 1),
+        ("async def main(stop): fail()\nruntime.run_event_loop(main)", 1),
         ("class Ends:\n def __del__(self): fail()\nEnds()", 0),
         (
-            "log.get('x').error('group', **log.describe_error(ExceptionGroup(secret, [ValueError(secret)])))",
+            "log.get_logger('x').error('group', **log.get_error_fields(ExceptionGroup(secret, [ValueError(secret)])))",
             0,
         ),
-        ("class Odd:\n def __repr__(self): fail()\nlog.get('x').info('odd', it=Odd())", 0),
+        ("class Odd:\n def __repr__(self): fail()\nlog.get_logger('x').info('odd', it=Odd())", 0),
     ],
 )
 def test_logged_error_has_kind_and_place_only(code: str, status: int) -> None:
@@ -71,7 +70,7 @@ def test_logged_error_has_kind_and_place_only(code: str, status: int) -> None:
 
 
 def test_a_line_of_any_thread_names_its_node() -> None:
-    (line,) = lines_of("threading.Thread(target=lambda: log.get('x').info('said')).start()")
+    (line,) = lines_of("threading.Thread(target=lambda: log.get_logger('x').info('said')).start()")
     assert (line["node"], line["event"], line["part"]) == ("n", "said", "x")
 
 
@@ -81,12 +80,12 @@ def test_a_warning_of_a_library_is_a_line() -> None:
 
 
 def test_what_was_logged_before_an_exit_at_once_is_there() -> None:
-    (line,) = lines_of("log.get('x').info('said')\nlog.flush()\nos._exit(0)")
+    (line,) = lines_of("log.get_logger('x').info('said')\nlog.flush_log()\nos._exit(0)")
     assert line["event"] == "said"
 
 
 def test_a_long_field_is_cut_and_the_line_still_json() -> None:
-    (line,) = lines_of("log.get('x').info('said', reason='y' * 100_000)")
+    (line,) = lines_of("log.get_logger('x').info('said', reason='y' * 100_000)")
     assert line["reason"].endswith("(100000 characters)")
 
 
@@ -95,12 +94,12 @@ def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
     """The pipe holds 64 KiB, of which a thousand lines are more."""
     code = (
         START
-        + "for _ in range(20_000): log.get('x').info('said', what='y' * 100)\nprint(log.lines_dropped() > 0)"
+        + "for _ in range(20_000): log.get_logger('x').info('said', what='y' * 100)\nprint(log.get_dropped_lines() > 0)"
     )
     if target == "/dev/full":
         with open(target, "wb") as full:
             done = subprocess.run(
-                [sys.executable, "-c", code + "\nlog.flush(); print(log.lines_dropped())"],
+                [sys.executable, "-c", code + "\nlog.flush_log(); print(log.get_dropped_lines())"],
                 stdout=subprocess.PIPE,
                 stderr=full,
                 timeout=60,
@@ -124,7 +123,7 @@ def test_hung_stop_dumps_stacks_and_exits() -> None:
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    await stop.wait()\n"
         "    stands_still()\n"
-        "runtime.run(main, longest_stop=0.2)\n"
+        "runtime.run_event_loop(main, longest_stop=0.2)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

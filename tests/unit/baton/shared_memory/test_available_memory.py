@@ -15,7 +15,7 @@ from baton.shared_memory.available_memory import AvailableMemory, measure_availa
 from baton.shared_memory.memory_map import HUGE_PAGE
 
 MIB, GIB = 1 << 20, 1 << 30
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class FakeProcFiles:
@@ -114,7 +114,7 @@ def test_memory_promised_to_other_segments_is_not_available(
     with other.open("wb") as file:
         file.truncate(40 * MIB)
     monkeypatch.setattr(
-        segment, "memory_room", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB)
+        segment, "measure_available_memory", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB)
     )
     with pytest.raises(
         ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"
@@ -130,7 +130,7 @@ def test_filling_stops_when_memory_runs_out(
     """Programs that are not ours promise nothing: what is left is looked at before every piece."""
     lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
     monkeypatch.setattr(
-        segment, "memory_room", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0)
+        segment, "measure_available_memory", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0)
     )
     with pytest.raises(ConfigError, match="60MiB left"):
         segment.create_segment(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
@@ -140,17 +140,17 @@ def test_filling_stops_when_memory_runs_out(
 RACER = """
 import sys
 from pathlib import Path
-from baton import segment
+from baton.shared_memory import segment
 from baton.errors import ConfigError
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
-from baton.shared_memory.available_memory import MemoryRoom
-segment.memory_room = lambda folder: MemoryRoom(
+from baton.shared_memory.available_memory import AvailableMemory
+segment.measure_available_memory = lambda folder: AvailableMemory(
     size * 3 // 2 - sum(path.stat().st_blocks * 512 for path in folder.glob("baton-*")), "left", 0
 )
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    made = segment.create(folder, "arena", size)
+    made = segment.create_segment(folder, "arena", size)
     print("made", flush=True)
 except ConfigError as error:
     print("refused", flush=True)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from baton.shared_memory.fence import WriterFences
 fences = WriterFences(Path(sys.argv[1]), sys.argv[2])
-print(fences.take(int(sys.argv[3])), flush=True)
+print(fences.try_lock_byte(int(sys.argv[3])), flush=True)
 sys.stdin.read()
 """
 
@@ -111,7 +111,7 @@ def test_a_frozen_process_keeps_its_byte_and_a_killed_one_does_not(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).resolve().parents[3],
+        cwd=Path(__file__).resolve().parents[4],
     )
     with process:
         assert process.stdout is not None

@@ -29,8 +29,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from baton.shared_memory.fence import ArenaFences
-from baton.shared_memory.segment import create
-held = create(Path(sys.argv[1]), "arena", int(sys.argv[2]))
+from baton.shared_memory.segment import create_segment
+held = create_segment(Path(sys.argv[1]), "arena", int(sys.argv[2]))
 fences = ArenaFences(held.path)
 print(held.name, flush=True)
 sys.stdin.read()
@@ -90,8 +90,8 @@ def test_a_full_folder_is_an_error_that_names_the_knobs(
 def test_a_really_full_tmpfs_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
     """In a mount namespace of its own, with 4 MiB of tmpfs."""
     code = (
-        "import sys; from pathlib import Path; from baton.shared_memory.segment import create; from baton.errors import ConfigError\n"
-        "try: create(Path(sys.argv[1]), 'arena', 16 << 20)\n"
+        "import sys; from pathlib import Path; from baton.shared_memory.segment import create_segment; from baton.errors import ConfigError\n"
+        "try: create_segment(Path(sys.argv[1]), 'arena', 16 << 20)\n"
         "except ConfigError as error: print('refused:', error)\n"
     )
     script = f'mount -t tmpfs -o size=4m none "$1" && "{sys.executable}" -c "$2" "$1"'
@@ -99,7 +99,7 @@ def test_a_really_full_tmpfs_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
         ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(tmp_path), code],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).resolve().parents[3],
+        cwd=Path(__file__).resolve().parents[4],
         timeout=60,
     )
     if "unshare" in found.stderr or "mount:" in found.stderr:
@@ -150,7 +150,7 @@ def test_a_peers_segment_must_be_a_file_of_the_right_size(tmp_path: Path) -> Non
 
 
 def test_stale_segments_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     (tmp_path / "baton-notes").write_text("somebody else's")
     live = create_segment(tmp_path, "arena", SIZE)
     holder = subprocess.Popen(
