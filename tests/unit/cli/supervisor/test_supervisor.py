@@ -17,12 +17,12 @@ import pytest
 from baton.cli.common.errors import innermost_error
 from baton.cli.supervisor import child_process as child
 from baton.cli.supervisor import restart_policy as restarts
+from baton.cli.supervisor import supervisor
 from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
 from baton.cli.supervisor.child_process import ChildProcess
 from baton.cli.supervisor.child_specs import complete_config
 from baton.cli.supervisor.ports import reserve_ports
 from baton.cli.supervisor.restart_policy import FROZEN_KILL_SECONDS, max_stop_seconds
-from baton.cli.supervisor import supervisor
 from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
@@ -251,7 +251,7 @@ async def test_a_stopped_child_is_killed_and_replaced(
 async def test_child_that_ignores_sigterm_is_killed(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "TERM_PATIENCE", 0.2)
+    monkeypatch.setattr(supervisor, "TERM_GRACE_SECONDS", 0.2)
     play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
     async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, told):
         await started.wait_until_ready()
