@@ -17,10 +17,11 @@ from rich.console import Console
 
 from baton.cli.common.default_model import find_default_model
 from baton.cli.common.errors import innermost_error
-from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.child_output import LogFiles
+from baton.cli.supervisor.child_specs import complete_config
+from baton.cli.supervisor.ports import reserve_ports
 from baton.cli.supervisor.run_cluster import ready_announcement
-from baton.cli.supervisor.supervisor import Supervisor, ports, running_cluster
+from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.cli.views.timeline import render_timeline
 from baton.config.settings import Config
 from baton.errors import BatonError
@@ -45,7 +46,7 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
         pool_memory="128MiB",
         drain_timeout=5.0,
     )
-    config, held = ports.reserve_ports(plan.complete_config(settings)[0])
+    config, held = reserve_ports(complete_config(settings)[0])
     logs = LogFiles(folder / "logs")
     segments = Path(config.segment_dir)
     of_others = list_segment_files(segments, segment.SEGMENT_PREFIX)

@@ -136,7 +136,7 @@ class ChatSession:
                     said.append(piece.text)
                     sys.stdout.write(piece.text.translate(_CONTROL_CHARACTERS))
                     sys.stdout.flush()
-                finish = piece.finish or finish
+                finish = piece.finish_reason or finish
         sys.stdout.write("\n")
         sys.stdout.flush()
         if finish == "length":

@@ -46,9 +46,7 @@ def advise(
         print(line)
     make_console().print(forecast_table(answer))
     print(answer.reason)
-    print(
-        f"to apply_command: {apply_command(answer)}" if apply_command(answer) else "nothing to do"
-    )
+    print(f"to apply: {apply_command(answer)}" if apply_command(answer) else "nothing to do")
 
 
 def auto(

@@ -5,6 +5,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,9 +99,9 @@ class CompletionsClient:
         for _ in range(len(_OPTIONAL_FIELDS) + 1):
             async with client._post(PlannedRequest(0.0, 4, 2, seed=1)) as response:
                 if response.status == 200:
-                    await response.body()
+                    await response.read_body()
                     return client
-                answer = (await response.body()).decode(errors="replace")
+                answer = (await response.read_body()).decode(errors="replace")
             refused = client._find_refused_feature(answer)
             if response.status not in (400, 422) or refused is None:
                 raise ValueError(f"the endpoint answers {response.status}: {answer[:500]}")
@@ -117,7 +118,7 @@ class CompletionsClient:
                 return feature
         return None
 
-    def _post(self, request: PlannedRequest) -> Any:
+    def _post(self, request: PlannedRequest) -> AbstractAsyncContextManager[StreamedResponse]:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton.cli.views.top_table import sum_counter
+from baton.cli.views.counters import sum_counter
 from coordinator.core.admission.tenants import hash_key
 from tests.cluster import Cluster
 from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant

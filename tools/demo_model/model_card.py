@@ -89,7 +89,7 @@ bfloat16 by up to {evaluation.max_continuation_tokens} tokens and cut at the las
 
 | | |
 |---|---|
-| pass `ast.python_share` | **{judged.python_share:.0%}** |
+| pass `ast.parse` | **{judged.python_share:.0%}** |
 | ended by the model itself | {judged.ended_share:.0%} |
 | repeat a line three times or more | {judged.repeat_share:.0%} |
 | lines written, median | {judged.median_lines:g} |

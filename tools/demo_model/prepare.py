@@ -13,12 +13,15 @@ from tokenizers import Tokenizer
 from tools.demo_model.common import bpe_tokenizer as tokenizer
 from tools.demo_model.common import corpus_files as corpus
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
-from tools.demo_model.common.corpus_files import source_files as sources
 from tools.demo_model.common.progress_bar import ProgressBar
 from tools.demo_model.corpus.builtin_names import list_builtin_names
 from tools.demo_model.corpus.conversations import generate_conversations
 from tools.demo_model.corpus.definitions import list_documented_names, list_snippets
-from tools.demo_model.corpus.source_files import SourceFile
+from tools.demo_model.corpus.source_files import (
+    SourceFile,
+    collect_sources,
+    standard_library_folder,
+)
 
 DEFAULT_VOCABULARY = 4096
 SEED = 0
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _read_sources(limit: int | None) -> list[SourceFile]:
-    files = list(sources.collect_sources(sources.standard_library_folder()))
+    files = list(collect_sources(standard_library_folder()))
     if limit is not None:
         random.Random(SEED).shuffle(files)
         del files[limit:]

@@ -1,6 +1,5 @@
 """What one check of `baton doctor` found."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +15,6 @@ class Finding:
     level: FindingLevel
     detail: str
     fix: str = ""
-
-
-Check = Callable[[], list[Finding]]
 
 
 def ok_finding(name: str, detail: str) -> Finding:

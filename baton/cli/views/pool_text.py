@@ -1,13 +1,11 @@
 """What `baton top` shows of the shared pools: all of them together, and what their nodes made of
 them between two statuses."""
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.cli.views.counters import sum_counter
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
-_LABELS = re.compile(r'(\w+)="([^"]*)"')
 _POOL_ROLE = "pool"
 
 
@@ -23,16 +21,6 @@ class PoolRates:
     published: float = 0.0
     lag_seconds: float = 0.0
     evicted: float = 0.0
-
-
-def sum_counter(counters: Mapping[str, float], name: str, **labels: str) -> float:
-    """The sum of a counter over all its labels but those given."""
-    found = 0.0
-    for key, value in counters.items():
-        base, _, rest = key.partition("{")
-        if base == name and labels.items() <= dict(_LABELS.findall(rest)).items():
-            found += value
-    return found
 
 
 def compute_pool_rates(before: StatusResponse, now: StatusResponse, seconds: float) -> PoolRates:

@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from baton.cli.views.pool_text import PoolRates, compute_pool_rates, format_pools, sum_counter
+from baton.cli.views.counters import sum_counter
+from baton.cli.views.pool_text import PoolRates, compute_pool_rates, format_pools
 from baton.cli.views.ratio_text import format_ratio_progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton.cli.views.top_table import sum_counter
+from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster

@@ -7,8 +7,8 @@ import re
 import grpc
 import pytest
 
+from baton.cli.views.counters import sum_counter
 from baton.cli.views.explanation import _waterfall_bar
-from baton.cli.views.pool_text import sum_counter
 from baton.cli.views.progress_line import ProgressLine
 from baton.cli.views.top_table import compute_rates
 from baton.pb import cluster_pb2 as pb

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tools.generate_stubs import generate_stubs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_stubs_are_current(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tools import demo, footprint, install_torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYTORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
 

@@ -7,7 +7,7 @@ from baton.errors import ConfigError
 
 
 def test_default_model_is_in_the_source_tree() -> None:
-    assert find_default_model() == Path(__file__).resolve().parents[3] / "models" / "demo"
+    assert find_default_model() == Path(__file__).resolve().parents[4] / "models" / "demo"
 
 
 def test_missing_default_model_is_a_config_error(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from baton.cli.supervisor.state_folder import PidFile
 if sys.argv[2] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-PidFile(Path(sys.argv[1])).write()
+PidFile(Path(sys.argv[1])).write_pid()
 print("held", flush=True)
 signal.pause()
 """
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ async def test_a_stopped_child_is_killed_and_replaced(
 async def test_child_that_ignores_sigterm_is_killed(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "TERM_PATIENCE", 0.2)
+    monkeypatch.setattr(supervisor, "TERM_GRACE_SECONDS", 0.2)
     play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
     async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, told):
         await started.wait_until_ready()

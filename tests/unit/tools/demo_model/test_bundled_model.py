@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tools.demo_model.export import MAX_FOLDER_BYTES
 
-FOLDER = Path(__file__).resolve().parents[3] / "models" / "demo"
+FOLDER = Path(__file__).resolve().parents[4] / "models" / "demo"
 FILES = {
     "README.md",
     "config.json",

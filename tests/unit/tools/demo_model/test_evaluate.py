@@ -72,7 +72,7 @@ def test_model_card(
     card = (made.model / "README.md").read_text()
     assert "train_demo_model train --steps 12\n" in card
     assert "| its tests | 1.750 |" in card  # the line of the log that was kept
-    assert f"**{figures['parse']:.0%}**" in card
+    assert f"**{figures['python_share']:.0%}**" in card
     assert figures["count"] == 50
     assert "A remark." in card
     for question in evaluate.QUESTIONS:

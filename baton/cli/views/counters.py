@@ -1,0 +1,16 @@
+"""Sums of the counters in a status, over their labels."""
+
+import re
+from collections.abc import Mapping
+
+_LABELS = re.compile(r'(\w+)="([^"]*)"')
+
+
+def sum_counter(counters: Mapping[str, float], name: str, **labels: str) -> float:
+    """The sum of a counter over all its labels but those given."""
+    found = 0.0
+    for key, value in counters.items():
+        base, _, rest = key.partition("{")
+        if base == name and labels.items() <= dict(_LABELS.findall(rest)).items():
+            found += value
+    return found
