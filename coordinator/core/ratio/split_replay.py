@@ -106,7 +106,7 @@ class SplitReplay:
         made._split, made._serial = split, count(next(self._serial))
         own = {id(request): copy(request) for request in self._awaiting_first_token}
         own |= {id(request): copy(request) for _, _, request in self._decoding}
-        for name in ("_line", "_prompts", "_answers"):
+        for name in ("_queue", "_prefilling", "_decoding"):
             entries = [
                 (at, number, own.setdefault(id(one), copy(one)))
                 for at, number, one in getattr(self, name)

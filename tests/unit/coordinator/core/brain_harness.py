@@ -2,7 +2,7 @@
 recorded."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, Cancelled, NodeLost
@@ -39,6 +39,7 @@ from coordinator.core.requests.request_admitter import SubmittedRequest
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
+OrderT = TypeVar("OrderT", bound=m.NodeOrder)
 
 
 def make_join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
@@ -218,7 +219,7 @@ class BrainHarness:
 
     # what came of it
 
-    def messages_to(self, node: Incarnation, kind: type[Any]) -> list[Any]:
+    def messages_to(self, node: Incarnation, kind: type[OrderT]) -> list[OrderT]:
         return [
             effect.order
             for effect in self.effects

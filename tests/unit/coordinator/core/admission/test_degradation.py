@@ -300,7 +300,7 @@ def test_failing_handoffs_switch_to_local_prefill_and_back() -> None:
     assert changes(world) == [("local_prefill_only", True)]
     world.stop(request)
     submit = world.messages_to(node, m.DecodeOrder)[-1]
-    assert (submit.writer, submit.prefill_share) == (None, 0.5)
+    assert (submit.kv_writer, submit.prefill_step_share) == (None, 0.5)
     assert world.brain.counters.placements["local", "degraded"] == 1
     assert world.brain.is_local_prefill_only
     wait(world, RELEASE_SECONDS + 2 * SAMPLE_PERIOD_SECONDS)

@@ -173,7 +173,7 @@ def test_tenant_waiting_for_room_is_compensated() -> None:
     )
     world.send_heartbeat(node, room=32)
     assert [
-        each.work.key.request for each in world.messages_to(node, m.DecodeOrder)[-2:]
+        each.work.key.request_id for each in world.messages_to(node, m.DecodeOrder)[-2:]
     ] == waiting
 
 
@@ -187,7 +187,7 @@ def test_yielding_in_one_class_does_not_affect_another(
     monkeypatch.setattr(
         WaitingQueue,
         "headroom_share",
-        lambda queue, request, *_: parts.get(_flow(queue._claims[request]), 0.0),
+        lambda queue, request, *_: parts.get(_flow(queue._entries[request]), 0.0),
     )
     world = BrainHarness(mode="colocated")
     world.brain.reload_tenants(TENANTS, world.now)
@@ -210,7 +210,7 @@ def test_yielding_in_one_class_does_not_affect_another(
         *(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2))
     )
     world.send_heartbeat(node, room=32)
-    placed = [each.work.key.request for each in world.messages_to(node, m.DecodeOrder)]
+    placed = [each.work.key.request_id for each in world.messages_to(node, m.DecodeOrder)]
     assert yields not in placed
     assert placed[7 : 7 + next_ones] == waiting[:next_ones]
 

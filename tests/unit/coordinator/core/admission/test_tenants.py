@@ -272,7 +272,7 @@ def test_burst_is_placed_as_prompts_are_computed() -> None:
     gold = submit(world, GOLD, prompt=32)
     first = world.messages_to(node, m.DecodeOrder)[0].work.key
     world.report_token(node, first, 0)
-    assert world.messages_to(node, m.DecodeOrder)[-1].work.key.request == gold
+    assert world.messages_to(node, m.DecodeOrder)[-1].work.key.request_id == gold
     assert world.brain.count_attempts(node) == 5
 
 
@@ -282,13 +282,13 @@ def test_class_is_sent_to_node_and_preemptor_is_charged() -> None:
     node = world.join_node("d0", DECODE)
     request = submit(world, BULK)
     (first,) = world.messages_to(node, m.DecodeOrder)
-    assert first.work.request.standing == BULK
-    assert first.work.prefill_payer == ""
+    assert first.work.request.principal == BULK
+    assert first.work.prefill_charged_class == ""
     world.report_token(node, first.work.key, 0)
     world.send_from_node(node, m.AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
     world.send_heartbeat(node, room=32)
     second = world.messages_to(node, m.DecodeOrder)[-1]
-    assert second.work.prefill_payer == "premium"
+    assert second.work.prefill_charged_class == "premium"
     world.report_token(node, second.work.key, 1)
     world.cancel(request)
     assert world.brain.counters.requests == {("cancelled", "standard"): 1}

@@ -113,7 +113,7 @@ def test_drain_timeout_replaces_remaining_requests(world: BrainHarness, nodes: N
     world.advance(1.0)
     assert [cancel.reason.code for cancel in world.messages_to(d0, m.CancelOrder)] == ["drained"]
     [again] = world.messages_to(d1, m.DecodeOrder)
-    assert again.work.emitted == (7,)
+    assert again.work.emitted_token_ids == (7,)
     assert world.brain.counters.replaced_attempts == {"drained": 1}
     world.report_reserved(d1, again.work.key, p0)
     for index in (1, 2, 3):

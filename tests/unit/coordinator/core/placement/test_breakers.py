@@ -224,15 +224,20 @@ def test_every_policy_excludes_blocked_pairs(policy: str, pairs: int) -> None:
 
 
 def test_full_prefill_node_is_no_candidate_for_unblocked_pair() -> None:
-    full: NodeView = named_view(P, "full", computing=64)
-    nodes = [full, named_view(P, "p0"), named_view(D, "d0"), named_view(D, "d1", last_placed=9)]
+    full: NodeView = named_view(P, "full", pending_prefills=64)
+    nodes = [
+        full,
+        named_view(P, "p0"),
+        named_view(D, "d0"),
+        named_view(D, "d1", last_placed_serial=9),
+    ]
     choice = choose_excluding_open_breakers(
         POLICIES["prefix_aware"](), DEMAND, nodes, placement_context(), blocked_pairs(("p0", "d0"))
     )
     assert choice == NodeChoice(Incarnation("p0"), Incarnation("d1"))
 
 
-@pytest.mark.parametrize("change", [{"prefill": False}, {"decode": False}])
+@pytest.mark.parametrize("change", [{"needs_prefill": False}, {"needs_decode": False}])
 def test_single_leg_placement_ignores_blocked_pairs(change: dict[str, bool]) -> None:
     demand: PlacementDemand = replace(DEMAND, **change)  # type: ignore[arg-type]
     nodes = [named_view(P, "p0"), named_view(D, "d0")]

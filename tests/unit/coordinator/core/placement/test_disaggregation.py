@@ -181,12 +181,12 @@ views = st.builds(
     max_num_seqs=st.integers(1, 8),
     max_batched_tokens=st.just(64),
     attempts=st.integers(0, 9),
-    computing=st.integers(0, 3),
+    pending_prefills=st.integers(0, 3),
     uncomputed_tokens=st.integers(0, 300),
-    room=st.integers(-5, 40),
-    closed_from=st.none() | st.integers(1, 40),
-    last_placed=st.integers(0, 99),
-    running=st.integers(0, 3),
+    free_blocks=st.integers(-5, 40),
+    refused_from_blocks=st.none() | st.integers(1, 40),
+    last_placed_serial=st.integers(0, 99),
+    running_attempts=st.integers(0, 3),
     queued_seconds=st.floats(0, 2),
 )
 
@@ -236,7 +236,7 @@ def test_auto_mode_prefills_on_decode_until_prefill_nodes_join() -> None:
     decode = world.join_node("d", DECODE)
     world.submit()
     (submit,) = world.messages_to(decode, m.DecodeOrder)
-    assert (submit.writer, submit.prefill_share) == (None, 0.25)
+    assert (submit.kv_writer, submit.prefill_step_share) == (None, 0.25)
     assert world.brain.counters.placements == {("local", "no_prefill_node"): 1}
     told = world.brain.explain_request(world.last_attempt_key(decode).request_id, world.now)
     assert (told.attempts[0].way, told.attempts[0].why) == ("local", "no_prefill_node")
@@ -257,7 +257,7 @@ def test_fixed_mode_has_no_alternative_and_no_prefill_share() -> None:
     world.join_node("p", PREFILL)
     decode = world.join_node("d", DECODE)
     request = world.submit()
-    assert world.messages_to(decode, m.DecodeOrder)[0].prefill_share == 0.0
+    assert world.messages_to(decode, m.DecodeOrder)[0].prefill_step_share == 0.0
     told = world.brain.explain_request(request, world.now).attempts[0]
     assert (told.way, told.why, told.HasField("other_way")) == ("hand_off", "mode", False)
 

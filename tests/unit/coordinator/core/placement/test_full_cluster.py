@@ -77,12 +77,12 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
     world.report_reserved(full, world.last_attempt_key(full), prefill)
     world.report_token(full, world.last_attempt_key(full), 0)
     assert len(world.messages_to(full, m.DecodeOrder)) == 3
-    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+    assert [order.kv_writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
         True
     ], "the others wait for it"
     world.report_reserved(roomy, world.last_attempt_key(roomy), prefill)
     world.report_token(roomy, world.last_attempt_key(roomy), 0)
-    assert [order.writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+    assert [order.kv_writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
         True,
         False,
         False,

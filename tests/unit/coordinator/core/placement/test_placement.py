@@ -79,7 +79,7 @@ def test_tenant_above_share_leaves_headroom(
     attempts: int, room: int, computing: int, decode: bool, prefill: bool
 ) -> None:
     greedy = replace(BOTH, context_tokens=100, headroom_share=0.2)
-    busy = {"attempts": attempts, "computing": computing, "window_tokens": 100 * computing}
+    busy = {"attempts": attempts, "pending_prefills": computing, "window_tokens": 100 * computing}
     on_decode, on_prefill = (
         replace(D, free_blocks=room, total_blocks=40, **busy),
         replace(P, **busy),

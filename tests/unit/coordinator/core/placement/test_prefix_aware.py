@@ -55,9 +55,9 @@ def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice:
 def test_prefix_holder_is_chosen(wanted: str) -> None:
     nodes = [
         named_view(P, "p0"),
-        named_view(P, "p1", last_placed=9),
+        named_view(P, "p1", last_placed_serial=9),
         named_view(D, "d0"),
-        named_view(D, "d1", last_placed=9),
+        named_view(D, "d1", last_placed_serial=9),
     ]
     holder = Incarnation("p1" if wanted == "prefill" else "d1")
     choice = choose(replace(DEMAND, cached_by_node={holder: 960}), *nodes)
@@ -66,7 +66,7 @@ def test_prefix_holder_is_chosen(wanted: str) -> None:
 
 
 def test_a_queue_outweighs_a_prefix() -> None:
-    busy = named_view(P, "p1", queued_seconds=5.0, head_seconds=5.0, head_since=NOW - 1.0)
+    busy = named_view(P, "p1", queued_seconds=5.0, head_prefill_seconds=5.0, head_since=NOW - 1.0)
     assert (
         choose(
             replace(DEMAND, cached_by_node={busy.incarnation: 960}), named_view(P, "p0"), busy, D
@@ -100,13 +100,13 @@ def test_affinity_ends_above_load_bound() -> None:
 
 
 def test_decode_node_without_growth_blocks_is_penalized() -> None:
-    tight = named_view(D, "tight", room=66)
+    tight = named_view(D, "tight", free_blocks=66)
     assert (
         choose(
             replace(DEMAND, expected_output_tokens=500.0),
             P,
             tight,
-            named_view(D, "roomy", last_placed=9),
+            named_view(D, "roomy", last_placed_serial=9),
         ).decode
         == "roomy"
     )
@@ -124,15 +124,15 @@ def test_newly_joined_node_ramps_up() -> None:
 
 def test_colocated_prediction_counts_queue_and_prefill() -> None:
     alone = replace(DEMAND, needs_prefill=False)
-    busy = named_view(D, "busy", queued_seconds=3.0, head_seconds=3.0, head_since=NOW)
-    assert choose(alone, busy, named_view(D, "free", last_placed=9)) == NodeChoice(
+    busy = named_view(D, "busy", queued_seconds=3.0, head_prefill_seconds=3.0, head_since=NOW)
+    assert choose(alone, busy, named_view(D, "free", last_placed_serial=9)) == NodeChoice(
         None, Incarnation("free")
     )
     assert (
         choose(
             replace(alone, cached_by_node={Incarnation("d1"): 960}),
             D,
-            named_view(D, "d1", last_placed=9),
+            named_view(D, "d1", last_placed_serial=9),
         ).decode
         == "d1"
     )
@@ -157,11 +157,11 @@ views = st.builds(
     max_num_seqs=st.integers(1, 8),
     max_batched_tokens=st.just(64),
     attempts=st.integers(0, 9),
-    computing=st.integers(0, 9),
+    pending_prefills=st.integers(0, 9),
     uncomputed_tokens=st.integers(0, 300),
-    room=st.integers(-5, 40),
-    closed_from=st.none() | st.integers(1, 40),
-    last_placed=st.integers(0, 99),
+    free_blocks=st.integers(-5, 40),
+    refused_from_blocks=st.none() | st.integers(1, 40),
+    last_placed_serial=st.integers(0, 99),
     joined_at=st.floats(NOW - 20, NOW),
     queued_seconds=st.floats(0, 10),
     recent_work=st.floats(0, 100),
@@ -173,11 +173,11 @@ views = st.builds(
     nodes=st.lists(views, max_size=8, unique_by=lambda view: view.incarnation),
     demand=st.builds(
         PlacementDemand,
-        tokens=st.integers(1, 300),
+        context_tokens=st.integers(1, 300),
         blocks=st.integers(1, 20),
-        prefill=st.booleans(),
-        decode=st.just(True),
-        output=st.floats(1, 1000),
+        needs_prefill=st.booleans(),
+        needs_decode=st.just(True),
+        expected_output_tokens=st.floats(1, 1000),
     ),
     data=st.data(),
 )

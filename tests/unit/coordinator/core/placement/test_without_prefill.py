@@ -46,10 +46,12 @@ def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
         "the window of the prefill node is full"
     )
     event(world, prefill)
-    alone = [order for order in world.messages_to(decode, m.DecodeOrder) if order.writer is None]
+    alone = [order for order in world.messages_to(decode, m.DecodeOrder) if order.kv_writer is None]
     assert alone, "at least one of them has gone on"
-    assert {order.prefill_share for order in alone} == {0.25}, "what runs there keeps its pace"
-    assert {way(world, order.work.key.request) for order in alone} == {("local", "no_prefill_node")}
+    assert {order.prefill_step_share for order in alone} == {0.25}, "what runs there keeps its pace"
+    assert {way(world, order.work.key.request_id) for order in alone} == {
+        ("local", "no_prefill_node")
+    }
     assert world.brain.counters.placements["local", "no_prefill_node"] >= 1
     assert world.brain.is_local_prefill_only
     assert world.brain.why_not_serving() == ""
@@ -57,7 +59,7 @@ def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
     again = world.join_node("p2", PREFILL)
     world.submit()
     handed_off = world.messages_to(again, m.PrefillOrder)
-    assert {way(world, order.work.key.request) for order in handed_off} == {("hand_off", "mode")}
+    assert {way(world, order.work.key.request_id) for order in handed_off} == {("hand_off", "mode")}
     assert not world.brain.is_local_prefill_only
 
 
@@ -95,19 +97,23 @@ def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) ->
     begun = world.submit(prompt=100, max_tokens=5)
     world.lose_node(large)
     fresh = world.submit(prompt=100, max_tokens=5)
-    orders = [order for order in world.messages_to(decode, m.DecodeOrder) if order.writer is None]
-    assert [order.work.key.request for order in orders] == [begun, fresh]
+    orders = [
+        order for order in world.messages_to(decode, m.DecodeOrder) if order.kv_writer is None
+    ]
+    assert [order.work.key.request_id for order in orders] == [begun, fresh]
     assert way(world, fresh) == ("local", "prefill_too_small")
-    assert {order.prefill_share for order in orders} == {0.25}, "what runs there keeps its pace"
+    assert {order.prefill_step_share for order in orders} == {0.25}, (
+        "what runs there keeps its pace"
+    )
     assert not world.messages_to(small, m.PrefillOrder)
     short = world.submit(prompt=20)
     if mode == "disaggregated":
         assert way(world, begun) == ("local", "prefill_too_small")
         assert way(world, short) == ("hand_off", "mode")
         assert [
-            order.prefill_share
+            order.prefill_step_share
             for order in world.messages_to(decode, m.DecodeOrder)
-            if order.writer is not None
+            if order.kv_writer is not None
         ][-1] == 0
 
 
@@ -140,6 +146,6 @@ def test_probe_of_only_prefill_node_uses_it() -> None:
     world.lose_node(order.incarnation)
     prefill = world.join_node(name, PREFILL)
     (probe,) = world.messages_to(prefill, m.PrefillOrder)
-    assert probe.work.key.request.startswith("probe-")
+    assert probe.work.key.request_id.startswith("probe-")
     request = world.submit()
     assert way(world, request) == ("local", "no_prefill_node")

@@ -42,13 +42,14 @@ def test_least_loaded_node_switches() -> None:
 
 
 def test_last_serving_node_of_wanted_role_stays() -> None:
-    drained = role_state("d1", D, serves=False)
+    drained = role_state("d1", D, is_serving=False)
     assert moved_nodes(
         plan_role_moves(RoleSplit(2, 1), [role_state("p0", P), role_state("d0", D), drained])
     ) == ["d1"]
     assert (
         plan_role_moves(
-            RoleSplit(1, 1), [role_state("p0", P), role_state("p1", P, serves=False, fixed=True)]
+            RoleSplit(1, 1),
+            [role_state("p0", P), role_state("p1", P, is_serving=False, is_locked=True)],
         )
         == []
     )
@@ -58,13 +59,13 @@ def test_last_serving_node_of_wanted_role_stays() -> None:
 
 
 def test_switching_nodes_move_first_then_serving_ones() -> None:
-    out = role_state("d0", D, serves=False)
+    out = role_state("d0", D, is_serving=False)
     nodes = [
         role_state("p0", P),
         out,
         role_state("d1", D, 9),
         role_state("d2", D, 5),
-        role_state("d3", D, serves=False, moving=True),
+        role_state("d3", D, is_serving=False, is_switching=True),
     ]
     assert moved_nodes(plan_role_moves(RoleSplit(2, 3), nodes)) == ["d3"]
     assert moved_nodes(plan_role_moves(RoleSplit(4, 1), nodes)) == ["d3", "d2", "d0"]
@@ -91,8 +92,8 @@ def test_missing_and_extra_nodes_cause_no_moves() -> None:
 
 
 def test_unserved_role_recalls_draining_node() -> None:
-    leaving = role_state("p1", D, serves=False, moving=True, leaving=True)
-    gone_on = role_state("p2", D, serves=False, moving=True, fixed=True)
+    leaving = role_state("p1", D, is_serving=False, is_switching=True, is_draining=True)
+    gone_on = role_state("p2", D, is_serving=False, is_switching=True, is_locked=True)
     assert plan_role_moves(RoleSplit(1, 3), [leaving, gone_on, role_state("d0", D)]) == [
         RoleMove(NodeName("p1"), P)
     ]

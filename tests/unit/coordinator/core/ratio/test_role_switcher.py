@@ -242,7 +242,7 @@ def test_failed_probe_is_retried_before_service(crew: HonestCluster) -> None:
     assert [type(end.result).__name__ for end in probes(crew)] == [
         "HandoffFailed",
         "HandoffFailed",
-        "Finished",
+        "FinishedResult",
     ]
     assert crew.harness.brain.counters.requests[("length", "internal")] == 1
 
@@ -313,7 +313,7 @@ def test_prefill_probe_skips_handoff_when_decode_is_full(crew: HonestCluster) ->
     crew.rejoin_in_ordered_role(moving)
     assert moving in crew.names_in_service(P), "it does not wait for an answer to end"
     (probe,) = crew.harness.messages_to(crew.nodes[moving].incarnation, m.PrefillOrder)[:1]
-    assert probe.alone
+    assert probe.needs_no_decode
 
 
 def test_operator_drain_survives_switch(crew: HonestCluster) -> None:

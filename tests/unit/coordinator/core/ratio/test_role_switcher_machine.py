@@ -76,7 +76,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
         if name in self.cluster.nodes:
             self.cluster.send_heartbeat(name)
 
-    @precondition(lambda self: self.crew.world.brain.switches.flips)
+    @precondition(lambda self: self.cluster.harness.brain.role_switcher.pending)
     @rule()
     def fail_probes(self) -> None:
         for name in self.cluster.switch_phases():

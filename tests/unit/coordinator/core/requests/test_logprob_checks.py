@@ -63,7 +63,7 @@ def test_token_without_requested_logprob_is_not_emitted(
     )
     assert world.client_events(request) == [m.EmitTokens(request, (7,), (ONE,))]
     assert world.brain.counters.replaced_attempts == {"stale": 1}
-    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted == (7,)
+    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
 
 
 def test_top_logprobs_are_bounded_by_vocabulary() -> None:
@@ -198,7 +198,10 @@ def test_incomplete_prompt_logprobs_emit_nothing_and_requeue(
     flaw(world, p0, d0, key)  # type: ignore[operator]
     assert (world.client_events(request), world.end_events(request)) == ([], [])
     again = world.last_attempt_key(d0)
-    assert (again.attempt_number, world.messages_to(d0, m.DecodeOrder)[-1].work.emitted) == (2, ())
+    assert (
+        again.attempt_number,
+        world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids,
+    ) == (2, ())
     assert world.messages_to(d0, m.DecodeOrder)[-1].work.request.sampling.prompt_logprobs == 1
     prefill = next(node for node in world.brain.node_registry.nodes if node.startswith("p0"))
     world.report_reserved(d0, again, prefill)

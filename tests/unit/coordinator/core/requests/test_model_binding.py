@@ -70,8 +70,11 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
     d0 = world.join_node("d0", DECODE, model_digest="cd", process="new")
     second = world.submit()
     (submit,) = world.messages_to(d0, m.DecodeOrder)
-    assert submit.work.key.request == second
-    assert submit.work.model == make_join_info("d0", DECODE, model_digest="cd").model.digest()
+    assert submit.work.key.request_id == second
+    assert (
+        submit.work.identity_digest
+        == make_join_info("d0", DECODE, model_digest="cd").model.digest()
+    )
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
@@ -122,7 +125,9 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
         *world.messages_to(d1, m.DecodeOrder),
     ]
     assert len(orders) == 4
-    assert {order.work.model for order in orders} == {make_join_info("d0", DECODE).model.digest()}
+    assert {order.work.identity_digest for order in orders} == {
+        make_join_info("d0", DECODE).model.digest()
+    }
 
 
 def test_node_that_answers_wrong_model_is_avoided(world: BrainHarness) -> None:
@@ -315,7 +320,7 @@ def test_requests_are_placed_on_nodes_that_can_hold_them(mode: str) -> None:
     assert len(world.messages_to(decode, m.DecodeOrder)) == 4
     world.submit(prompt=100, max_tokens=5)
     assert not any(
-        len(order.work.request.prompt) == 100
+        len(order.work.request.prompt_token_ids) == 100
         for order in world.messages_to(small[0], m.PrefillOrder)
     )
 
@@ -389,7 +394,7 @@ def test_parked_request_resumes_when_larger_node_joins() -> None:
     world.lose_node(d0)
     back = world.join_node("d0", DECODE, process="restarted")
     assert world.last_attempt_key(back) == (long, 2, 0)
-    assert world.messages_to(back, m.DecodeOrder)[-1].work.emitted == (7,)
+    assert world.messages_to(back, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
 
 
 def test_new_request_for_restarting_node_gets_503_not_400() -> None:

@@ -32,7 +32,7 @@ def family(world: BrainHarness, count: int = 3, **fields: Any) -> list[RequestId
 
 
 def requests_of(world: BrainHarness, node: Incarnation, kind: type[Any]) -> list[RequestId]:
-    return [order.work.key.request for order in world.messages_to(node, kind)]
+    return [order.work.key.request_id for order in world.messages_to(node, kind)]
 
 
 def commit(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
@@ -68,8 +68,12 @@ def test_parallel_choices_compute_prompt_once(
     assert world.brain.queued_requests == 2
     word(world, p0, d0)
     assert requests_of(world, d0, m.DecodeOrder) == [one, two, three]
-    assert [order.writer for order in world.messages_to(d0, m.DecodeOrder)][1:] == [None, None]
-    assert [order.work.key.choice for order in world.messages_to(d0, m.DecodeOrder)] == [0, 1, 2]
+    assert [order.kv_writer for order in world.messages_to(d0, m.DecodeOrder)][1:] == [None, None]
+    assert [order.work.key.choice_index for order in world.messages_to(d0, m.DecodeOrder)] == [
+        0,
+        1,
+        2,
+    ]
     assert requests_of(world, p0, m.PrefillOrder) == [one]
     for request in (two, three):
         assert world.brain.get_request_state(request) is RequestState.PLACED
@@ -105,7 +109,7 @@ def test_follower_after_commit_goes_to_holder_at_once(
     world.report_token(decode, world.last_attempt_key(decode), 0)
     second = world.submit(after=first, choice=1)
     assert requests_of(world, decode, m.DecodeOrder) == [first, second]
-    assert world.messages_to(decode, m.DecodeOrder)[1].writer is None
+    assert world.messages_to(decode, m.DecodeOrder)[1].kv_writer is None
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_colocated_needs_no_prefill_node() -> None:
     d0 = world.join_node("d0", DECODE)
     request = world.submit(max_tokens=1)
     (submit,) = world.messages_to(d0, m.DecodeOrder)
-    assert submit.writer is None
+    assert submit.kv_writer is None
     world.report_token(d0, submit.work.key, 0, finish=FinishReason.LENGTH)
     assert isinstance(world.end_event(request).result, m.FinishedResult)
 
@@ -158,7 +158,7 @@ def test_auto_uses_prefill_nodes_while_there_are_any() -> None:
     world = BrainHarness(mode="auto")
     d0 = world.join_node("d0", DECODE)
     world.submit()
-    assert world.messages_to(d0, m.DecodeOrder)[-1].writer is None
+    assert world.messages_to(d0, m.DecodeOrder)[-1].kv_writer is None
     p0 = world.join_node("p0", PREFILL)
     world.submit()
-    assert world.messages_to(d0, m.DecodeOrder)[-1].writer.incarnation == p0
+    assert world.messages_to(d0, m.DecodeOrder)[-1].kv_writer.incarnation == p0

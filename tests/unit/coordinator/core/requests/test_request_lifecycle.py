@@ -32,9 +32,9 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
         world.messages_to(p0, m.PrefillOrder),
     )
     assert submit.work == prefill.work
-    assert submit.writer.incarnation == p0
-    assert not prefill.alone
-    assert submit.work.request.timeout == 60.0
+    assert submit.kv_writer.incarnation == p0
+    assert not prefill.needs_no_decode
+    assert submit.work.request.timeout_seconds == 60.0
     key = submit.work.key
     assert key == (request, 1, 0)
     world.report_reserved(d0, key, p0)
@@ -87,7 +87,7 @@ def test_one_token_needs_no_decode_node(
 ) -> None:
     request = world.submit(max_tokens=1)
     (prefill,) = world.messages_to(p0, m.PrefillOrder)
-    assert prefill.alone
+    assert prefill.needs_no_decode
     assert world.messages_to(d0, m.DecodeOrder) == []
     world.report_token(p0, prefill.work.key, 0, finish=FinishReason.LENGTH)
     assert world.emitted_tokens(request) == [7]
@@ -116,8 +116,8 @@ def test_last_token_of_requeued_request_needs_no_decode_node(
     key = stream_first_token(world, p0, d0)
     world.report_failure(d0, key, LeaseExpired("late"))
     prefill = world.messages_to(p0, m.PrefillOrder)[-1]
-    assert prefill.alone
-    assert prefill.work.emitted == (7,)
+    assert prefill.needs_no_decode
+    assert prefill.work.emitted_token_ids == (7,)
     world.report_token(p0, prefill.work.key, 1, token=9, finish=FinishReason.LENGTH)
     assert world.emitted_tokens(request) == [7, 9]
     assert isinstance(world.end_event(request).result, m.FinishedResult)
@@ -142,7 +142,7 @@ def test_repeated_or_missing_token_fails_only_the_attempt(
     assert world.emitted_tokens(request) == [7]
     again = world.last_attempt_key(d0)
     assert again == (request, 2, 0)
-    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted == (7,)
+    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
     assert world.brain.counters.replaced_attempts == {"stale": 1}
 
 
@@ -237,9 +237,9 @@ def test_node_death_requeues_request_with_emitted_tokens(moment: str) -> None:
         work = (world.messages_to(new, m.PrefillOrder) or world.messages_to(new, m.DecodeOrder))[
             0
         ].work
-        assert list(work.emitted) == world.emitted_tokens(request)
-        assert work.key.attempt == 2
-        assert len(work.request.prompt) == 20
+        assert list(work.emitted_token_ids) == world.emitted_tokens(request)
+        assert work.key.attempt_number == 2
+        assert len(work.request.prompt_token_ids) == 20
 
 
 def test_handoff_report_is_accepted_only_from_its_writer(
@@ -382,7 +382,7 @@ def test_requeued_requests_go_first_oldest_before_others(
     assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
-    assert [order.work.key.request for order in world.messages_to(d1, m.DecodeOrder)] == [
+    assert [order.work.key.request_id for order in world.messages_to(d1, m.DecodeOrder)] == [
         *placed,
         waiting,
     ]

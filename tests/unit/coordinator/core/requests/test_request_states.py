@@ -171,7 +171,7 @@ def test_node_gone(state: RequestState, victim: str) -> None:
     placed = [work for work in works(it, successor) if work.key.request_id == it.request]
     assert list(placed[-1].emitted_token_ids) == tokens
     if victim == "prefill":
-        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].writer is None, (
+        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].kv_writer is None, (
             "decode computes the prompt itself"
         )
     assert it.world.end_events(it.request) == []
