@@ -145,7 +145,7 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 async def test_half_sent_bodies_are_bounded_and_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_budget, "MAX_LARGE_BODIES_BYTES", 10 * MAX_SMALL_BODY_BYTES)
+    monkeypatch.setattr(body_budget, "MAX_CONCURRENT_LARGE_BODY_BYTES", 10 * MAX_SMALL_BODY_BYTES)
     monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
@@ -226,7 +226,7 @@ async def test_unread_body_of_a_refused_request_times_out(monkeypatch: pytest.Mo
 async def test_incomplete_grpc_request_is_displaced_and_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body_budget, "MAX_GRPC_BODIES", 1)
+    monkeypatch.setattr(body_budget, "MAX_CONCURRENT_GRPC_BODIES", 1)
     monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)

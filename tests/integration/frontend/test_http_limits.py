@@ -124,7 +124,9 @@ def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     )
     refused: list[str] = []
     monkeypatch.setattr(
-        bounded_protocol.BoundedHttpProtocol, "send_400_response", lambda _, reason: refused.append(reason)
+        bounded_protocol.BoundedHttpProtocol,
+        "send_400_response",
+        lambda _, reason: refused.append(reason),
     )
     bounded.transport = Mock(is_closing=lambda: False)
     bounded._in_head, bounded._head_bytes = True, 0
@@ -281,13 +283,17 @@ async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(
         now += 1.0
         yield b""
 
-    async def decode_then(body: bytes, workers: object, then: Callable[[bytes], float]) -> float:
+    async def decode_and_apply(
+        body: bytes, workers: object, then: Callable[[bytes], float]
+    ) -> float:
         nonlocal now
         now += 10.0
         return then(body)
 
     monkeypatch.setattr(generation_routes, "monotonic_clock", lambda: now)
     monkeypatch.setattr(generation_routes, "receive_body", arriving)
-    request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_then=decode_then)
-    intake.time_limit.return_value = 60.0
-    assert await generation_routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+    request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_and_apply=decode_and_apply)
+    intake.effective_timeout.return_value = 60.0
+    assert (
+        await generation_routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+    )
