@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from baton.config import flags as config_flags
+from baton.config import flags
 from baton.config.settings import Config
 from baton.models.model_source import with_local_model
 from baton.process.entry import run_process
@@ -42,7 +42,7 @@ COORDINATOR_FIELDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     def settings() -> Config:
         description = "Baton's coordinator."
-        config = config_flags.load_config(
+        config = flags.load_config(
             argv, prog="python -m coordinator", description=description, fields=COORDINATOR_FIELDS
         )
         return with_local_model(config, weights=False)

@@ -30,11 +30,11 @@ from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_server import NodeLinkServer
-from coordinator.operators import admin_app as admin
+from coordinator.operators import admin_app
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
-from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.text import tokenizer_loader
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ class Coordinator:
             metrics if config.metrics_on_http else None,
             parse_allowed_origins(config.allowed_origins),
         )
-        operators = admin.build_admin_app(
+        operators = admin_app.build_admin_app(
             self._cluster_service, self._readiness, config.admin_token, refusals
         )
         with ExitStack() as bound:
@@ -156,7 +156,7 @@ class Coordinator:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes
         do."""
         self._tokenizer.set_result(
-            await tokenizer_files.load_tokenizer(
+            await tokenizer_loader.load_tokenizer(
                 self._config.model, self._config.engine, self._text_workers
             )
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link import pb_conversion
 from baton.errors import ConfigError
 from baton.models.file_digests import ModelFileDigests
 from baton.pb import cluster_pb2 as pb
@@ -30,7 +30,7 @@ def join_from_pb(join: pb.Join) -> JoinInfo:
         transfer_endpoint=join.transfer_endpoint,
         pid=join.pid,
         model_digest=join.model_digest,
-        layout=wire.layout_from_pb(join.layout),
+        layout=pb_conversion.layout_from_pb(join.layout),
         num_blocks=join.num_blocks,
         max_num_seqs=join.max_num_seqs,
         max_batched_tokens=join.max_batched_tokens,
@@ -55,15 +55,15 @@ def pool_from_pb(join: pb.Join) -> PoolJoinInfo:
         endpoint=join.transfer_endpoint,
         pid=join.pid,
         model_digest=join.model_digest,
-        layout=wire.layout_from_pb(join.layout),
+        layout=pb_conversion.layout_from_pb(join.layout),
         num_blocks=join.num_blocks,
         process=join.process,
     )
 
 
 def _reserved_from_pb(message: pb.Reserved) -> m.BlocksReserved:
-    ticket = wire.ticket_from_pb(message.ticket) if message.HasField("ticket") else None
-    return m.BlocksReserved(wire.attempt_key_from_pb(message.key), ticket, message.held_tokens)
+    ticket = pb_conversion.ticket_from_pb(message.ticket) if message.HasField("ticket") else None
+    return m.BlocksReserved(pb_conversion.attempt_key_from_pb(message.key), ticket, message.held_tokens)
 
 
 def _prefill_ended_from_pb(message: pb.PrefillEnded) -> m.PrefillEnded:
@@ -72,12 +72,12 @@ def _prefill_ended_from_pb(message: pb.PrefillEnded) -> m.PrefillEnded:
         (message.pooled_tokens, message.remote_tokens),
     )
     return m.PrefillEnded(
-        wire.attempt_key_from_pb(message.key), *tokens, message.share_seconds, *pooled
+        pb_conversion.attempt_key_from_pb(message.key), *tokens, message.share_seconds, *pooled
     )
 
 
 def _admitted_from_pb(message: pb.Admitted) -> m.DecodeStarted:
-    key = wire.attempt_key_from_pb(message.key)
+    key = pb_conversion.attempt_key_from_pb(message.key)
     tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
     return m.DecodeStarted(
         key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens
@@ -86,9 +86,9 @@ def _admitted_from_pb(message: pb.Admitted) -> m.DecodeStarted:
 
 def _prompt_scores_from_pb(message: pb.PromptScores) -> m.PromptLogprobsReport:
     return m.PromptLogprobsReport(
-        wire.attempt_key_from_pb(message.key),
+        pb_conversion.attempt_key_from_pb(message.key),
         message.first,
-        tuple(map(wire.logprobs_from_pb, message.scores)),
+        tuple(map(pb_conversion.logprobs_from_pb, message.scores)),
     )
 
 
@@ -96,16 +96,16 @@ _INPUT_CONVERTERS: dict[str, Callable[[Any], m.NodeReport]] = {
     "heartbeat": lambda message: m.Heartbeat(message.stats),
     "reserved": _reserved_from_pb,
     "refused": lambda message: m.ReservationRefused(
-        wire.attempt_key_from_pb(message.key), message.needed, message.free
+        pb_conversion.attempt_key_from_pb(message.key), message.needed, message.free
     ),
     "prompt_scores": _prompt_scores_from_pb,
-    "tokens": lambda message: m.StepTokens(tuple(map(wire.token_event_from_pb, message.tokens))),
+    "tokens": lambda message: m.StepTokens(tuple(map(pb_conversion.token_event_from_pb, message.tokens))),
     "failed": lambda message: m.AttemptFailed(
-        wire.attempt_key_from_pb(message.key), wire.error_from_pb(message.error), message.caused_by
+        pb_conversion.attempt_key_from_pb(message.key), pb_conversion.error_from_pb(message.error), message.caused_by
     ),
     "prefill_ended": _prefill_ended_from_pb,
     "handed_off": lambda message: m.HandoffCompleted(
-        wire.attempt_key_from_pb(message.key), message.report
+        pb_conversion.attempt_key_from_pb(message.key), message.report
     ),
     "admitted": _admitted_from_pb,
     "cache_events": lambda message: m.CacheEvents(
@@ -128,25 +128,25 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
         case m.DecodeOrder(work, writer, share, elsewhere):
             peer, there = (
-                wire.peer_to_pb(writer) if writer else None,
-                wire.remote_prefix_to_pb(elsewhere),
+                pb_conversion.peer_to_pb(writer) if writer else None,
+                pb_conversion.remote_prefix_to_pb(elsewhere),
             )
             submit = pb.Submit(
-                work=wire.attempt_spec_to_pb(work),
+                work=pb_conversion.attempt_spec_to_pb(work),
                 writer=peer,
                 prefill_share=share,
                 elsewhere=there,
             )
             return pb.CoordinatorMessage(submit=submit)
         case m.PrefillOrder(work, alone, elsewhere):
-            there = wire.remote_prefix_to_pb(elsewhere)
+            there = pb_conversion.remote_prefix_to_pb(elsewhere)
             return pb.CoordinatorMessage(
-                prefill=pb.Prefill(work=wire.attempt_spec_to_pb(work), alone=alone, elsewhere=there)
+                prefill=pb.Prefill(work=pb_conversion.attempt_spec_to_pb(work), alone=alone, elsewhere=there)
             )
         case m.TicketOrder(ticket):
-            return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=wire.ticket_to_pb(ticket)))
+            return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=pb_conversion.ticket_to_pb(ticket)))
         case m.CancelOrder(key, reason):
-            cancel = pb.Cancel(key=wire.attempt_key_to_pb(key), reason=wire.error_to_pb(reason))
+            cancel = pb.Cancel(key=pb_conversion.attempt_key_to_pb(key), reason=pb_conversion.error_to_pb(reason))
             return pb.CoordinatorMessage(cancel=cancel)
         case m.SetRoleOrder(role):
             return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))

@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import stream
 from baton.config.settings import Config
 from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import coordinator_server_credentials
@@ -36,7 +36,7 @@ class NodeLinkServer:
             limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS
         )
         self._server = grpc.aio.server(options=(*LINK_CHANNEL_OPTIONS, *options))
-        link_codec.add_link_service(self._server, self._attach)
+        stream.add_link_service(self._server, self._attach)
         credentials = coordinator_server_credentials(
             config.cluster_token, self._handshake_monitor.on_handshake_started
         )

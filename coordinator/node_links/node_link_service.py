@@ -13,8 +13,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import pb_conversion as wire
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import pb_conversion, stream
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeLost
@@ -62,7 +61,7 @@ class NodeStream:
 
     async def write_messages(self, context: StreamContext) -> None:
         """Write what is sent, until cancelled."""
-        numbers = link_codec.SequenceNumbers()
+        numbers = stream.SequenceNumbers()
         while True:
             while self._outbox:
                 message = self._outbox.popleft()
@@ -80,7 +79,7 @@ async def _write_message(context: StreamContext, message: CoordinatorMessage) ->
     """What is being written when this is cancelled is written to its end, unless the node takes
     nothing: gRPC cannot end a stream that still writes, and the node would not learn that it has
     ended."""
-    writing = asyncio.ensure_future(link_codec.send_message(context.write, message, _FAILPOINT))
+    writing = asyncio.ensure_future(stream.send_message(context.write, message, _FAILPOINT))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
@@ -111,7 +110,7 @@ class NodeLinkService:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
             )
-            refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
+            refusal = Refusal(error=pb_conversion.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
             await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
@@ -163,7 +162,7 @@ class NodeLinkService:
         return message  # type: ignore[no-any-return]
 
     async def _receive_messages(self, context: StreamContext, incarnation: Incarnation) -> None:
-        counters, numbers = self._dispatcher.brain.counters, link_codec.SequenceNumbers()
+        counters, numbers = self._dispatcher.brain.counters, stream.SequenceNumbers()
         while (message := await context.read()) is not grpc.aio.EOF:
             if message is None:
                 counters.dropped_messages["damaged"] += 1
@@ -172,7 +171,7 @@ class NodeLinkService:
                 if not numbers.accept_message(message):
                     counters.dropped_messages["repeated"] += 1
                     continue
-            except link_codec.MessagesLost as error:
+            except stream.MessagesLost as error:
                 _limited.log_event(_log.warning, "messages lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return

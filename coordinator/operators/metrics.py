@@ -127,7 +127,7 @@ class CoordinatorMetrics:
     def observe_role_switch(self, switch: RoleSwitchReport) -> None:
         if switch.outcome == "done":
             for phase in ROLE_SWITCH_PHASES:
-                self._role_switch.labels(phase).observe(getattr(switch, phase))
+                self._role_switch.labels(phase).observe(getattr(switch, f"{phase}_seconds"))
 
     def _initialise_histograms(self) -> None:
         """Every class has its histograms before its first request; a reload of the tenants may have

@@ -42,7 +42,12 @@ PAGES = sorted(
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
 
-FOREIGN_OPTIONS = {"--build", "--wait", "--every-fault"}  # docker's, pytest's
+# Options of docker, of pytest, and of vLLM's benchmark (glossary.md).
+FOREIGN_OPTIONS = {"--build", "--wait", "--every-fault"} | {
+    "--goodput",
+    "--max-concurrency",
+    "--request-rate",
+}
 
 _REFERENCE = re.compile(r"`([\w./]+\.py):([A-Za-z_][\w.]*)`")
 _FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]*)`")
@@ -228,7 +233,7 @@ STATES = dict(state_enums())
 
 
 def test_state_enums_are_found() -> None:
-    known = {"RequestState", "SequenceState", "BlockState", "LandingState", "DepartureState"}
+    known = {"RequestState", "SequenceState", "BlockState", "InboundState", "OutboundState"}
     assert known <= STATES.keys()
 
 

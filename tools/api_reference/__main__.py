@@ -1,6 +1,7 @@
 """`make docs`: docs/api.md from the OpenAPI document, the .proto files and the tree of errors. A
 test holds the checked-in page to it."""
 
+from inspect import cleandoc
 from pathlib import Path
 
 from baton.errors import ERRORS_BY_CODE, ConfigError
@@ -60,7 +61,7 @@ errors before the first byte; later ones are an event.
 def render_page() -> str:
     lines = [
         INTRODUCTION_TEXT,
-        *heading(2, "HTTP_TEXT"),
+        *heading(2, "HTTP"),
         HTTP_TEXT,
         *http.error_table(),
         *http.render_http_section(),
@@ -81,12 +82,12 @@ def _error_lines() -> list[str]:
             str(kind.http_status),
             kind.grpc_code,
             code(kind.openai_type),
-            (kind.__doc__ or "").partition("\n")[0],
+            " ".join(cleandoc(kind.__doc__ or "").partition("\n\n")[0].split()),
         )
         for name, kind in ERRORS_BY_CODE.items()
         if kind is not ConfigError
     ]
-    return table(("`code`", "HTTP_TEXT", "gRPC", "`type`", "what it says"), rows)
+    return table(("`code`", "HTTP", "gRPC", "`type`", "what it says"), rows)
 
 
 if __name__ == "__main__":

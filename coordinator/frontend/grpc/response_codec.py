@@ -1,6 +1,6 @@
 """Pieces of an answer as messages of baton.v1.Generation."""
 
-from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link import pb_conversion
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend.output import OutputChunk
 from coordinator.frontend.response_stream import ResponseStream
@@ -24,7 +24,7 @@ class GrpcResponseFormatter:
         response = pb.GenerateResponse(
             request_id=self._response_stream.id, choice=piece.choice_index
         )
-        scores = [wire.logprobs_to_pb(score) for score in piece.logprobs if score is not None]
+        scores = [pb_conversion.logprobs_to_pb(score) for score in piece.logprobs if score is not None]
         if piece.is_prompt_echo:
             response.prompt.CopyFrom(
                 pb.Echo(text=piece.text, token_ids=piece.token_ids, scores=scores)
@@ -34,7 +34,7 @@ class GrpcResponseFormatter:
         response.token_ids.extend(piece.token_ids)
         response.scores.extend(scores)
         if piece.finish_reason is not None:
-            response.finish_reason = wire.FINISH_REASON_TO_PB[piece.finish_reason]
+            response.finish_reason = pb_conversion.FINISH_REASON_TO_PB[piece.finish_reason]
             self._unfinished_choices -= 1
             if not self._unfinished_choices:
                 self._fill_usage(response)

@@ -187,6 +187,8 @@ def build_openapi_document(version: str) -> Json:
     for body in _REQUESTS:
         _apply_bounds(schemas[body.__name__], body)
     for name, schema in schemas.items():
+        if "description" in schema:  # a docstring: its line breaks mean nothing
+            schema["description"] = " ".join(schema["description"].split())
         table = REQUEST_FIELDS if name in _REQUEST_SCHEMA_NAMES else RESPONSE_FIELDS
         for field, shape in schema["properties"].items():
             if "description" not in shape:

@@ -47,7 +47,7 @@ from coordinator.generation import (
     Submission,
     TokensEvent,
 )
-from coordinator.operators import admin_app as admin
+from coordinator.operators import admin_app
 from coordinator.operators.port_connections import PortConnections
 from coordinator.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -305,7 +305,7 @@ async def running_frontend(
     )
     apps = (
         app.build_app(intake, readiness, who, metrics, origins),
-        admin.build_admin_app(brain, readiness, admin_token, refusals),
+        admin_app.build_admin_app(brain, readiness, admin_token, refusals),
     )
     ports = PortConnections(Config(), get_descriptor_limit())
     tables = [ports.get_table(name) for name in ("http", "admin")]

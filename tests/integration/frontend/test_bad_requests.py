@@ -93,8 +93,8 @@ BAD_ON_BOTH = [
         expected_code=TOO_LONG,
     ),
     bad_field("max_tokens", 0, "max_tokens is 0: it must be at least 1"),
-    bad_field("max_tokens", CONTEXT - 2, f"together the limit is {CONTEXT}", code=TOO_LONG),
-    bad_field("max_tokens", 2**32 - 1, "max_tokens is 4294967295", code=TOO_LONG),
+    bad_field("max_tokens", CONTEXT - 2, f"together the limit is {CONTEXT}", expected_code=TOO_LONG),
+    bad_field("max_tokens", 2**32 - 1, "max_tokens is 4294967295", expected_code=TOO_LONG),
     bad_field("temperature", -0.1, "temperature is -0.1: it must be 0 to 2"),
     bad_field("temperature", 2.5, "temperature is 2.5"),
     bad_field("top_p", 0.0, "top_p is 0.0: it must be above 0 and at most 1"),
@@ -108,10 +108,10 @@ BAD_ON_BOTH = [
         "model",
         "gpt-5",
         "model is 'gpt-5': the model served here is 'demo'",
-        status=404,
-        code=NO_MODEL,
+        expected_status=404,
+        expected_code=NO_MODEL,
     ),
-    bad_field("model", "m" * 200, "m...", status=404, code=NO_MODEL),
+    bad_field("model", "m" * 200, "m...", expected_status=404, expected_code=NO_MODEL),
 ]
 
 # What only JSON can say: gRPC's wire types rule it out.
@@ -221,7 +221,7 @@ BAD_ON_HTTP = [
     bad_field("max_tokens", "5", 'max_tokens is "5"'),
     bad_field("max_tokens", True, "max_tokens is true"),
     bad_field("max_tokens", 1.5, "max_tokens is 1.5"),
-    bad_field("max_tokens", 10**30, "max_tokens is 1000000", code=TOO_LONG),
+    bad_field("max_tokens", 10**30, "max_tokens is 1000000", expected_code=TOO_LONG),
     BadRequestCase(
         "temperature overflows",
         b'{"prompt": [1], "temperature": 1e999}',

@@ -20,10 +20,10 @@ from baton.limits import (
     MAX_TOKENIZE_TOKENS,
 )
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend import body_budget as arriving_bodies
-from coordinator.frontend.http import request_body as connection
-from coordinator.frontend.http.server import bounded_protocol as protocol
-from coordinator.text import bounded_encoder as bounded_encoding
+from coordinator.frontend import body_budget
+from coordinator.frontend.http import request_body
+from coordinator.frontend.http.server import bounded_protocol
+from coordinator.text import bounded_encoder
 from tests.integration.frontend.frontend_harness import (
     COMPLETIONS_HEAD,
     MODEL_BOUNDS,
@@ -145,10 +145,10 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 async def test_half_sent_bodies_are_bounded_and_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_LARGE_BODIES_BYTES", 10 * MAX_SMALL_BODY_BYTES)
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "MAX_CONCURRENT_LARGE_BODY_BYTES", 10 * MAX_SMALL_BODY_BYTES)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
     async with running_frontend() as front:
         large = front.body_budgets.get_budget(None)
         held = [await open_half_sent_body(front, 3 * MAX_SMALL_BODY_BYTES) for _ in range(3)]
@@ -162,7 +162,7 @@ async def test_half_sent_bodies_are_bounded_and_displaced(monkeypatch: pytest.Mo
             await front.http.post("/v1/completions", content=body)
         ).status_code == 200  # small ones have room
         assert large.used_bytes == 9 * MAX_SMALL_BODY_BYTES - 3
-        monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 0.0)
+        monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 0.0)
         assert (await front.http.post("/v1/completions", content=padded)).status_code == 200
         async with asyncio.timeout(60):
             answer = await held[0][0].read()  # to the end: it is not held open
@@ -180,8 +180,8 @@ async def test_large_bodies_are_charged_for_received_bytes_only(
 ) -> None:
     """Also where nothing gives way: 40 clients that only say that they send 4 MiB keep no other
     out."""
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
     padded = json.dumps(GOOD).encode() + b" " * (2 * MAX_SMALL_BODY_BYTES)
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -202,7 +202,7 @@ async def test_large_bodies_are_charged_for_received_bytes_only(
 
 
 async def test_incomplete_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_SECONDS", 0.05)
     async with running_frontend() as front:
         reader, writer = await open_half_sent_body(front, 100)
         async with asyncio.timeout(60):
@@ -214,7 +214,7 @@ async def test_incomplete_body_times_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_unread_body_of_a_refused_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused by its head, and its client goes on sending, or does not."""
-    monkeypatch.setattr(protocol, "BODY_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(bounded_protocol, "BODY_CLOSE_SECONDS", 0.05)
     async with running_frontend(api_key="secret") as front:
         reader, writer = await open_half_sent_body(front, 100)
         async with asyncio.timeout(60):
@@ -226,10 +226,10 @@ async def test_unread_body_of_a_refused_request_times_out(monkeypatch: pytest.Mo
 async def test_incomplete_grpc_request_is_displaced_and_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_GRPC_BODIES", 1)
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "MAX_CONCURRENT_GRPC_BODIES", 1)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
     async with running_frontend() as front:
         room, good = (
             front.body_budgets.grpc_budget,
@@ -240,7 +240,7 @@ async def test_incomplete_grpc_request_is_displaced_and_times_out(
         error = await await_grpc_error(front.stub.GenerateOnce(good))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(error.trailing_metadata())["retry-after"] == "1"
-        monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 0.0)
+        monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 0.0)
         assert len((await front.stub.GenerateOnce(good)).token_ids) == 1
         async with asyncio.timeout(60):
             assert await open_call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -254,8 +254,8 @@ async def test_silent_calls_on_one_connection_do_not_block_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where nothing gives way and everybody waits for ever."""
-    for name in ("PATIENCE", "STALLED_AFTER", "DISPLACED_AFTER"):
-        monkeypatch.setattr(arriving_bodies, name, 600.0)
+    for name in ("MAX_WAIT_SECONDS", "STALL_SECONDS", "DISPLACE_SECONDS"):
+        monkeypatch.setattr(body_budget, name, 600.0)
     async with running_frontend() as front:
         room, good = (
             front.body_budgets.grpc_budget,
@@ -339,13 +339,13 @@ async def test_too_long_text_is_refused_before_tokenization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded: list[int] = []
-    encode = bounded_encoding.BoundedEncoder.encode_text
+    encode = bounded_encoder.BoundedEncoder.encode_text
 
     def noted(self: Any, text: str, *more: Any, **others: Any) -> list[int]:
         encoded.append(len(text))
         return encode(self, text, *more, **others)
 
-    monkeypatch.setattr(bounded_encoding.BoundedEncoder, "encode_text", noted)
+    monkeypatch.setattr(bounded_encoder.BoundedEncoder, "encode_text", noted)
     longest = max(map(len, byte_level_tokenizer().get_vocab()))
     text = "x" * (MODEL_BOUNDS.max_context * longest)
     async with running_frontend(text=hello_tokenizer()) as front:

@@ -21,9 +21,9 @@ from msgspec import structs
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from coordinator.assemble import Coordinator
-from coordinator.text import tokenizer_loader as tokenizer
+from coordinator.text import tokenizer_loader
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NO_PORTS = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
 ANY_PORT = (
     "--port",
@@ -145,7 +145,7 @@ async def test_a_tokenizer_that_cannot_be_used_ends_the_process(
     async def load(model: str, engine: str, workers: object) -> None:
         raise ConfigError("the tokenizer of x cannot be loaded")
 
-    monkeypatch.setattr(tokenizer, "load_tokenizer", load)
+    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", load)
     with pytest.raises(ExceptionGroup) as caught:
         await Coordinator(NO_PORTS).run(asyncio.Event())
     assert caught.value.subgroup(ConfigError) is not None

@@ -10,8 +10,8 @@ import pytest
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.http import generation_routes as routes
-from coordinator.frontend.http.server import bounded_protocol as protocol
+from coordinator.frontend.http import generation_routes
+from coordinator.frontend.http.server import bounded_protocol
 from coordinator.generation import TokensEvent
 from tests.integration.frontend.frontend_harness import (
     BUFFERED_EVENTS,
@@ -68,7 +68,7 @@ async def test_body_of_the_maximum_size_is_accepted() -> None:
 
 
 async def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_DROPPED_BYTES", 6 << 20)
+    monkeypatch.setattr(bounded_protocol, "MAX_DROPPED_BYTES", 6 << 20)
     async with running_frontend() as front:
         _, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         writer.write(COMPLETIONS_HEAD + b"transfer-encoding: chunked\r\n\r\n")
@@ -102,7 +102,7 @@ REQUEST_HEAD = b"GET /version HTTP/1.1\r\nhost: x\r\nx-filler: "
 @pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
 async def test_request_head_is_bounded_before_parsing(before: bytes, beyond: int) -> None:
     """However many bytes come at once, the parser gets no more of a head than the bound."""
-    filler = b"y" * (protocol.MAX_HEAD_BYTES - len(REQUEST_HEAD) - 4 + beyond)
+    filler = b"y" * (bounded_protocol.MAX_HEAD_BYTES - len(REQUEST_HEAD) - 4 + beyond)
     async with running_frontend() as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         async with asyncio.timeout(30):
@@ -118,18 +118,20 @@ async def test_request_head_is_bounded_before_parsing(before: bytes, beyond: int
 def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the event loop hands over what it has read: up to 256 KiB."""
     fed: list[int] = []
-    bounded = protocol.BoundedHttpProtocol.__new__(protocol.BoundedHttpProtocol)
+    bounded = bounded_protocol.BoundedHttpProtocol.__new__(bounded_protocol.BoundedHttpProtocol)
     monkeypatch.setattr(
-        protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data))
+        bounded_protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data))
     )
     refused: list[str] = []
     monkeypatch.setattr(
-        protocol.BoundedHttpProtocol, "send_400_response", lambda _, reason: refused.append(reason)
+        bounded_protocol.BoundedHttpProtocol,
+        "send_400_response",
+        lambda _, reason: refused.append(reason),
     )
     bounded.transport = Mock(is_closing=lambda: False)
     bounded._in_head, bounded._head_bytes = True, 0
     bounded.data_received(b"y" * (256 << 10))
-    assert sum(fed) == protocol.MAX_HEAD_BYTES
+    assert sum(fed) == bounded_protocol.MAX_HEAD_BYTES
     assert len(refused) == 1
 
 
@@ -142,7 +144,7 @@ async def test_non_http_bytes_get_a_json_error(garbage: bytes) -> None:
 
 
 async def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(bounded_protocol, "HEAD_TIMEOUT_SECONDS", 0.05)
     async with running_frontend() as front:
         for first in (b"", b"GET /hea", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"):
             reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
@@ -281,13 +283,17 @@ async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(
         now += 1.0
         yield b""
 
-    async def decode_then(body: bytes, workers: object, then: Callable[[bytes], float]) -> float:
+    async def decode_and_apply(
+        body: bytes, workers: object, then: Callable[[bytes], float]
+    ) -> float:
         nonlocal now
         now += 10.0
         return then(body)
 
-    monkeypatch.setattr(routes, "steady", lambda: now)
-    monkeypatch.setattr(routes, "arriving", arriving)
-    request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_then=decode_then)
-    intake.time_limit.return_value = 60.0
-    assert await routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+    monkeypatch.setattr(generation_routes, "monotonic_clock", lambda: now)
+    monkeypatch.setattr(generation_routes, "receive_body", arriving)
+    request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_and_apply=decode_and_apply)
+    intake.effective_timeout.return_value = 60.0
+    assert (
+        await generation_routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+    )

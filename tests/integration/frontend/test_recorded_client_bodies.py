@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from baton.types import TokenLogprobs
 from coordinator.generation import PromptLogprobsEvent, TokensEvent
-from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.text import tokenizer_loader
 from tests.integration.frontend.frontend_harness import (
     MODEL_BOUNDS,
     FakeGeneration,
@@ -24,7 +24,7 @@ from tests.integration.frontend.frontend_harness import (
     running_frontend,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "tests" / "data" / "client_bodies"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CLIENTS = {"guidellm", "aiperf", "lm_eval", "vllm_bench", "sglang_bench", "trtllm_bench"}
@@ -51,7 +51,7 @@ def scored_script(generation: FakeGeneration) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front() -> AsyncIterator[FrontendHarness]:
-    text = await tokenizer_files.load_tokenizer(str(ROOT / "models" / "demo"), "model")
+    text = await tokenizer_loader.load_tokenizer(str(ROOT / "models" / "demo"), "model")
     async with running_frontend(text=text) as running:
         running.backend.script = scored_script
         bounds = replace(MODEL_BOUNDS, vocab_size=4096)

@@ -14,7 +14,7 @@ from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.pb.common_pb2 import Ledger
 from baton.process.failpoints import FAILPOINTS
-from coordinator.node_links import cluster_readiness as warmup
+from coordinator.node_links import cluster_readiness
 from coordinator.operators.metrics import TTFT_STAGES
 from tests.fake_nodes import FakeNode
 from tests.integration.coordinator_harness import CoordinatorHarness, running_coordinator
@@ -166,7 +166,7 @@ async def test_without_admin_token_only_loopback_is_allowed(
     async with running_coordinator(failpoints_rpc=True) as bench:
         await call_service(bench, method, METHODS[method])
         monkeypatch.setattr(
-            "coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1"
+            "coordinator.frontend.grpc.errors.parse_peer_address", lambda peer: "10.0.0.1"
         )
         assert await call_status_code(bench, method, METHODS[method]) == "UNAUTHENTICATED"
 
@@ -230,7 +230,7 @@ async def test_warm_up_waits_for_a_prefill_node_but_requests_do_not(
 async def test_warm_up_proceeds_when_no_prefill_node_joins(
     bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "PREFILL_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(cluster_readiness, "PREFILL_WAIT_SECONDS", 0.05)
     warming = asyncio.create_task(bench.readiness.run())
     async with bench.run_nodes("d0"):
         await asyncio.wait_for(warming, 30.0)

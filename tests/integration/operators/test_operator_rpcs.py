@@ -10,7 +10,7 @@ import pytest
 
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
-from coordinator.operators import status_watchers as watchers
+from coordinator.operators import status_watchers
 from tests.integration.coordinator_harness import CoordinatorHarness, running_coordinator
 
 PROMPT = tuple(range(1, 40))
@@ -61,7 +61,7 @@ async def test_every_operator_call_needs_the_admin_token(
     async with running_coordinator() as bench:
         assert (await call_error(bench, method, request))[0] == answer
         monkeypatch.setattr(
-            "coordinator.frontend.grpc.errors.peer_address", lambda peer: "10.0.0.1"
+            "coordinator.frontend.grpc.errors.parse_peer_address", lambda peer: "10.0.0.1"
         )
         assert (await call_error(bench, method, request))[0] == "UNAUTHENTICATED"
 
@@ -184,9 +184,9 @@ async def test_watch_sends_the_state_at_once_and_then_changes(bench: Coordinator
 async def test_watchers_are_bounded_and_slow_ones_get_the_newest_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchers, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(status_watchers, "MAX_WATCHERS", 1)
     counted = iter(range(1000))
-    many = watchers.StatusWatchers(lambda: pb.StatusResponse(queued=next(counted)))
+    many = status_watchers.StatusWatchers(lambda: pb.StatusResponse(queued=next(counted)))
     first = many.watch_status(0.1)
     assert (await anext(first)).queued == 0
     with pytest.raises(Exception, match="1 callers watch"):
@@ -206,4 +206,4 @@ async def test_watchers_are_bounded_and_slow_ones_get_the_newest_state(
 @pytest.mark.parametrize("interval", [-1.0, 0.01, 61.0, float("inf"), float("nan")])
 async def test_watch_interval_out_of_range_is_refused(interval: float) -> None:
     with pytest.raises(Exception, match=r"interval_seconds is .*0.1 to 60"):
-        await anext(watchers.StatusWatchers(pb.StatusResponse).watch_status(interval))
+        await anext(status_watchers.StatusWatchers(pb.StatusResponse).watch_status(interval))

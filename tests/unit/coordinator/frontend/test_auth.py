@@ -52,7 +52,7 @@ def test_wrong_keys(sent: bytes | None) -> None:
 
 def test_right_keys() -> None:
     BearerKey("key", "--api-key").check_authorization(b"Bearer key")
-    BearerKey("schlüssel", "--api-key").check("bearer schlüssel".encode())
+    BearerKey("schlüssel", "--api-key").check_authorization("bearer schlüssel".encode())
     BearerKey("", "--api-key").check_authorization(None)
 
 

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from baton.errors import Overloaded
-from coordinator.frontend import body_budget as arriving_bodies
+from coordinator.frontend import body_budget
 from coordinator.frontend.body_budget import BodyBudget, BodyBudgets, IncomingBody
 
 
@@ -20,9 +20,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> BodyBudget:
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 60.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 60.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 60.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 60.0)
     return BodyBudget("bodies", 3, 100)
 
 
@@ -41,7 +41,7 @@ async def test_room_is_bounded_in_number_and_bytes(
 
 
 async def test_waiting_bodies_are_admitted_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 60.0)
     room, order = BodyBudget("bodies", 1, 100), list[int]()
     gone = asyncio.create_task(_reserve_and_record(room, 0, order))
 
@@ -71,7 +71,7 @@ async def test_slow_body_is_displaced(
     assert len(room) == 3
     with pytest.raises(Overloaded):
         await stack.enter_async_context(room.reserve_body(1))
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 0.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 0.0)
     await stack.enter_async_context(room.reserve_body(1))
     assert len(room) == 3
     oldest = await slow[0]
@@ -96,7 +96,7 @@ async def _stall_until_displaced(room: BodyBudget, size: int = 1, owner: str = "
 async def test_complete_body_is_not_displaced(
     stack: AsyncExitStack, room: BodyBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 0.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 0.0)
     body = await stack.enter_async_context(room.reserve_body(100))
     async with asyncio.timeout(60.0) as timer:
         body.start_reading(timer)
@@ -122,7 +122,7 @@ async def test_body_of_unknown_length_is_charged_as_it_grows(
 async def test_growing_body_waits_and_goes_before_new_bodies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 60.0)
     room, order = BodyBudget("bodies", 9, 100), list[int]()
 
     async def grow(body: IncomingBody) -> None:
@@ -147,7 +147,7 @@ async def test_stalled_body_is_displaced_by_growing_body(
 ) -> None:
     stalled = asyncio.create_task(_stall_until_displaced(room, 80))
     await asyncio.sleep(0)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
     async with room.reserve_body(20) as body:
         await body.grow_to(100)
         assert room.used_bytes == 100
@@ -158,15 +158,15 @@ async def test_sweep_displaces_stalled_bodies_while_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody comes, ends or runs out of patience meanwhile."""
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
     room, order = BodyBudget("bodies", 2, 100), list[int]()
     stalled = [asyncio.create_task(_stall_until_displaced(room)) for _ in range(2)]
     await asyncio.sleep(0)
     waiting = [asyncio.create_task(_reserve_and_record(room, number, order)) for number in range(2)]
     await asyncio.sleep(0)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
     await asyncio.gather(*waiting)
     assert order == [0, 1]
     assert (await stalled[0]).is_displaced
@@ -177,9 +177,9 @@ async def test_sweep_displaces_stalled_bodies_while_others_wait(
 async def test_waiters_of_a_full_client_do_not_block_other_clients(
     stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "DISPLACE_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
     room = BodyBudget("bodies", 3, 100, per_owner=2)
     greedy = [asyncio.create_task(_stall_until_displaced(room, 1, "greedy")) for _ in range(50)]
     await asyncio.sleep(0)
@@ -200,15 +200,15 @@ async def test_waiters_of_a_full_client_do_not_block_other_clients(
 
 
 async def test_full_client_waits_for_its_own_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving_bodies, "MAX_WAIT_SECONDS", 600.0)
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
     room, order = BodyBudget("bodies", 9, 100, per_owner=1), list[int]()
     stalled = asyncio.create_task(_stall_until_displaced(room))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(_reserve_and_record(room, 0, order))
     await asyncio.sleep(0)
     assert order == []
-    monkeypatch.setattr(arriving_bodies, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
     await waiting
     assert (await stalled).is_displaced
 

@@ -76,7 +76,7 @@ async def test_other_text_is_encoded_unchanged(
 async def test_template_kwargs_are_escaped_too(
     backend: tokenizers.Tokenizer, text: HfTokenizer
 ) -> None:
-    prompt = await text.encode_chat(user_chat("hello", arguments={"mood": EOS_TOKEN}))
+    prompt = await text.encode_chat(user_chat("hello", template_kwargs={"mood": EOS_TOKEN}))
     assert prompt.count(backend.token_to_id(EOS_TOKEN)) == 1
     assert await text.decode(prompt) == f"{EOS_TOKEN}user: hello{EOS_TOKEN}"
 

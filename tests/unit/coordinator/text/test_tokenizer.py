@@ -12,7 +12,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 
 from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from baton.limits import TextLimit
-from coordinator.text import tokenizer_loader as tokenizer
+from coordinator.text import tokenizer_loader
 from coordinator.text.bounded_encoder import SLICE_CHARS, BoundedEncoder, longest_token_bytes
 from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from coordinator.text.text_workers import MAX_INLINE_BYTES, MAX_SHORT_BYTES, Result, TextWorkers
@@ -80,7 +80,7 @@ async def test_long_prompts_encode_the_same_off_the_loop() -> None:
     ("model", "engine", "told"), [("", "model", "the model has no"), ("x", "paced", "the paced")]
 )
 async def test_text_is_refused_without_a_tokenizer(model: str, engine: str, told: str) -> None:
-    text = await tokenizer.load_tokenizer(model, engine)
+    text = await tokenizer_loader.load_tokenizer(model, engine)
     with pytest.raises(InvalidRequest, match=f"prompt is text, but {told}.*send token ids"):
         await text.encode("hello")
     detokenizer = text.create_detokenizer()
@@ -89,7 +89,7 @@ async def test_text_is_refused_without_a_tokenizer(model: str, engine: str, told
 
 async def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=f"{tmp_path.name} has no tokenizer files"):
-        await (await tokenizer.load_tokenizer(str(tmp_path), "model")).encode("hello")
+        await (await tokenizer_loader.load_tokenizer(str(tmp_path), "model")).encode("hello")
 
 
 async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{EOS_TOKEN}", "clean_up_tokenization_spaces": false}}'
     )
-    text = await tokenizer.load_tokenizer(str(tmp_path), "model")
+    text = await tokenizer_loader.load_tokenizer(str(tmp_path), "model")
     ids = await text.encode("hello wörld")
     assert ids == tuple(byte_level_tokenizer().encode("hello wörld").ids)
     detokenizer = text.create_detokenizer()
@@ -107,7 +107,7 @@ async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 async def test_broken_files_are_a_start_up_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        await tokenizer.load_tokenizer(str(tmp_path), "model")
+        await tokenizer_loader.load_tokenizer(str(tmp_path), "model")
 
 
 async def test_remote_code_is_not_run(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ async def test_remote_code_is_not_run(tmp_path: Path) -> None:
     )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     with pytest.raises(ConfigError):
-        await tokenizer.load_tokenizer(str(tmp_path), "model")
+        await tokenizer_loader.load_tokenizer(str(tmp_path), "model")
     assert not (tmp_path / "ran").exists()
 
 

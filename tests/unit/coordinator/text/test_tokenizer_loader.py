@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.text import tokenizer_loader
 from coordinator.text.chat_template import ChatPrompt
 from tests.small_tokenizers import CORPUS, EOS_TOKEN, byte_level_tokenizer
 
@@ -55,7 +55,7 @@ def write_tokenizer_files(where: Path, *, begins: bool = False, **settings: Any)
 async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     where = write_tokenizer_files(tmp_path, **settings)
     ours, theirs = (
-        await tokenizer_files.load_tokenizer(str(where), "model"),
+        await tokenizer_loader.load_tokenizer(str(where), "model"),
         AutoTokenizer.from_pretrained(where),
     )
     for text in [*CORPUS[:5], f"a{EOS_TOKEN}b", ""]:
@@ -74,7 +74,7 @@ async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     if place == "file":
         (where / "chat_template.jinja").write_text(TEMPLATE)
     ours, theirs = (
-        await tokenizer_files.load_tokenizer(str(where), "model"),
+        await tokenizer_loader.load_tokenizer(str(where), "model"),
         AutoTokenizer.from_pretrained(where),
     )
     prompt = await ours.encode_chat(ChatPrompt(TALK))
@@ -90,8 +90,8 @@ def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     where = write_tokenizer_files(tmp_path, chat_template=TEMPLATE)
     code = (
         "import asyncio, sys\n"
-        "from coordinator import assemble, tokenizer_files\n"
-        f"asyncio.run(tokenizer_files.load({str(where)!r}, 'model'))\n"
+        "from coordinator import assemble\nfrom coordinator.text import tokenizer_loader\n"
+        f"asyncio.run(tokenizer_loader.load_tokenizer({str(where)!r}, 'model'))\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
