@@ -214,7 +214,7 @@ class HandoffWorld(WorldActions):
 
     def do_commit(self, attempt: int) -> None:
         if self.owning_attempt != attempt:
-            raise InvariantViolation(f"ticket {attempt} commits blocks of {self.owner}")
+            raise InvariantViolation(f"ticket {attempt} commits blocks of {self.owning_attempt}")
         self._check_arena_contents(attempt)
         self.is_committed = True
         self.ended_machines |= {f"landing {attempt}"}

@@ -143,4 +143,4 @@ class WorldActions(WorldState):
             if f"landing {attempt}" not in self.ended_machines:
                 raise InvariantViolation(f"ticket {attempt} never ended")
         if self.owning_attempt is not None and not self.is_committed:
-            raise InvariantViolation(f"blocks are still held by ticket {self.owner}")
+            raise InvariantViolation(f"blocks are still held by ticket {self.owning_attempt}")

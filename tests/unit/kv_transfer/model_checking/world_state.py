@@ -33,18 +33,19 @@ def intern_state(value: Any) -> int:
     return _state_ids.setdefault(value, len(_state_ids))
 
 
+# Fields that never change, or whose change always shows in another field.
 _FIELDS_NOT_COMPARED = {
     "ticket",
     "shape",
-    "fence",
+    "try_fence",
     "lock",
     "grid",
     "error",
-    "pace",
+    "settings",
     "key",
-    "writer",
-    "host",
-    "credit",
+    "writer_incarnation",
+    "host_id",
+    "credit_bytes",
 }
 inbound_state_key = attrgetter(
     *(f.name for f in fields(InboundHandoff) if f.name not in _FIELDS_NOT_COMPARED)
@@ -54,6 +55,7 @@ outbound_state_key = attrgetter(
 )
 _ALL_INBOUND_FIELDS = tuple(f.name for f in fields(InboundHandoff))
 _ALL_OUTBOUND_FIELDS = tuple(f.name for f in fields(OutboundHandoff))
+assert {*_ALL_INBOUND_FIELDS, *_ALL_OUTBOUND_FIELDS} >= _FIELDS_NOT_COMPARED
 
 
 def _clone(machine: Any, names: tuple[str, ...]) -> Any:
