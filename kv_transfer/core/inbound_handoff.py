@@ -42,9 +42,8 @@ from kv_transfer.core.events import (
     InboundStarted,
     SealInfo,
 )
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
 from kv_transfer.core.slabs import SlabGrid, extend_manifest_digest
-
-NEVER = float("inf")
 
 
 class InboundState(Enum):
@@ -64,23 +63,7 @@ TERMINAL_STATES = frozenset({InboundState.COMMITTED, InboundState.LOST})
 _WRITABLE_STATES = frozenset({InboundState.GRANTED, InboundState.WRITING})
 
 
-@dataclass(frozen=True, slots=True)
-class IgnoredInput:
-    """An input that changed nothing."""
-
-    reason: str
-
-
 InboundOutput = frames.FrameToWriter | InboundEvent | IgnoredInput
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaShape:
-    """What a hand-off's geometry is checked against."""
-
-    num_layers: int
-    num_kv_heads: int
-    slab_bytes: int
 
 
 @dataclass(slots=True)
@@ -116,8 +99,8 @@ class InboundHandoff:
     # frames from the writer
 
     def on_open(self, frame: frames.OpenFrame, now: float) -> list[InboundOutput]:
-        if (turned_away := self._screen_frame(frame, now)) is not None:
-            return turned_away
+        if (answer := self._screen_frame(frame, now)) is not None:
+            return answer
         if frame.version != frames.PROTOCOL_VERSION:
             return self._lose(
                 LayoutMismatch(
@@ -142,65 +125,67 @@ class InboundHandoff:
     def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
         """Whether the Write's bytes may land (or, one-sided, be read back). `finish_write` must
         follow if so."""
-        if (turned_away := self._screen_frame(frame, now)) is not None:
-            return False, turned_away
-        area = frame.slab_range
-        if not self.grid.contains(area) or (frame.first_kv_head, frame.num_kv_heads) != (
+        if (answer := self._screen_frame(frame, now)) is not None:
+            return False, answer
+        slab_range = frame.slab_range
+        if not self.grid.contains(slab_range) or (frame.first_kv_head, frame.num_kv_heads) != (
             0,
             self.shape.num_kv_heads,
         ):
             return False, self._lose(
                 LayoutMismatch(
-                    f"a Write of {area}, heads {frame.first_kv_head}+{frame.num_kv_heads}"
+                    f"a Write of {slab_range}, heads {frame.first_kv_head}+{frame.num_kv_heads}"
                 )
             )
-        if frame.payload_bytes != area.num_slabs * self.shape.slab_bytes:
+        if frame.payload_bytes != slab_range.num_slabs * self.shape.slab_bytes:
             return False, self._lose(
                 LayoutMismatch(
-                    f"{frame.payload_bytes} bytes for {area.num_slabs} slabs of {self.shape.slab_bytes}"
+                    f"{frame.payload_bytes} bytes for {slab_range.num_slabs} slabs of {self.shape.slab_bytes}"
                 )
             )
-        bits = self.grid.bitmask(area)
+        bits = self.grid.bitmask(slab_range)
         if bits & self.landed_slabs == bits:
             return False, [IgnoredInput("duplicate")]
         if bits & self.landed_slabs:
             return False, self._lose(
-                IncompleteTransfer(f"a Write of {area} overlaps what has landed")
+                IncompleteTransfer(f"a Write of {slab_range} overlaps what has landed")
             )
         return True, []
 
     def finish_write(
-        self, frame: frames.WriteFrame, checksum_right: bool, now: float
+        self, frame: frames.WriteFrame, is_checksum_right: bool, now: float
     ) -> list[InboundOutput]:
         """The bytes of an admitted Write are in place, or were found wrong."""
-        if not checksum_right:
+        if not is_checksum_right:
             return self._lose(ChecksumMismatch(f"the checksum of {frame.slab_range} is wrong"))
-        area = frame.slab_range
+        slab_range = frame.slab_range
         outputs: list[InboundOutput] = []
         if self.state is InboundState.GRANTED:
             self.state = InboundState.WRITING
             outputs.append(InboundStarted(self.ticket.id))
-        self.landed_slabs |= self.grid.bitmask(area)
+        self.landed_slabs |= self.grid.bitmask(slab_range)
         self.bytes_landed += frame.payload_bytes
-        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, frame.checksum)
+        self.manifest_digest = extend_manifest_digest(
+            self.manifest_digest, slab_range, frame.checksum
+        )
         self.progress_deadline = now + self.progress_timeout
         self._renew_lease(now)
         return [
             *outputs,
             frames.LandedFrame(
                 *self._frame_ids,
-                area.first_layer,
-                area.num_layers,
-                area.first_block,
-                area.num_blocks,
+                slab_range.first_layer,
+                slab_range.num_layers,
+                slab_range.first_block,
+                slab_range.num_blocks,
             ),
         ]
 
     def on_seal(self, frame: frames.SealFrame, now: float) -> list[InboundOutput]:
         if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
             return [frames.CommittedFrame(*self._frame_ids)]
-        if (turned_away := self._screen_frame(frame, now)) is not None:
-            return turned_away
+        if (answer := self._screen_frame(frame, now)) is not None:
+            return answer
         if not self._is_complete():
             return self._lose(
                 IncompleteTransfer(
@@ -233,8 +218,8 @@ class InboundHandoff:
     def on_renew(self, frame: frames.RenewFrame, now: float) -> list[InboundOutput]:
         if self.is_current_frame(frame) and self.state is InboundState.SEALED:
             return []  # there is nothing left to renew: the answer to Seal is on its way
-        if (turned_away := self._screen_frame(frame, now)) is not None:
-            return turned_away
+        if (answer := self._screen_frame(frame, now)) is not None:
+            return answer
         self._renew_lease(now)
         return []
 
@@ -331,12 +316,12 @@ class InboundHandoff:
         self.error = error.with_traceback(
             None
         )  # whose frames would hold payloads for as long as this is remembered
-        fenced = self.state is InboundState.SEALED or self.try_fence()
-        self.state = InboundState.LOST if fenced else InboundState.QUARANTINED
+        is_fenced = self.state is InboundState.SEALED or self.try_fence()
+        self.state = InboundState.LOST if is_fenced else InboundState.QUARANTINED
         refused = frames.RefusedFrame(
             *self._frame_ids, code=error.code, message=error.message[:512]
         )
-        return [refused, InboundLost(self.ticket.id, error, fenced)]
+        return [refused, InboundLost(self.ticket.id, error, is_fenced)]
 
     def _renew_lease(self, now: float) -> None:
         self.lease_deadline = max(self.lease_deadline, now + self.ticket.ttl_seconds)

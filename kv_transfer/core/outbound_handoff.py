@@ -17,7 +17,6 @@ decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from baton.errors import (
     BatonError,
@@ -36,9 +35,15 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.core.send_queue import OutgoingWrite, ReadySlabs, split_next_write
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.send_queue import (
+    OutgoingWrite,
+    ReadySlabs,
+    SendSettings,
+    split_next_write,
+)
 from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
+from kv_transfer.core.writer_lock import NoLock, WriterLock
 
 
 class OutboundState(Enum):
@@ -54,33 +59,6 @@ TERMINAL_STATES = frozenset({OutboundState.COMMITTED, OutboundState.ABORTED})
 _OPEN_STATES = frozenset({OutboundState.UNTICKETED, OutboundState.STREAMING, OutboundState.SEALED})
 
 OutboundOutput = frames.FrameToDecode | OutboundEvent | IgnoredInput
-
-
-class WriterLock(Protocol):
-    """The right to write one ticket's blocks. Two-sided backends need none: see `NoLock`."""
-
-    def try_acquire(self) -> bool: ...
-    def release(self) -> None: ...
-
-
-class NoLock:
-    def try_acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class SendSettings:
-    """How a hand-off is cut into messages and how long it waits. Bytes and seconds;
-    `layers_per_message` 0 puts as many layers into a message as are ready and fit."""
-
-    max_payload_bytes: int
-    layers_per_message: int
-    window_bytes: int
-    renew_interval: float
-    answer_timeout: float
 
 
 @dataclass(slots=True)
@@ -191,7 +169,7 @@ class OutboundHandoff:
         )
         self.last_progress_at = now
         self.next_renewal_at = now + self.settings.renew_interval
-        opened = frames.OpenFrame(
+        open_frame = frames.OpenFrame(
             *self._frame_ids,
             version=frames.PROTOCOL_VERSION,
             num_layers=self.shape.num_layers,
@@ -199,7 +177,7 @@ class OutboundHandoff:
             window_bytes=self.settings.window_bytes,
             host_id=self.host_id,
         )
-        return [opened, *self._seal_if_all_written(now)]
+        return [open_frame, *self._seal_if_all_written(now)]
 
     def seal(self, info: SealInfo, now: float) -> list[OutboundOutput]:
         if self.state not in _OPEN_STATES or self.pending_seal is not None:
@@ -231,39 +209,39 @@ class OutboundHandoff:
             return None, []
         if self.writes_in_flight == 0 and not self.lock.try_acquire():
             return None, self.abort(StaleMessage("decode has closed the ticket off"))
-        outgoing, self.send_queue = split_next_write(
+        write, self.send_queue = split_next_write(
             self.send_queue, max(1, room // slab), self.settings.layers_per_message
         )
-        self.sent_slabs |= self.grid.bitmask(outgoing.slab_range)
-        self.unacked_bytes += outgoing.slab_range.num_slabs * slab
+        self.sent_slabs |= self.grid.bitmask(write.slab_range)
+        self.unacked_bytes += write.slab_range.num_slabs * slab
         self.writes_in_flight += 1
-        return outgoing, []
+        return write, []
 
     def finish_write(
-        self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float
+        self, write: OutgoingWrite, checksum: int, inline: bool, now: float
     ) -> list[OutboundOutput]:
-        """The source of `outgoing` was read and will not be read again."""
+        """The source of `write` was read and will not be read again."""
         self._release_write()
         if self.state is OutboundState.ABORTING:
             return self._finish_abort_if_idle()
-        area = outgoing.slab_range
-        size = area.num_slabs * self.shape.slab_bytes
+        slab_range = write.slab_range
+        size = slab_range.num_slabs * self.shape.slab_bytes
         self.bytes_sent += size
-        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, checksum)
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, slab_range, checksum)
         self.last_progress_at = now
-        write = frames.WriteFrame(
+        frame = frames.WriteFrame(
             *self._frame_ids,
-            first_layer=area.first_layer,
-            num_layers=area.num_layers,
-            first_block=area.first_block,
-            num_blocks=area.num_blocks,
+            first_layer=slab_range.first_layer,
+            num_layers=slab_range.num_layers,
+            first_block=slab_range.first_block,
+            num_blocks=slab_range.num_blocks,
             first_kv_head=0,
             num_kv_heads=self.shape.num_kv_heads,
             payload_bytes=size,
             checksum=checksum,
             is_inline=inline,
         )
-        return [write, *self._seal_if_all_written(now)]
+        return [frame, *self._seal_if_all_written(now)]
 
     def fail_write(self, error: BatonError) -> list[OutboundOutput]:
         """An Outgoing could not be read or written; it will not be tried again."""
@@ -282,22 +260,24 @@ class OutboundHandoff:
     def on_landed(self, frame: frames.LandedFrame, now: float) -> list[OutboundOutput]:
         if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
             return [IgnoredInput("stale")]
-        area = frame.slab_range
-        if not self.grid.contains(area):
+        slab_range = frame.slab_range
+        if not self.grid.contains(slab_range):
             return self.abort(
-                IncompleteTransfer(f"decode acknowledged {area}, which is out of range")
+                IncompleteTransfer(f"decode acknowledged {slab_range}, which is out of range")
             )
-        bits = self.grid.bitmask(area)
+        bits = self.grid.bitmask(slab_range)
         if bits & ~self.sent_slabs:
-            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which was not sent"))
+            return self.abort(
+                IncompleteTransfer(f"decode acknowledged {slab_range}, which was not sent")
+            )
         if bits & self.landed_slabs:
             return [IgnoredInput("duplicate")]
         self.landed_slabs |= bits
-        self.unacked_bytes -= area.num_slabs * self.shape.slab_bytes
+        self.unacked_bytes -= slab_range.num_slabs * self.shape.slab_bytes
         self.last_progress_at = self.last_landed_at = now
         return [
-            LayerLanded(self.key, one.first_layer, one.first_block, one.end_block)
-            for one in split_by_layer(area)
+            LayerLanded(self.key, part.first_layer, part.first_block, part.end_block)
+            for part in split_by_layer(slab_range)
         ]
 
     def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
@@ -305,7 +285,7 @@ class OutboundHandoff:
             return [IgnoredInput("stale")]
         self.state = OutboundState.COMMITTED
         assert self.ticket is not None
-        report = HandoffStats(
+        stats = HandoffStats(
             transport=self.ticket.transport,
             bytes_sent=self.bytes_sent,
             slabs_sent=self.sent_slabs.bit_count(),
@@ -313,7 +293,7 @@ class OutboundHandoff:
             exposed_seconds=max(0.0, self.last_landed_at - self.last_ready_at),
             commit_seconds=max(0.0, now - max(self.last_landed_at, self.last_ready_at)),
         )
-        return [OutboundCommitted(self.key, report)]
+        return [OutboundCommitted(self.key, stats)]
 
     def on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
         if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
@@ -403,15 +383,15 @@ class OutboundHandoff:
             return []
         self.state = OutboundState.ABORTED
         assert self.error is not None
-        ended: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
+        outputs: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
         if self.needs_abort_frame:
-            ended.insert(
+            outputs.insert(
                 0,
                 frames.AbortFrame(
                     *self._frame_ids, code=self.error.code, message=self.error.message[:512]
                 ),
             )
-        return ended
+        return outputs
 
     def _release_write(self) -> None:
         self.writes_in_flight -= 1

@@ -7,6 +7,17 @@ from kv_transfer.core.slabs import SlabRange
 
 
 @dataclass(frozen=True, slots=True)
+class SendSettings:
+    """How a hand-off is cut into messages, and how long it waits for answers."""
+
+    max_payload_bytes: int  # of one message
+    layers_per_message: int  # 0: as many layers as are ready and fit
+    window_bytes: int  # asked for as credit: may be sent and not yet landed
+    renew_interval: float  # seconds between two Renew frames
+    answer_timeout: float  # seconds without an answer after which the hand-off aborts
+
+
+@dataclass(frozen=True, slots=True)
 class ReadySlabs:
     """One layer of logical blocks block .. block + len(source) is final in the arena's blocks
     `source_blocks`."""

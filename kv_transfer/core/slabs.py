@@ -51,35 +51,40 @@ class SlabGrid:
     def full_mask(self) -> int:
         return (1 << self.num_slabs) - 1
 
-    def contains(self, area: SlabRange) -> bool:
+    def contains(self, slab_range: SlabRange) -> bool:
         """Whether an area that came from outside is not empty and inside the grid."""
         return (
-            area.num_layers > 0
-            and area.num_blocks > 0
-            and area.end_layer <= self.num_layers
-            and self.first_block <= area.first_block
-            and area.end_block <= self.end_block
+            slab_range.num_layers > 0
+            and slab_range.num_blocks > 0
+            and slab_range.end_layer <= self.num_layers
+            and self.first_block <= slab_range.first_block
+            and slab_range.end_block <= self.end_block
         )
 
-    def bitmask(self, area: SlabRange) -> int:
-        row = (1 << area.num_blocks) - 1
+    def bitmask(self, slab_range: SlabRange) -> int:
+        row = (1 << slab_range.num_blocks) - 1
         bits = 0
-        for layer in range(area.first_layer, area.end_layer):
-            bits |= row << (layer * self.num_blocks + area.first_block - self.first_block)
+        for layer in range(slab_range.first_layer, slab_range.end_layer):
+            bits |= row << (layer * self.num_blocks + slab_range.first_block - self.first_block)
         return bits
 
 
-def split_by_layer(area: SlabRange) -> Iterator[SlabRange]:
-    for layer in range(area.first_layer, area.end_layer):
-        yield SlabRange(layer, 1, area.first_block, area.num_blocks)
+def split_by_layer(slab_range: SlabRange) -> Iterator[SlabRange]:
+    for layer in range(slab_range.first_layer, slab_range.end_layer):
+        yield SlabRange(layer, 1, slab_range.first_block, slab_range.num_blocks)
 
 
-def extend_manifest_digest(so_far: int, area: SlabRange, checksum: int) -> int:
+def extend_manifest_digest(so_far: int, slab_range: SlabRange, checksum: int) -> int:
     """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not
     matter."""
     mixed = xxhash.xxh3_64_intdigest(
         struct.pack(
-            "<4IQ", area.first_layer, area.num_layers, area.first_block, area.num_blocks, checksum
+            "<4IQ",
+            slab_range.first_layer,
+            slab_range.num_layers,
+            slab_range.first_block,
+            slab_range.num_blocks,
+            checksum,
         )
     )
     return (so_far + mixed) % (1 << 64)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Self
 
-from kv_transfer.core import frames
-from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core import frames, inbound_handoff
 from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
 from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
 from kv_transfer.core.send_queue import OutgoingWrite
@@ -86,7 +85,9 @@ class WorldState:
     is_committed: bool = False  # ... since its commit
     expired_attempts: frozenset[int] = frozenset()  # tickets whose lease has passed
     dead_processes: frozenset[str] = frozenset()
-    ended_machines: frozenset[str] = frozenset()  # departures and landings that told their end
+    ended_machines: frozenset[str] = (
+        frozenset()
+    )  # "outbound N", "inbound N": machines that have reported their end
     faults: int = 0
     endings: int = 0
     cut_links: frozenset[int] = (
@@ -167,14 +168,14 @@ class WorldState:
 
     def _announce_steps(self) -> list[tuple[int, int, int]]:
         """(layer, first block, blocks) in the order in which a forward pass makes them final."""
-        setting = self.scenario
-        total = setting.blocks_held_by_decode + setting.num_blocks
+        scenario = self.scenario
+        total = scenario.blocks_held_by_decode + scenario.num_blocks
         chunks, first = [], 0
-        for size in setting.blocks_per_chunk or (total,):
+        for size in scenario.blocks_per_chunk or (total,):
             chunks.append((first, size))
             first += size
         return [
-            (layer, first, size) for first, size in chunks for layer in range(setting.num_layers)
+            (layer, first, size) for first, size in chunks for layer in range(scenario.num_layers)
         ]
 
     def _attempt(self, writer: int) -> int:
@@ -182,7 +183,7 @@ class WorldState:
 
     def _ticket_is_over(self, writer: int) -> bool:
         machine = self.inbound.get(self._attempt(writer))
-        return machine is not None and machine.state in landing.TERMINAL_STATES
+        return machine is not None and machine.state in inbound_handoff.TERMINAL_STATES
 
     def _is_dead(self, writer: int) -> bool:
         return f"writer {writer}" in self.dead_processes
@@ -201,9 +202,9 @@ class WorldState:
         )
 
     def _arena_positions(self, area: SlabRange) -> list[int]:
-        setting = self.scenario
+        scenario = self.scenario
         return [
-            layer * setting.num_blocks + block - setting.blocks_held_by_decode
+            layer * scenario.num_blocks + block - scenario.blocks_held_by_decode
             for layer in range(area.first_layer, area.end_layer)
             for block in range(area.first_block, area.end_block)
         ]
@@ -222,10 +223,10 @@ class WorldState:
         self.arena = tuple(arena)
 
     def _check_arena_contents(self, attempt: int) -> None:
-        setting = self.scenario
+        scenario = self.scenario
         wanted = self._expected_tags(
             attempt,
-            SlabRange(0, setting.num_layers, setting.blocks_held_by_decode, setting.num_blocks),
+            SlabRange(0, scenario.num_layers, scenario.blocks_held_by_decode, scenario.num_blocks),
         )
         if self.arena != wanted:
             raise InvariantViolation(f"ticket {attempt} is sealed over {self.arena}")
@@ -234,7 +235,7 @@ class WorldState:
         if self.owning_attempt != attempt or self.is_committed:
             raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owning_attempt}")
         if fenced:
-            self._mark_ended(f"landing {attempt}")
+            self._mark_ended(f"inbound {attempt}")
             self.owning_attempt = None
             self.arena = (EMPTY_SLAB,) * len(self.arena)
             self.times_landed = (0,) * len(self.times_landed)
