@@ -197,13 +197,8 @@ class ReceiverLoop:
 
     def _refuse_unknown(self, frame: frames.FrameToDecode, route: bytes) -> None:
         self.counters["ignored_unknown"] += 1
-        ids = (frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation)
-        self._link.send(
-            route,
-            frames.encode_frame(
-                frames.RefusedFrame(*ids, StaleMessage.code, "there is no such ticket")
-            ),
-        )
+        refusal = frames.RefusedFrame(*frame.ids, StaleMessage.code, "there is no such ticket")
+        self._link.send(route, frames.encode_frame(refusal))
 
     def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
         """Remember hosts that look like ours and are not, so that the next ticket for them goes
