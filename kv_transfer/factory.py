@@ -14,8 +14,7 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.shared_memory.fence import ArenaFences
-from baton.shared_memory.segment import Segment
-from baton.shared_memory.segment import compute_host_id as host_of
+from baton.shared_memory.segment import Segment, compute_host_id
 from baton.types import Incarnation
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
@@ -133,10 +132,9 @@ def build_kv_receiver(
             token,
             insecure=settings.insecure,
         )
-        grpc = settings.transport == "grpc"
         link = (
             GrpcDecodeLink(token, settings)
-            if grpc
+            if settings.transport == "grpc"
             else ZmqDecodeLink(derive_curve_keys(token), settings)
         )
     return KVReceiver(
@@ -145,7 +143,7 @@ def build_kv_receiver(
         incarnation=incarnation,
         link=link,
         fences=fences,
-        host_id=host_id or host_of(settings.segment_folder),
+        host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
         emit=emit,
         clock=clock,
@@ -177,7 +175,7 @@ def build_kv_sender(
         layout=layout,
         incarnation=incarnation,
         dialers=dialers,
-        host_id=host_id or host_of(settings.segment_folder),
+        host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
         emit=emit,
         clock=clock,

@@ -12,7 +12,7 @@ from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, InboundLost
-from kv_transfer.core.inbound_handoff import ArenaShape
+from kv_transfer.core.handoff_common import ArenaShape
 from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.transports.links import DecodeLink
@@ -34,7 +34,7 @@ class KVReceiver:
         emit: Callable[[InboundEvent], None],
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
-        on_defect: Callable[[], None] = exit_process,
+        on_internal_error: Callable[[], None] = exit_process,
     ) -> None:
         """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link
         and fences are the plane's own from now on."""
@@ -45,7 +45,7 @@ class KVReceiver:
         self._settings = settings
         self._emit = emit
         self._loop = ReceiverLoop(
-            mover=self._copier,
+            copier=self._copier,
             shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
             link=link,
             fences=fences,
@@ -56,7 +56,7 @@ class KVReceiver:
             failpoints=failpoints,
         )
         self._thread = PlaneThread(
-            "transfer-inbound", self._loop, clock, settings.close_timeout, on_defect
+            "transfer-inbound", self._loop, clock, settings.close_timeout, on_internal_error
         )
         self._loop.run_posted_commands = self._thread.run_posted_commands
         self._thread.start()

@@ -11,7 +11,7 @@ from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import OutboundAborted, OutboundEvent, SealInfo
-from kv_transfer.core.inbound_handoff import ArenaShape
+from kv_transfer.core.handoff_common import ArenaShape
 from kv_transfer.core.send_queue import ReadySlabs
 from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.sender_loop import LayerWaiter, SenderLoop
@@ -35,17 +35,17 @@ class KVSender:
         emit: Callable[[OutboundEvent], None],
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
-        on_defect: Callable[[], None] = exit_process,
+        on_internal_error: Callable[[], None] = exit_process,
     ) -> None:
         """`dialers` by the scheme of the endpoints that they dial; they are the plane's own from
         now on."""
-        mover = SlabCopier(arena, layout)
-        self._num_blocks = mover.arena_slabs.num_blocks
+        copier = SlabCopier(arena, layout)
+        self._num_blocks = copier.arena_slabs.num_blocks
         self._layout = layout
         self._emit = emit
         self._clock = clock
         self._loop = SenderLoop(
-            mover=mover,
+            copier=copier,
             shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
             links=PeerLinks(dialers),
             arenas=PeerArenas(settings.segment_folder, layout),
@@ -57,7 +57,7 @@ class KVSender:
             failpoints=failpoints,
         )
         self._thread = PlaneThread(
-            "transfer-outbound", self._loop, clock, settings.close_timeout, on_defect
+            "transfer-outbound", self._loop, clock, settings.close_timeout, on_internal_error
         )
         self._thread.start()
 

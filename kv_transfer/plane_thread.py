@@ -59,17 +59,17 @@ class PlaneThread:
     def __init__(
         self,
         name: str,
-        turner: PlaneLoop,
+        loop: PlaneLoop,
         clock: Clock,
         close_timeout: float,
-        on_defect: Callable[[], None],
+        on_internal_error: Callable[[], None],
     ) -> None:
-        """`on_defect` is called when the turner raises: a defect of ours after which the thread is
+        """`on_internal_error` is called when the loop raises: a defect of ours after which the thread is
         no more."""
-        self._loop = turner
+        self._loop = loop
         self._clock = clock
         self._close_timeout = close_timeout
-        self._on_internal_error = on_defect
+        self._on_internal_error = on_internal_error
         self._wakeup = EventFd()
         self._commands: deque[Callable[[], None]] = deque()
         self._registered: Sequence[tuple[Pollable, bool]] | None = None

@@ -1,4 +1,4 @@
-"""Decode's tickets: one machine (core/landing.py) for each, the link that their frames come on, and
+"""Decode's tickets: one machine (core/py) for each, the link that their frames come on, and
 their timers. Everything here runs on the plane's thread."""
 
 from collections import Counter, OrderedDict
@@ -14,9 +14,17 @@ from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
-from kv_transfer.core import inbound_handoff as landing
 from kv_transfer.core.events import InboundEvent, InboundFenced, InboundLost
-from kv_transfer.core.inbound_handoff import ArenaShape, IgnoredInput, InboundHandoff
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.inbound_handoff import (
+    AWAITING_FENCE_STATES,
+    LIVE_STATES,
+    TERMINAL_STATES,
+    UNSEALED_STATES,
+    InboundHandoff,
+    InboundOutput,
+    InboundState,
+)
 from kv_transfer.core.lease_table import LeaseTable
 from kv_transfer.transports.links import DecodeLink, LinkMessage, Pollable
 
@@ -35,7 +43,7 @@ class ReceiverLoop:
     def __init__(
         self,
         *,
-        mover: SlabCopier,
+        copier: SlabCopier,
         shape: ArenaShape,
         link: DecodeLink,
         fences: ArenaFences | None,
@@ -50,7 +58,7 @@ class ReceiverLoop:
         self.run_posted_commands: Callable[[], None] = lambda: (
             None
         )  # run what was posted to this thread meanwhile
-        self._copier = mover
+        self._copier = copier
         self._shape = shape
         self._link = link
         self._fences = fences
@@ -107,7 +115,7 @@ class ReceiverLoop:
         self._apply_outputs(granted.machine, granted.machine.revoke(error), granted.reply_route)
 
     def on_peer_gone(self, writer: Incarnation) -> None:
-        for machine in self._machines(landing.UNSEALED_STATES):
+        for machine in self._machines(UNSEALED_STATES):
             if machine.ticket.writer_incarnation == writer:
                 self.revoke_ticket(machine.ticket.id, PeerUnreachable(f"writer {writer} is gone"))
 
@@ -116,10 +124,10 @@ class ReceiverLoop:
         self._revoke_all(StaleMessage("decode has joined anew"))
 
     def _revoke_all(self, error: BatonError) -> None:
-        for machine in self._machines(landing.LIVE_STATES):
+        for machine in self._machines(LIVE_STATES):
             self.revoke_ticket(machine.ticket.id, error)
 
-    def _machines(self, states: frozenset[landing.InboundState]) -> list[InboundHandoff]:
+    def _machines(self, states: frozenset[InboundState]) -> list[InboundHandoff]:
         return [
             granted.machine for granted in self._granted.values() if granted.machine.state in states
         ]
@@ -138,7 +146,7 @@ class ReceiverLoop:
         now = self._clock()
         for ticket in self._timers.pop_expired(now):
             granted = self._granted[ticket]
-            if granted.machine.state in landing.AWAITING_FENCE_STATES:
+            if granted.machine.state in AWAITING_FENCE_STATES:
                 self.counters["fence_retries"] += 1
             self._apply_outputs(granted.machine, granted.machine.tick(now), granted.reply_route)
 
@@ -146,7 +154,7 @@ class ReceiverLoop:
         if self._has_more_work:
             return self._clock()
         deadline = self._timers.next_deadline()
-        return landing.NEVER if deadline is None else deadline
+        return NEVER if deadline is None else deadline
 
     def pollables(self) -> Sequence[tuple[Pollable, bool]]:
         return [(pollable, False) for pollable in self._link.read_pollables()]
@@ -189,13 +197,8 @@ class ReceiverLoop:
 
     def _refuse_unknown(self, frame: frames.FrameToDecode, route: bytes) -> None:
         self.counters["ignored_unknown"] += 1
-        ids = (frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation)
-        self._link.send(
-            route,
-            frames.encode_frame(
-                frames.RefusedFrame(*ids, StaleMessage.code, "there is no such ticket")
-            ),
-        )
+        refusal = frames.RefusedFrame(*frame.ids, StaleMessage.code, "there is no such ticket")
+        self._link.send(route, frames.encode_frame(refusal))
 
     def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
         """Remember hosts that look like ours and are not, so that the next ticket for them goes
@@ -207,7 +210,7 @@ class ReceiverLoop:
 
     def _dispatch_frame(
         self, machine: InboundHandoff, frame: frames.FrameToDecode, payload: memoryview | None
-    ) -> list[landing.InboundOutput]:
+    ) -> list[InboundOutput]:
         now = self._clock()
         match frame:
             case frames.WriteFrame():
@@ -225,7 +228,7 @@ class ReceiverLoop:
 
     def _on_write(
         self, machine: InboundHandoff, frame: frames.WriteFrame, payload: memoryview | None
-    ) -> list[landing.InboundOutput]:
+    ) -> list[InboundOutput]:
         admitted, outputs = machine.check_write(frame, self._clock())
         if not admitted:
             return outputs
@@ -250,7 +253,7 @@ class ReceiverLoop:
     def _apply_outputs(
         self,
         machine: InboundHandoff,
-        outputs: list[landing.InboundOutput],
+        outputs: list[InboundOutput],
         route: bytes | None,
         action: FailpointAction | None = None,
     ) -> None:
@@ -285,13 +288,13 @@ class ReceiverLoop:
     def _update_timer(self, machine: InboundHandoff) -> None:
         """Set the ticket's timer to its next deadline, or retire it."""
         ticket = machine.ticket.id
-        if machine.state in landing.TERMINAL_STATES:
+        if machine.state in TERMINAL_STATES:
             self._retire(machine)
             return
         deadline = machine.deadline
-        if machine.state in landing.AWAITING_FENCE_STATES:
+        if machine.state in AWAITING_FENCE_STATES:
             deadline = min(deadline, self._clock() + self._settings.fence_retry_interval)
-        if deadline < landing.NEVER:
+        if deadline < NEVER:
             self._timers.set_deadline(ticket, deadline)
         else:
             self._timers.remove_lease(ticket)

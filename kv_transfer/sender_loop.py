@@ -1,4 +1,4 @@
-"""Prefill's hand-offs: one machine (core/departure.py) for each, the links to decode nodes and the
+"""Prefill's hand-offs: one machine (core/py) for each, the links to decode nodes and the
 peers' arenas that are mapped here. Everything runs on the plane's thread."""
 
 import threading
@@ -14,10 +14,11 @@ from baton.types import AttemptKey, Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
-from kv_transfer.core import outbound_handoff as departure
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.core.outbound_handoff import NoLock, OutboundHandoff, SendSettings
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
+from kv_transfer.core.send_queue import SendSettings
+from kv_transfer.core.writer_lock import NoLock, WriterLock
 from kv_transfer.transports.links import LinkLoss, Pollable
 from kv_transfer.transports.peer_links import PeerKey, PeerLink, PeerLinks
 from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
@@ -47,7 +48,7 @@ class SenderLoop:
     def __init__(
         self,
         *,
-        mover: SlabCopier,
+        copier: SlabCopier,
         shape: ArenaShape,
         links: PeerLinks,
         arenas: PeerArenas,
@@ -59,7 +60,7 @@ class SenderLoop:
         failpoints: Failpoints,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
-        self._copier = mover
+        self._copier = copier
         self._shape = shape
         self._links = links
         self._arenas = arenas
@@ -112,14 +113,14 @@ class SenderLoop:
             self._apply_outputs(handoff, machine.abort(error))
 
     def _set_machine_ticket(
-        self, handoff: _ActiveHandoff, ticket: Ticket, lock: departure.WriterLock
+        self, handoff: _ActiveHandoff, ticket: Ticket, lock: WriterLock
     ) -> None:
         outputs = handoff.machine.set_ticket(ticket, lock, self._clock())
         if handoff.machine.ticket is not None:  # the machine has taken it
             self._keys_by_ticket[ticket.id] = handoff.machine.key
         self._apply_outputs(handoff, outputs)
 
-    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> departure.WriterLock:
+    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
         """Raises Unmappable."""
         if ticket.transport != "shm":
             return NoLock()
@@ -127,14 +128,14 @@ class SenderLoop:
         return TicketLock(handoff.peer_arena, ticket)
 
     def apply_input(
-        self, key: AttemptKey, what: Callable[[OutboundHandoff], list[departure.OutboundOutput]]
+        self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
     ) -> None:
         """Pass an input on to the machine of `key`, if there is one."""
         handoff = self._handoffs.get(key)
         if handoff is None:
             self.counters["ignored_unknown"] += 1
             return
-        self._apply_outputs(handoff, what(handoff.machine))
+        self._apply_outputs(handoff, call(handoff.machine))
 
     def add_layer_waiter(self, key: AttemptKey, waiter: LayerWaiter) -> None:
         handoff = self._handoffs.get(key)
@@ -278,25 +279,25 @@ class SenderLoop:
         link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
         if link is not None and link.is_full:
             return False
-        outgoing, outputs = handoff.machine.begin_write()
+        write, outputs = handoff.machine.begin_write()
         self._apply_outputs(handoff, outputs)
-        if outgoing is None:
+        if write is None:
             return False
         try:
             action = self._failpoints.hit("transfer.write.before")
-            payload, checksum = self._copier.read_slabs(outgoing, action)
+            payload, checksum = self._copier.read_slabs(write, action)
             if handoff.peer_arena is not None and handoff.machine.ticket is not None:
                 handoff.peer_arena.copier.write_slabs(
-                    handoff.machine.ticket, outgoing.slab_range, payload
+                    handoff.machine.ticket, write.slab_range, payload
                 )
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
         self.counters["bytes_written"] += len(payload)
-        self.counters["slabs_written"] += outgoing.slab_range.num_slabs
+        self.counters["slabs_written"] += write.slab_range.num_slabs
         inline = handoff.peer_arena is None
-        outputs = handoff.machine.finish_write(outgoing, checksum, inline, self._clock())
+        outputs = handoff.machine.finish_write(write, checksum, inline, self._clock())
         self._apply_outputs(handoff, outputs, payload if inline else None, action)
         return True
 
@@ -305,7 +306,7 @@ class SenderLoop:
     def _apply_outputs(
         self,
         handoff: _ActiveHandoff,
-        outputs: list[departure.OutboundOutput],
+        outputs: list[OutboundOutput],
         payload: memoryview | None = None,
         action: FailpointAction | None = None,
     ) -> None:
@@ -369,7 +370,7 @@ class SenderLoop:
         self._emit(event)
 
     def _wake_waiters(self, handoff: _ActiveHandoff) -> None:
-        ended = handoff.machine.state in departure.TERMINAL_STATES
+        ended = handoff.machine.state in TERMINAL_STATES
         for waiter in list(handoff.waiters):
             waiter.has_landed = not ended and handoff.machine.has_layer_landed(waiter.layer)
             if waiter.has_landed or ended:

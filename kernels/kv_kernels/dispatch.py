@@ -10,8 +10,8 @@ from kv_kernels.reference.torch_kernels import TorchKernels
 def kernels_for(device: torch.device) -> TorchKernels:
     """The hot operations of `device`. Triton is imported only where a GPU runs it."""
     if device.type == "cuda":
-        triton_kernels: TorchKernels = importlib.import_module(
+        cuda_kernels: TorchKernels = importlib.import_module(
             "kv_kernels.cuda_kernels"
-        ).TritonKernels()
-        return triton_kernels
+        ).CudaKernels()
+        return cuda_kernels
     return TorchKernels()

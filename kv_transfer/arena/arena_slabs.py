@@ -35,15 +35,15 @@ class ArenaSlabs:
             for offset in offsets
         )
 
-    def slab_rows(self, area: SlabRange, blocks: Sequence[int]) -> RowIndices:
-        """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for
+    def slab_rows(self, slab_range: SlabRange, blocks: Sequence[int]) -> RowIndices:
+        """Rows of the layers of `slab_range` of the arena's `blocks`, layer-major. Raises IndexError for
         a block that the arena does not have."""
         wanted = np.asarray(blocks, dtype=np.intp)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_blocks:
             raise IndexError(
                 f"blocks {wanted.min()}..{wanted.max()} of an arena of {self.num_blocks}"
             )
-        layers = np.arange(area.first_layer, area.end_layer, dtype=np.intp)
+        layers = np.arange(slab_range.first_layer, slab_range.end_layer, dtype=np.intp)
         return (wanted * self._num_layers + layers[:, None]).reshape(-1)
 
     def gather_slabs(self, rows: RowIndices) -> memoryview:

@@ -24,19 +24,19 @@ class SlabCopier:
         return self.arena_slabs.has_blocks_at(ticket.block_offsets)
 
     def read_slabs(
-        self, outgoing: OutgoingWrite, action: FailpointAction | None = None
+        self, write: OutgoingWrite, action: FailpointAction | None = None
     ) -> tuple[memoryview, int]:
         """Copy slabs out of the arena. Returns (payload, its checksum, which a `corrupt` payload no
         longer has)."""
         payload = self.arena_slabs.gather_slabs(
-            self.arena_slabs.slab_rows(outgoing.slab_range, outgoing.source_blocks)
+            self.arena_slabs.slab_rows(write.slab_range, write.source_blocks)
         )
         checksum = xxhash.xxh3_64_intdigest(payload)
         return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
 
-    def write_slabs(self, ticket: Ticket, area: SlabRange, payload: memoryview) -> None:
+    def write_slabs(self, ticket: Ticket, slab_range: SlabRange, payload: memoryview) -> None:
         """Copy a payload to the ticket's blocks in this arena."""
-        self.arena_slabs.scatter_slabs(self._slab_rows(ticket, area), payload)
+        self.arena_slabs.scatter_slabs(self._slab_rows(ticket, slab_range), payload)
 
     def receive_write(
         self,
@@ -68,10 +68,12 @@ class SlabCopier:
         self.write_slabs(ticket, frame.slab_range, payload)
         return True
 
-    def _slab_rows(self, ticket: Ticket, area: SlabRange) -> RowIndices:
-        first = area.first_block - ticket.first_block
-        offsets = ticket.block_offsets[first : first + area.num_blocks]
-        return self.arena_slabs.slab_rows(area, [offset // self._block_bytes for offset in offsets])
+    def _slab_rows(self, ticket: Ticket, slab_range: SlabRange) -> RowIndices:
+        first = slab_range.first_block - ticket.first_block
+        offsets = ticket.block_offsets[first : first + slab_range.num_blocks]
+        return self.arena_slabs.slab_rows(
+            slab_range, [offset // self._block_bytes for offset in offsets]
+        )
 
 
 def flip_first_bit(data: memoryview) -> memoryview:

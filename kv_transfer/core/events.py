@@ -1,4 +1,4 @@
-"""What the transfer plane tells the roles, as plain data. plane.py says when."""
+"""Events that the transfer plane reports to the roles, as plain data."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,20 @@ from baton.types import AttemptKey, TicketId, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SealInfo:
-    """What Seal carries beside the manifest: the tokens of this request's output so far, and the
-    score of the last of them if the request asks for scores. All else derives from the Request, so
-    that a decode-to-decode move can use the same message."""
+    """What Seal carries beside the manifest. Everything else derives from the request."""
 
-    emitted_token_ids: tuple[int, ...]
-    last_token_score: TokenLogprobs | None = None
+    emitted_token_ids: tuple[int, ...]  # the request's output so far
+    last_token_score: TokenLogprobs | None = None  # of the last of these, if scores are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Figures of one committed hand-off, on the sender's steady clock, in seconds and bytes."""
+    """Measurements of one committed hand-off, on the sender's steady clock."""
 
     transport: str
     bytes_sent: int
     slabs_sent: int
-    slabs_landed_before_last_layer: int  # landed before the forward pass of the last chunk ended
+    slabs_landed_before_last_layer: int  # before the forward pass of the last chunk ended
     exposed_seconds: float  # from the last layer computed to the last slab landed
     commit_seconds: float  # from the last slab landed to Committed
 
@@ -33,15 +31,16 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True)
 class InboundStarted:
-    """The first Write of a ticket has been seen."""
+    """The first slab of a ticket has landed."""
 
     ticket_id: TicketId
 
 
 @dataclass(frozen=True, slots=True)
 class InboundSealed:
-    """Every (layer, block) of the ticket has landed, once, with the right checksum, and no writer
-    can write any more. The compute thread answers with `commit` or `revoke`."""
+    """Every slab has landed once, with the right checksum, and no writer can write any more.
+
+    The node answers with `commit_ticket` or `revoke_ticket`."""
 
     ticket_id: TicketId
     seal_info: SealInfo
@@ -50,20 +49,18 @@ class InboundSealed:
 
 @dataclass(frozen=True, slots=True)
 class InboundLost:
-    """The hand-off will not commit. `is_fenced` says whether its blocks may be reused now; if not
-    they are to be QUARANTINED until `InboundFenced` follows. Emitted exactly once per granted
-    ticket that does not commit, whether it expired, failed, or was revoked by the compute
-    thread."""
+    """The hand-off will not commit: it expired, failed or was revoked.
+
+    Emitted exactly once for each granted ticket that does not commit."""
 
     ticket_id: TicketId
     error: BatonError
-    is_fenced: bool
+    is_fenced: bool  # the blocks may be reused now; if not, only after InboundFenced
 
 
 @dataclass(frozen=True, slots=True)
 class InboundFenced:
-    """Proof is in hand that the writer of a lost ticket can write no more: its blocks may be
-    reused."""
+    """The writer of a lost ticket provably cannot write any more: its blocks may be reused."""
 
     ticket_id: TicketId
 
@@ -76,7 +73,7 @@ InboundEvent = InboundStarted | InboundSealed | InboundLost | InboundFenced
 
 @dataclass(frozen=True, slots=True)
 class LayerLanded:
-    """Decode has acknowledged layer `layer` of blocks [first, last) of the hand-off."""
+    """Decode has acknowledged one layer of blocks [first_block, end_block) of the hand-off."""
 
     key: AttemptKey
     layer: int
@@ -86,7 +83,7 @@ class LayerLanded:
 
 @dataclass(frozen=True, slots=True)
 class OutboundCommitted:
-    """Decode has committed. The source blocks are no longer needed."""
+    """Decode has committed. The plane no longer reads the source blocks."""
 
     key: AttemptKey
     stats: HandoffStats
@@ -94,8 +91,9 @@ class OutboundCommitted:
 
 @dataclass(frozen=True, slots=True)
 class OutboundAborted:
-    """The hand-off is over and did not commit. The plane reads the source blocks no more. Exactly
-    one of Committed and Aborted ends every open()."""
+    """The hand-off is over and did not commit. The plane no longer reads the source blocks.
+
+    Exactly one of OutboundCommitted and OutboundAborted ends every opened hand-off."""
 
     key: AttemptKey
     error: BatonError

@@ -1,11 +1,10 @@
-"""The frames of the transfer plane: a closed union, bounded in every field, encoded as MessagePack
-arrays.
+"""The frames of the transfer plane: a closed union of MessagePack arrays, every field bounded.
 
 Writer to decode: Open, Write, Seal, Abort, Renew. Decode to writer: Credit, Landed, Committed,
-Refused. Every frame names the ticket, the attempt and the incarnations of both ends, so that a
-frame of another life is told from one of this life by its contents, never by the connection that it
-came on. A Write with `inline` is followed by its payload as a second message part; without it the
-payload lies in decode's arena already.
+Refused. Every frame names the ticket, the attempt and the incarnations of both ends, so that its
+contents tell a frame of an earlier incarnation from one of the present one, whatever connection it
+came on. The payload of an inline Write follows as a second message part; otherwise it lies in
+decode's arena already.
 """
 
 from typing import Annotated, Final, TypeVar
@@ -18,9 +17,8 @@ from baton.types import TokenLogprobs
 from kv_transfer.core.slabs import SlabRange
 
 PROTOCOL_VERSION: Final = 1
-INITIAL_WINDOW_BYTES: Final = (
-    1 << 20
-)  # bytes a writer may have outstanding before decode's first Credit
+# Bytes that a writer may send before decode's first Credit.
+INITIAL_WINDOW_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 16 << 20  # bounds Seal's token list; every other frame is under 1 KiB
 
 Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -29,44 +27,47 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, Meta(ge=0, le=2**48)]
 Digest = Annotated[int, Meta(ge=0)]  # MessagePack has no integers beyond 64 bits
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Logprob = Annotated[float, Meta(le=0)]  # NaN and infinity are left to the role
+Logprob = Annotated[float, Meta(le=0)]  # the role refuses NaN and infinity
 Text = Annotated[str, Meta(max_length=512)]
 Code = Annotated[str, Meta(max_length=64)]
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What all frames carry. `writer_incarnation` and `decode_incarnation` are incarnations."""
+    """The fields that every frame carries."""
 
     ticket_id: Id
     attempt: Count
     writer_incarnation: IncarnationId
     decode_incarnation: IncarnationId
 
+    @property
+    def ids(self) -> tuple[str, int, str, str]:
+        """Ticket, attempt, and incarnations of writer and decode."""
+        return self.ticket_id, self.attempt, self.writer_incarnation, self.decode_incarnation
+
 
 class OpenFrame(Frame, frozen=True, tag="open"):
-    """The writer has the ticket. `window_bytes` asks for that many bytes of credit; geometry is
-    checked against the arena."""
+    """The writer has the ticket, and asks for credit."""
 
-    version: Count
-    num_layers: Count
+    version: Count  # PROTOCOL_VERSION of the writer
+    num_layers: Count  # checked against decode's arena, as is the next
     slab_bytes: Size
-    window_bytes: Size
-    host_id: Text
+    window_bytes: Size  # credit asked for
+    host_id: Text  # the writer's host
 
 
 class WriteFrame(Frame, frozen=True, tag="write"):
-    """Slabs of layers [layer, layer + layers) of logical blocks [block, block + blocks), all heads
-    [head, head + heads). The payload is layer-major. `checksum` is xxh3_64 over it."""
+    """Slabs of some layers of some logical blocks. The payload is layer-major."""
 
     first_layer: Count
     num_layers: Count
     first_block: Count
     num_blocks: Count
     first_kv_head: Count
-    num_kv_heads: Count
+    num_kv_heads: Count  # always all heads in this version
     payload_bytes: Size
-    checksum: Digest
-    is_inline: bool
+    checksum: Digest  # xxh3_64 of the payload
+    is_inline: bool  # the payload follows as a second message part
 
     @property
     def slab_range(self) -> SlabRange:
@@ -74,14 +75,13 @@ class WriteFrame(Frame, frozen=True, tag="write"):
 
 
 class SealFrame(Frame, frozen=True, tag="seal"):
-    """Everything was written. The manifest: how many slabs and bytes, and an order-free digest over
-    every Write. `logprob` and `top` are the score of the last token of `emitted_token_ids`, if the
-    request asks for scores."""
+    """Everything was written. The frame carries the manifest and the request's output so far."""
 
     num_slabs: Count
     payload_bytes: Size
-    digest: Digest
+    digest: Digest  # over every Write, in any order: extend_manifest_digest
     emitted_token_ids: Annotated[tuple[Token, ...], Meta(max_length=1 << 21)]
+    # Score of the last of these tokens, if the request asks for scores.
     logprob: Logprob | None
     top: Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]
 
@@ -91,16 +91,18 @@ class SealFrame(Frame, frozen=True, tag="seal"):
 
 
 class AbortFrame(Frame, frozen=True, tag="abort"):
+    """The writer gives the hand-off up."""
+
     code: Code
     message: Text
 
 
 class RenewFrame(Frame, frozen=True, tag="renew"):
-    """The writer lives and still means to use the ticket."""
+    """The writer is alive and still means to use the ticket."""
 
 
 class CreditFrame(Frame, frozen=True, tag="credit"):
-    """Up to `window_bytes` bytes may be sent and not yet landed."""
+    """The writer may have up to `window_bytes` bytes sent and not yet landed."""
 
     window_bytes: Size
 
@@ -119,14 +121,13 @@ class LandedFrame(Frame, frozen=True, tag="landed"):
 
 
 class CommittedFrame(Frame, frozen=True, tag="committed"):
-    pass
+    """Decode uses the blocks."""
 
 
 class RefusedFrame(Frame, frozen=True, tag="refused"):
-    """The hand-off is over and did not commit; also the answer to Abort. `code` is an error's code
-    on Baton's wire."""
+    """The hand-off is over and did not commit. This is also the answer to Abort."""
 
-    code: Code
+    code: Code  # of an error in baton/errors.py
     message: Text
 
 
@@ -141,16 +142,16 @@ _TO_WRITER_DECODER: msgspec.msgpack.Decoder[FrameToWriter] = msgspec.msgpack.Dec
 
 
 class BadFrame(Exception):
-    """Bytes that are no frame of this protocol."""
+    """The bytes are not a frame of this protocol."""
 
 
 def parse_frame_to_decode(data: bytes | memoryview) -> FrameToDecode:
-    """Raises BadFrame."""
+    """Parse a frame from a writer. Raises BadFrame."""
     return _parse(_TO_DECODE_DECODER, data)
 
 
 def parse_frame_to_writer(data: bytes | memoryview) -> FrameToWriter:
-    """Raises BadFrame."""
+    """Parse a frame from decode. Raises BadFrame."""
     return _parse(_TO_WRITER_DECODER, data)
 
 
@@ -159,9 +160,6 @@ def _parse(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> F
         raise BadFrame(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:
         return decoder.decode(data)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: a string that is no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # ValueError: a string is not valid UTF-8.
         raise BadFrame(str(error)) from error

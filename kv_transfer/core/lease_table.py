@@ -1,4 +1,4 @@
-"""Rights that end by themselves."""
+"""Leases: rights that expire unless they are renewed."""
 
 from collections.abc import Hashable
 from heapq import heappop, heappush
@@ -8,11 +8,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class LeaseTable(Generic[K]):
-    """A set of leases with one sweep that finds every expired one, whatever the order of grants and
-    renewals.
+    """A set of leases by key, from which `pop_expired` takes every expired one.
 
-    A heap of (deadline, key) with lazy deletion: an entry counts only if it equals the key's
-    present deadline, and every change of a deadline pushes an entry. A lease is over when `now >=
+    A heap of (deadline, key) with lazy deletion: every change of a deadline pushes an entry, and an
+    entry counts only if it equals the key's present deadline. A lease is over when `now >=
     deadline`.
     """
 
@@ -28,7 +27,7 @@ class LeaseTable(Generic[K]):
         return key in self._deadline
 
     def set_deadline(self, key: K, deadline: float) -> None:
-        """Grant a lease, or move its end either way."""
+        """Grant a lease, or move its deadline either way."""
         self._deadline[key] = deadline
         self._pushed += 1
         heappush(self._heap, (deadline, self._pushed, key))
@@ -36,19 +35,21 @@ class LeaseTable(Generic[K]):
             self._rebuild()
 
     def remove_lease(self, key: K) -> None:
+        """Forget a lease, if there is one."""
         self._deadline.pop(key, None)
 
     def pop_expired(self, now: float) -> list[K]:
-        """End and return every lease whose deadline has come."""
-        over = []
+        """Remove and return every lease whose deadline has passed."""
+        expired = []
         while self._heap and self._heap[0][0] <= now:
             deadline, _, key = heappop(self._heap)
             if self._deadline.get(key) == deadline:
                 del self._deadline[key]
-                over.append(key)
-        return over
+                expired.append(key)
+        return expired
 
     def next_deadline(self) -> float | None:
+        """The earliest deadline, None without leases."""
         while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

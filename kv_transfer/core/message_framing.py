@@ -1,22 +1,26 @@
-"""A frame and its payload as one message, for links that carry single messages: the header's length
-in 4 bytes, little-endian, then the header, then the payload if there is one."""
+"""Packs a frame and its payload into one message, for links whose messages have one part.
 
-_LENGTH_PREFIX_BYTES = 4  # bytes
+The message is the header's length in 4 bytes, little-endian, then the header, then the payload if
+there is one.
+"""
+
+_LENGTH_PREFIX_BYTES = 4
 
 
 def pack_message(header: bytes, payload: memoryview | None) -> bytes:
-    """One copy of the payload."""
+    """One message of header and payload. Copies the payload once."""
     length = len(header).to_bytes(_LENGTH_PREFIX_BYTES, "little")
     return b"".join((length, header) if payload is None else (length, header, payload))
 
 
 def unpack_message(data: bytes) -> tuple[bytes, memoryview | None]:
-    """Header and payload, the payload not copied. Never fails: what nobody packed has no frame as
-    header."""
+    """Header and payload; the payload is not copied.
+
+    Never raises: the header of bytes that `pack_message` did not make fails to parse as a frame."""
     end = _LENGTH_PREFIX_BYTES + int.from_bytes(data[:_LENGTH_PREFIX_BYTES], "little")
     return data[_LENGTH_PREFIX_BYTES:end], memoryview(data)[end:] if len(data) > end else None
 
 
 def packed_message_size(header: int, payload: int) -> int:
-    """Bytes of the message of a header and a payload of so many bytes."""
+    """Size of the message of a header and a payload of so many bytes."""
     return _LENGTH_PREFIX_BYTES + header + payload

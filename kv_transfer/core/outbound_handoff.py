@@ -1,23 +1,22 @@
-"""Prefill's side of one hand-off, as a pure machine.
+"""Prefill's side of one hand-off, as a state machine without I/O.
 
-    SPECULATIVE --ticket--> STREAMING --all written, seal--> SEALED --Committed--> COMMITTED
-         |                      |                               |
-         +----------------------+-------- abort, Refused -------+--> ABORTING --last write done--> ABORTED
+  UNTICKETED --ticket--> STREAMING --all written, seal--> SEALED --Committed--> COMMITTED
+      |                     |                             |
+      +---------------------+------ abort, Refused -------+--> ABORTING --last write done--> ABORTED
 
-Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes
-what is ready, `written` says that the source was read and, one-sided, that the bytes are in place.
-While a write is in flight the hand-off does not end: ABORTING waits for it, so that source blocks
-are never released under a reader.
+Until its ticket is known a hand-off is UNTICKETED and announced slabs wait in the queue.
+`begin_write` takes slabs that are ready. `finish_write` reports that the source was read and, if
+the writer is one-sided, that the bytes are in decode's arena. A hand-off does not end while a write
+is in flight: ABORTING waits for it, so that source blocks are never released while they are read.
 
-`lock` keeps decode from taking the blocks back under a one-sided writer
+`lock` keeps decode from reusing the blocks while a one-sided writer writes them
 (baton/shared_memory/fence.py). It is held exactly while writes are in flight, so never at Seal or
-at the end; once decode has closed the ticket off it cannot be had again. Methods return frames for
-decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
+at the end. Once decode has fenced this writer off, the lock cannot be acquired again. Methods
+return frames for decode, events for the node, and IgnoredInput. COMMITTED and ABORTED are final.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from baton.errors import (
     BatonError,
@@ -36,13 +35,19 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.core.send_queue import OutgoingWrite, ReadySlabs, split_next_write
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.send_queue import (
+    OutgoingWrite,
+    ReadySlabs,
+    SendSettings,
+    split_next_write,
+)
 from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
+from kv_transfer.core.writer_lock import NoLock, WriterLock
 
 
 class OutboundState(Enum):
-    UNTICKETED = "speculative"
+    UNTICKETED = "unticketed"
     STREAMING = "streaming"
     SEALED = "sealed"
     ABORTING = "aborting"
@@ -56,35 +61,10 @@ _OPEN_STATES = frozenset({OutboundState.UNTICKETED, OutboundState.STREAMING, Out
 OutboundOutput = frames.FrameToDecode | OutboundEvent | IgnoredInput
 
 
-class WriterLock(Protocol):
-    """The right to write one ticket's blocks. Two-sided backends need none: see `NoLock`."""
-
-    def try_acquire(self) -> bool: ...
-    def release(self) -> None: ...
-
-
-class NoLock:
-    def try_acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class SendSettings:
-    """How a hand-off is cut into messages and how long it waits. Bytes and seconds;
-    `layers_per_message` 0 puts as many layers into a message as are ready and fit."""
-
-    max_payload_bytes: int
-    layers_per_message: int
-    window_bytes: int
-    renew_interval: float
-    answer_timeout: float
-
-
 @dataclass(slots=True)
 class OutboundHandoff:
+    """One hand-off. Sets of slabs are bit masks over `grid`; times are on the plane's clock."""
+
     key: AttemptKey
     writer_incarnation: Incarnation
     shape: ArenaShape
@@ -94,21 +74,19 @@ class OutboundHandoff:
     state: OutboundState = OutboundState.UNTICKETED
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
-    writes_in_flight: int = 0  # in flight
+    writes_in_flight: int = 0
     send_queue: tuple[ReadySlabs, ...] = ()
-    announced_slabs: int = 0  # sets of slabs of `grid`
+    announced_slabs: int = 0
     sent_slabs: int = 0
     landed_slabs: int = 0
-    unacked_bytes: int = 0  # bytes taken for writing and not yet landed
+    unacked_bytes: int = 0  # given out by begin_write and not yet landed
     window_bytes: int = frames.INITIAL_WINDOW_BYTES
     bytes_sent: int = 0
     manifest_digest: int = 0
     pending_seal: SealInfo | None = None
     error: BatonError | None = None
-    needs_abort_frame: bool = False  # decode, with Abort, once no write is in flight
-    last_progress_at: float = (
-        0.0  # when decode last moved us on, or we last gave it something to answer
-    )
+    needs_abort_frame: bool = False  # send Abort to decode once no write is in flight
+    last_progress_at: float = 0.0  # when decode last answered, or was last given work to answer
     next_renewal_at: float = NEVER
     last_ready_at: float = 0.0
     last_landed_at: float = 0.0
@@ -132,24 +110,22 @@ class OutboundHandoff:
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
-        """Whether decode owes an answer for longer than it may."""
+        """Whether decode has not answered a Write or Seal for `answer_timeout`."""
         return self.state in _OPEN_STATES and now >= self._answer_deadline
 
     def has_layer_landed(self, layer: int) -> bool:
-        """Whether every slab of the layer announced so far, less what decode held already, has
-        landed."""
+        """Whether every announced slab of the layer has landed that decode did not hold before."""
         first = self.ticket.first_block if self.ticket else 0
         if first >= self.num_blocks:
             return True
-        wanted = (
-            self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first))
-            & self.announced_slabs
-        )
-        return self.ticket is not None and wanted & ~self.landed_slabs == 0
+        layer_slabs = self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first))
+        missing = layer_slabs & self.announced_slabs & ~self.landed_slabs
+        return self.ticket is not None and missing == 0
 
-    # the node's own calls
+    # calls of the node
 
     def announce_slabs(self, ready: ReadySlabs, now: float) -> list[OutboundOutput]:
+        """Queue slabs whose KV is final. They are sent once the ticket is known."""
         if self.state not in _OPEN_STATES:
             return [IgnoredInput("announce")]
         if not ready.source_blocks:
@@ -171,7 +147,7 @@ class OutboundHandoff:
         return []
 
     def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
-        """The destination is known."""
+        """Accept the ticket: the destination is known, and queued slabs may be sent."""
         if self.state is not OutboundState.UNTICKETED:
             return [IgnoredInput("ticket")]
         if (
@@ -180,8 +156,9 @@ class OutboundHandoff:
         ):
             return self.abort(
                 StaleMessage(
-                    f"the ticket is for writer {ticket.writer_incarnation} and blocks {ticket.first_block}+"
-                    f"{len(ticket.block_offsets)}, this is {self.writer_incarnation} with {self.num_blocks}"
+                    f"the ticket is for writer {ticket.writer_incarnation} and blocks "
+                    f"{ticket.first_block}+{len(ticket.block_offsets)}, this is "
+                    f"{self.writer_incarnation} with {self.num_blocks}"
                 )
             )
         self.state = OutboundState.STREAMING
@@ -191,7 +168,7 @@ class OutboundHandoff:
         )
         self.last_progress_at = now
         self.next_renewal_at = now + self.settings.renew_interval
-        opened = frames.OpenFrame(
+        open_frame = frames.OpenFrame(
             *self._frame_ids,
             version=frames.PROTOCOL_VERSION,
             num_layers=self.shape.num_layers,
@@ -199,20 +176,21 @@ class OutboundHandoff:
             window_bytes=self.settings.window_bytes,
             host_id=self.host_id,
         )
-        return [opened, *self._seal_if_all_written(now)]
+        return [open_frame, *self._seal_if_all_written(now)]
 
     def seal(self, info: SealInfo, now: float) -> list[OutboundOutput]:
+        """Every slab was announced: send Seal once all of them are written."""
         if self.state not in _OPEN_STATES or self.pending_seal is not None:
             return [IgnoredInput("seal")]
         self.pending_seal = info
         return self._seal_if_all_written(now)
 
     def abort(self, error: BatonError) -> list[OutboundOutput]:
+        """Give the hand-off up. It ends in OutboundAborted once no write is in flight."""
         if self.state not in _OPEN_STATES:
             return [IgnoredInput("abort")]
-        self.error = error.with_traceback(
-            None
-        )  # whose frames would hold the peer's arena for as long as this is kept
+        # The traceback's frames would keep the peer's arena mapped as long as the error is kept.
+        self.error = error.with_traceback(None)
         self.send_queue = ()
         self.needs_abort_frame = self.ticket is not None
         self.state = OutboundState.ABORTING
@@ -221,8 +199,9 @@ class OutboundHandoff:
     # writing
 
     def begin_write(self) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
-        """Take the next slabs to be read and sent, if any are ready and there is credit.
-        `finish_write` must follow."""
+        """Take the next slabs to read and send, if some are ready and there is credit.
+
+        `finish_write` or `fail_write` must follow."""
         if self.state is not OutboundState.STREAMING or not self.send_queue:
             return None, []
         slab = self.shape.slab_bytes
@@ -230,43 +209,43 @@ class OutboundHandoff:
         if room < slab and self.unacked_bytes:
             return None, []
         if self.writes_in_flight == 0 and not self.lock.try_acquire():
-            return None, self.abort(StaleMessage("decode has closed the ticket off"))
-        outgoing, self.send_queue = split_next_write(
+            return None, self.abort(StaleMessage("decode has fenced this ticket off"))
+        write, self.send_queue = split_next_write(
             self.send_queue, max(1, room // slab), self.settings.layers_per_message
         )
-        self.sent_slabs |= self.grid.bitmask(outgoing.slab_range)
-        self.unacked_bytes += outgoing.slab_range.num_slabs * slab
+        self.sent_slabs |= self.grid.bitmask(write.slab_range)
+        self.unacked_bytes += write.slab_range.num_slabs * slab
         self.writes_in_flight += 1
-        return outgoing, []
+        return write, []
 
     def finish_write(
-        self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float
+        self, write: OutgoingWrite, checksum: int, inline: bool, now: float
     ) -> list[OutboundOutput]:
-        """The source of `outgoing` was read and will not be read again."""
+        """The source blocks of `write` were read and will not be read again."""
         self._release_write()
         if self.state is OutboundState.ABORTING:
             return self._finish_abort_if_idle()
-        area = outgoing.slab_range
-        size = area.num_slabs * self.shape.slab_bytes
+        slab_range = write.slab_range
+        size = slab_range.num_slabs * self.shape.slab_bytes
         self.bytes_sent += size
-        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, checksum)
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, slab_range, checksum)
         self.last_progress_at = now
-        write = frames.WriteFrame(
+        frame = frames.WriteFrame(
             *self._frame_ids,
-            first_layer=area.first_layer,
-            num_layers=area.num_layers,
-            first_block=area.first_block,
-            num_blocks=area.num_blocks,
+            first_layer=slab_range.first_layer,
+            num_layers=slab_range.num_layers,
+            first_block=slab_range.first_block,
+            num_blocks=slab_range.num_blocks,
             first_kv_head=0,
             num_kv_heads=self.shape.num_kv_heads,
             payload_bytes=size,
             checksum=checksum,
             is_inline=inline,
         )
-        return [write, *self._seal_if_all_written(now)]
+        return [frame, *self._seal_if_all_written(now)]
 
     def fail_write(self, error: BatonError) -> list[OutboundOutput]:
-        """An Outgoing could not be read or written; it will not be tried again."""
+        """The slabs of a write could not be read or written. The hand-off aborts."""
         outputs = self.abort(error)
         self._release_write()
         return outputs + self._finish_abort_if_idle()
@@ -282,22 +261,24 @@ class OutboundHandoff:
     def on_landed(self, frame: frames.LandedFrame, now: float) -> list[OutboundOutput]:
         if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
             return [IgnoredInput("stale")]
-        area = frame.slab_range
-        if not self.grid.contains(area):
+        slab_range = frame.slab_range
+        if not self.grid.contains(slab_range):
             return self.abort(
-                IncompleteTransfer(f"decode acknowledged {area}, which is out of range")
+                IncompleteTransfer(f"decode acknowledged {slab_range}, which is out of range")
             )
-        bits = self.grid.bitmask(area)
+        bits = self.grid.bitmask(slab_range)
         if bits & ~self.sent_slabs:
-            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which was not sent"))
+            return self.abort(
+                IncompleteTransfer(f"decode acknowledged {slab_range}, which was not sent")
+            )
         if bits & self.landed_slabs:
             return [IgnoredInput("duplicate")]
         self.landed_slabs |= bits
-        self.unacked_bytes -= area.num_slabs * self.shape.slab_bytes
+        self.unacked_bytes -= slab_range.num_slabs * self.shape.slab_bytes
         self.last_progress_at = self.last_landed_at = now
         return [
-            LayerLanded(self.key, one.first_layer, one.first_block, one.end_block)
-            for one in split_by_layer(area)
+            LayerLanded(self.key, part.first_layer, part.first_block, part.end_block)
+            for part in split_by_layer(slab_range)
         ]
 
     def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
@@ -305,7 +286,7 @@ class OutboundHandoff:
             return [IgnoredInput("stale")]
         self.state = OutboundState.COMMITTED
         assert self.ticket is not None
-        report = HandoffStats(
+        stats = HandoffStats(
             transport=self.ticket.transport,
             bytes_sent=self.bytes_sent,
             slabs_sent=self.sent_slabs.bit_count(),
@@ -313,7 +294,7 @@ class OutboundHandoff:
             exposed_seconds=max(0.0, self.last_landed_at - self.last_ready_at),
             commit_seconds=max(0.0, now - max(self.last_landed_at, self.last_ready_at)),
         )
-        return [OutboundCommitted(self.key, report)]
+        return [OutboundCommitted(self.key, stats)]
 
     def on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
         if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
@@ -326,13 +307,16 @@ class OutboundHandoff:
     # link and time
 
     def on_link_lost(self, error: BatonError, was_up: bool) -> list[OutboundOutput]:
-        """Frames may be lost. What was sealed over a link that had been up asks again over a new
-        one, which is safe because Seal is idempotent; anything else gives up."""
+        """The link is lost, and frames with it. Repeat Seal over a new link, or else abort.
+
+        Repeating is safe because Seal is idempotent. A link that was never up is not tried again.
+        """
         if self.state is OutboundState.SEALED and was_up:
             return [self._seal_frame()]
         return self.abort(error) if self.ticket is not None else []
 
     def tick(self, now: float) -> list[OutboundOutput]:
+        """Renew the ticket when that is due. Abort when decode has not answered in time."""
         if self.state not in _OPEN_STATES:
             return []
         if self.is_answer_overdue(now):
@@ -346,23 +330,13 @@ class OutboundHandoff:
         self.next_renewal_at = now + self.settings.renew_interval
         return [frames.RenewFrame(*self._frame_ids)]
 
-    # the rules
+    # rules
 
     def _is_current_frame(self, frame: frames.Frame) -> bool:
-        return self.ticket is not None and (
-            frame.ticket_id,
-            frame.writer_incarnation,
-            frame.decode_incarnation,
-            frame.attempt,
-        ) == (
-            self.ticket.id,
-            self.writer_incarnation,
-            self.ticket.decode_peer.incarnation,
-            self.key.attempt_number,
-        )
+        return self.ticket is not None and frame.ids == self._frame_ids
 
     def _clip_to_missing(self, ready: ReadySlabs) -> tuple[ReadySlabs, ...]:
-        """The part of an announcement that decode does not hold already."""
+        """The part of an announcement that decode does not hold yet."""
         return ready.clip_before(self.ticket.first_block) if self.ticket else (ready,)
 
     def _seal_if_all_written(self, now: float) -> list[OutboundOutput]:
@@ -374,13 +348,9 @@ class OutboundHandoff:
         ):
             return []
         assert self.ticket is not None
-        wanted = self.num_blocks - self.ticket.first_block
-        if self.sent_slabs.bit_count() != wanted * self.shape.num_layers:
-            return self.abort(
-                IncompleteTransfer(
-                    f"sealed with {self.sent_slabs.bit_count()} of {wanted * self.shape.num_layers} slabs announced"
-                )
-            )
+        slabs = (self.num_blocks - self.ticket.first_block) * self.shape.num_layers
+        if (sent := self.sent_slabs.bit_count()) != slabs:
+            return self.abort(IncompleteTransfer(f"sealed with {sent} of {slabs} slabs announced"))
         self.state = OutboundState.SEALED
         self.last_progress_at = now
         return [self._seal_frame()]
@@ -403,15 +373,15 @@ class OutboundHandoff:
             return []
         self.state = OutboundState.ABORTED
         assert self.error is not None
-        ended: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
+        outputs: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
         if self.needs_abort_frame:
-            ended.insert(
+            outputs.insert(
                 0,
                 frames.AbortFrame(
                     *self._frame_ids, code=self.error.code, message=self.error.message[:512]
                 ),
             )
-        return ended
+        return outputs
 
     def _release_write(self) -> None:
         self.writes_in_flight -= 1

@@ -1,4 +1,4 @@
-"""What is ready to be sent, and how it is cut into messages."""
+"""Slabs that are ready to be sent, and how they are cut into messages."""
 
 from dataclasses import dataclass, replace
 
@@ -7,20 +7,30 @@ from kv_transfer.core.slabs import SlabRange
 
 
 @dataclass(frozen=True, slots=True)
+class SendSettings:
+    """How a hand-off is cut into messages, and how long it waits for answers."""
+
+    max_payload_bytes: int  # of one message
+    layers_per_message: int  # 0: as many layers as are ready and fit
+    window_bytes: int  # asked for as credit: may be sent and not yet landed
+    renew_interval: float  # seconds between two Renew frames
+    answer_timeout: float  # seconds without an answer after which the hand-off aborts
+
+
+@dataclass(frozen=True, slots=True)
 class ReadySlabs:
-    """One layer of logical blocks block .. block + len(source) is final in the arena's blocks
-    `source_blocks`."""
+    """One layer of consecutive logical blocks is final in the arena."""
 
     layer: int
-    first_block: int
-    source_blocks: tuple[BlockIndex, ...]
+    first_block: int  # logical
+    source_blocks: tuple[BlockIndex, ...]  # the arena's blocks that hold them, in order
 
     @property
     def slab_range(self) -> SlabRange:
         return SlabRange(self.layer, 1, self.first_block, len(self.source_blocks))
 
     def clip_before(self, first: int) -> tuple["ReadySlabs", ...]:
-        """What of it lies at logical block `first` or after."""
+        """The part from logical block `first` on: itself, a rest of it, or nothing."""
         skip = max(0, first - self.first_block)
         if skip == 0:
             return (self,)
@@ -33,32 +43,30 @@ class ReadySlabs:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingWrite:
-    """One message's slabs, to be read now: every layer of `slab_range` from the same
-    `source_blocks` blocks."""
+    """The slabs of one message, to be read now."""
 
     slab_range: SlabRange
-    source_blocks: tuple[BlockIndex, ...]
+    source_blocks: tuple[BlockIndex, ...]  # the same blocks of the arena for every layer
 
 
 def split_next_write(
-    queue: tuple[ReadySlabs, ...], slabs: int, layers: int
+    queue: tuple[ReadySlabs, ...], max_slabs: int, max_layers: int
 ) -> tuple[OutgoingWrite, tuple[ReadySlabs, ...]]:
-    """Cut a message of up to `slabs` slabs off a queue that is not empty: some blocks of one layer,
-    or several whole layers (up to `layers`, 0 is any number) of the same blocks. What is ready
-    goes; nothing is waited for."""
+    """Cut the slabs of one message off a queue that is not empty. Returns them and the rest.
+
+    A message has some blocks of one layer, or several whole layers of the same blocks: at most
+    `max_slabs` slabs and `max_layers` layers (0: any number). It never waits for more slabs.
+    """
     head = queue[0]
-    width = len(head.source_blocks)
-    if width > slabs:
-        rest = replace(
-            head, first_block=head.first_block + slabs, source_blocks=head.source_blocks[slabs:]
-        )
-        return OutgoingWrite(
-            SlabRange(head.layer, 1, head.first_block, slabs), head.source_blocks[:slabs]
-        ), (rest, *queue[1:])
-    most = min(layers or slabs, slabs // width, len(queue))
-    count = 1
-    while count < most and queue[count] == replace(head, layer=head.layer + count):
-        count += 1
-    return OutgoingWrite(
-        SlabRange(head.layer, count, head.first_block, width), head.source_blocks
-    ), queue[count:]
+    num_blocks = len(head.source_blocks)
+    if num_blocks > max_slabs:
+        first, rest = head.source_blocks[:max_slabs], head.source_blocks[max_slabs:]
+        write = OutgoingWrite(SlabRange(head.layer, 1, head.first_block, max_slabs), first)
+        left = replace(head, first_block=head.first_block + max_slabs, source_blocks=rest)
+        return write, (left, *queue[1:])
+    limit = min(max_layers or max_slabs, max_slabs // num_blocks, len(queue))
+    layers = 1
+    while layers < limit and queue[layers] == replace(head, layer=head.layer + layers):
+        layers += 1
+    slab_range = SlabRange(head.layer, layers, head.first_block, num_blocks)
+    return OutgoingWrite(slab_range, head.source_blocks), queue[layers:]

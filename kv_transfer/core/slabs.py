@@ -1,5 +1,4 @@
-"""Sets of slabs. A slab is one layer's piece of one logical block of a hand-off; a hand-off is a
-grid of them."""
+"""Sets of slabs. A slab is one layer of one logical block; a hand-off is a grid of slabs."""
 
 import struct
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ import xxhash
 
 @dataclass(frozen=True, slots=True)
 class SlabRange:
-    """Layers [layer, layer + layers) of logical blocks [block, block + blocks)."""
+    """The slabs of consecutive layers of consecutive logical blocks."""
 
     first_layer: int
     num_layers: int
@@ -32,8 +31,9 @@ class SlabRange:
 
 @dataclass(frozen=True, slots=True)
 class SlabGrid:
-    """All slabs of a hand-off: `num_layers` layers of logical blocks [first, last). A set of them
-    is an int, one bit per slab, so that machines are cheap to copy and to compare."""
+    """All slabs of a hand-off: `num_layers` layers of logical blocks [first_block, end_block).
+
+    A set of them is an int, one bit per slab, so that machines are cheap to copy and to compare."""
 
     num_layers: int
     first_block: int
@@ -49,37 +49,44 @@ class SlabGrid:
 
     @property
     def full_mask(self) -> int:
+        """The set of all slabs."""
         return (1 << self.num_slabs) - 1
 
-    def contains(self, area: SlabRange) -> bool:
-        """Whether an area that came from outside is not empty and inside the grid."""
+    def contains(self, slab_range: SlabRange) -> bool:
+        """Whether a range that a peer sent is not empty and lies inside the grid."""
         return (
-            area.num_layers > 0
-            and area.num_blocks > 0
-            and area.end_layer <= self.num_layers
-            and self.first_block <= area.first_block
-            and area.end_block <= self.end_block
+            slab_range.num_layers > 0
+            and slab_range.num_blocks > 0
+            and slab_range.end_layer <= self.num_layers
+            and self.first_block <= slab_range.first_block
+            and slab_range.end_block <= self.end_block
         )
 
-    def bitmask(self, area: SlabRange) -> int:
-        row = (1 << area.num_blocks) - 1
+    def bitmask(self, slab_range: SlabRange) -> int:
+        """The slabs of a range that the grid contains, as a set."""
+        row = (1 << slab_range.num_blocks) - 1
         bits = 0
-        for layer in range(area.first_layer, area.end_layer):
-            bits |= row << (layer * self.num_blocks + area.first_block - self.first_block)
+        for layer in range(slab_range.first_layer, slab_range.end_layer):
+            bits |= row << (layer * self.num_blocks + slab_range.first_block - self.first_block)
         return bits
 
 
-def split_by_layer(area: SlabRange) -> Iterator[SlabRange]:
-    for layer in range(area.first_layer, area.end_layer):
-        yield SlabRange(layer, 1, area.first_block, area.num_blocks)
+def split_by_layer(slab_range: SlabRange) -> Iterator[SlabRange]:
+    """One range for each layer."""
+    for layer in range(slab_range.first_layer, slab_range.end_layer):
+        yield SlabRange(layer, 1, slab_range.first_block, slab_range.num_blocks)
 
 
-def extend_manifest_digest(so_far: int, area: SlabRange, checksum: int) -> int:
-    """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not
-    matter."""
+def extend_manifest_digest(digest: int, slab_range: SlabRange, checksum: int) -> int:
+    """Add one Write to a manifest's digest: a sum of hashes, so that the order does not matter."""
     mixed = xxhash.xxh3_64_intdigest(
         struct.pack(
-            "<4IQ", area.first_layer, area.num_layers, area.first_block, area.num_blocks, checksum
+            "<4IQ",
+            slab_range.first_layer,
+            slab_range.num_layers,
+            slab_range.first_block,
+            slab_range.num_blocks,
+            checksum,
         )
     )
-    return (so_far + mixed) % (1 << 64)
+    return (digest + mixed) % (1 << 64)

@@ -69,7 +69,7 @@ REACH_OUTBOUND_STATE: dict[OutboundState, Callable[[TransferPair, AttemptKey, Ti
     OutboundState.ABORTED: _to_outbound_aborted,
 }
 # This plane writes on the thread that hears the abort: no write is ever in flight when one comes.
-# The exploration (tests/unit/transfer) covers the state.
+# The exploration (tests/unit/kv_transfer) covers the state.
 UNREACHABLE_OUTBOUND = {OutboundState.ABORTING}
 
 

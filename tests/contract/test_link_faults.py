@@ -27,24 +27,25 @@ ROOT = Path(__file__).resolve().parents[2]
 # would fall due.
 _RESET_AT_HIGH_WATER = """
 import asyncio, zmq
-from kv_transfer.transports.zmq_keys import derive_keys
+from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
-from tests.fault_proxy import FaultyLink
+from tests.fault_proxy import FaultProxy
 
 async def main():
     settings = TransferSettings(link_timeout=2.0)
-    decode = ZmqDecodeLink(derive_keys("token"), settings)
+    decode = ZmqDecodeLink(derive_curve_keys("token"), settings)
     host, _, port = decode.endpoint.removeprefix("tcp://").rpartition(":")
-    link = await FaultyLink.open("writer -> decode", (host, int(port)))
-    writer = ZmqDialer(derive_keys("token"), settings).dial(f"tcp://127.0.0.1:{link.port}")
+    link = await FaultProxy.open("writer -> decode", (host, int(port)))
+    dialer = ZmqDialer(derive_curve_keys("token"), settings)
+    writer = dialer.dial(f"tcp://127.0.0.1:{link.port}")
     sent, idle = 0, 0
     while idle < 20 or sent <= settings.max_queued_messages:
-        decode._authenticate()
+        decode._serve_authentication()
         idle = 0 if writer.send(b"header", memoryview(bytes(1 << 16))) else idle + 1
         sent += idle == 0
         await asyncio.sleep(0.01 if idle else 0)
-    link.reset()
+    link.reset_connections()
     await asyncio.sleep(1.5)
     print("alive", flush=True)
 

@@ -55,16 +55,16 @@ ALL_SLABS = SlabRange(0, 3, 1, 2)
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"block": 0}, LayoutMismatch),  # before what the ticket allows
-        ({"block": 2}, LayoutMismatch),  # beyond its end
-        ({"layer": 1}, LayoutMismatch),
-        ({"layers": 4}, LayoutMismatch),
-        ({"layers": 0}, LayoutMismatch),
-        ({"blocks": 0}, LayoutMismatch),
-        ({"block": 2**31 - 1, "blocks": 2**31 - 1}, LayoutMismatch),
-        ({"size": 1}, LayoutMismatch),
-        ({"head": 1}, LayoutMismatch),
-        ({"heads": 1}, LayoutMismatch),
+        ({"first_block": 0}, LayoutMismatch),  # before what the ticket allows
+        ({"first_block": 2}, LayoutMismatch),  # beyond its end
+        ({"first_layer": 1}, LayoutMismatch),
+        ({"num_layers": 4}, LayoutMismatch),
+        ({"num_layers": 0}, LayoutMismatch),
+        ({"num_blocks": 0}, LayoutMismatch),
+        ({"first_block": 2**31 - 1, "num_blocks": 2**31 - 1}, LayoutMismatch),
+        ({"payload_bytes": 1}, LayoutMismatch),
+        ({"first_kv_head": 1}, LayoutMismatch),
+        ({"num_kv_heads": 1}, LayoutMismatch),
         ({"checksum": 1}, ChecksumMismatch),
     ],
     ids=str,
@@ -83,11 +83,11 @@ def test_a_write_that_is_wrong_loses_the_ticket(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"writer": "somebody"},
-        {"decode": "somebody"},
+        {"writer_incarnation": "somebody"},
+        {"decode_incarnation": "somebody"},
         {"attempt": 0},
         {"attempt": 2},
-        {"ticket": "f" * 32},
+        {"ticket_id": "f" * 32},
     ],
     ids=str,
 )
@@ -112,7 +112,7 @@ def test_frame_of_another_incarnation_is_refused(
     assert isinstance(writer.receive_frame(), frames.CommittedFrame)
 
 
-@pytest.mark.parametrize("wrong", [{"slabs": 5}, {"size": 1}, {"digest": 1}], ids=str)
+@pytest.mark.parametrize("wrong", [{"num_slabs": 5}, {"payload_bytes": 1}, {"digest": 1}], ids=str)
 def test_a_manifest_that_is_not_what_landed_is_incomplete(
     pair: TransferPair, writer: RawWriter, wrong: dict[str, int]
 ) -> None:
@@ -224,7 +224,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.armed)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.failpoints)
 def test_a_fault_on_the_way_never_seals_a_wrong_byte(
     backend: str, fault: TransferFault, tmp_path: Path
 ) -> None:

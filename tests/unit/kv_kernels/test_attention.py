@@ -85,10 +85,16 @@ def test_groups_end_with_similar_lengths_and_with_the_cache(
     cache, contexts = make_cache(
         [100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32
     )
-    sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
+    sizes = [
+        (group.first_query, group.end_query)
+        for group in plan_decode(cache, contexts, torch.float32)
+    ]
     assert sizes == [(0, 2), (2, 5)]
     monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
-    sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
+    sizes = [
+        (group.first_query, group.end_query)
+        for group in plan_decode(cache, contexts, torch.float32)
+    ]
     assert sizes == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
 

@@ -21,7 +21,12 @@ TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 def errors() -> dict[str, float]:
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("interpreted.py"))]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(Path(__file__).with_name("triton_interpreter.py")),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     measured: dict[str, float] = json.loads(done.stdout)

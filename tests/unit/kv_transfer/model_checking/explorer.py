@@ -9,10 +9,10 @@ from tests.unit.kv_transfer.model_checking.scenario import InvariantViolation, S
 from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 
 
-def explore_all_states(setting: Scenario, limit: int = 1_000_000) -> int:
+def explore_all_states(scenario: Scenario, limit: int = 1_000_000) -> int:
     """Visit every reachable state, nearest first. Returns how many there are; raises Violation with
     a shortest way to it."""
-    start = HandoffWorld.create(setting)
+    start = HandoffWorld.create(scenario)
     seen = {start.identity_key()}
     frontier: list[tuple[HandoffWorld, Any]] = [(start, ())]
     with _no_garbage_collection():

@@ -4,12 +4,11 @@ there."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.types import (
-    Incarnation,
-)
+from baton.types import Incarnation
 from kv_transfer.core import frames
 from kv_transfer.core.inbound_handoff import InboundHandoff
-from kv_transfer.core.outbound_handoff import OutboundHandoff, SendSettings
+from kv_transfer.core.outbound_handoff import OutboundHandoff
+from kv_transfer.core.send_queue import SendSettings
 
 SLAB_BYTES = 8  # bytes
 AFTER_EVERY_LEASE = 1e9  # after every lease

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kv_transfer.core import frames
-from kv_transfer.core import inbound_handoff as landing
 from kv_transfer.core.events import InboundFenced, OutboundAborted, SealInfo
-from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
-from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
-from kv_transfer.core.outbound_handoff import OutboundOutput as DepartureOutput
+from kv_transfer.core.inbound_handoff import InboundHandoff, InboundOutput, InboundState
+from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundOutput, OutboundState
 from tests.unit.kv_transfer.model_checking.explorer import explore_all_states
 from tests.unit.kv_transfer.model_checking.scenario import (
     ONE_SLAB_PER_MESSAGE,
@@ -64,14 +62,14 @@ def test_writes_of_a_stale_incarnation() -> None:
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_prefix_held_by_decode_in_two_chunks(one_sided: bool) -> None:
-    setting = replace(
+    scenario = replace(
         ONE_ATTEMPT,
         num_layers=1,
         blocks_held_by_decode=1,
         blocks_per_chunk=(2, 1),
         is_one_sided=one_sided,
     )
-    assert explore_all_states(setting) > 1_000
+    assert explore_all_states(scenario) > 1_000
 
 
 # planted bugs
@@ -79,9 +77,9 @@ def test_prefix_held_by_decode_in_two_chunks(one_sided: bool) -> None:
 
 class CommitsOneBlockEarly(InboundHandoff):
     def finish_write(
-        self, frame: frames.WriteFrame, checksum_right: bool, now: float
-    ) -> list[landing.InboundOutput]:
-        outputs = super().finish_write(frame, checksum_right, now)
+        self, frame: frames.WriteFrame, is_checksum_right: bool, now: float
+    ) -> list[InboundOutput]:
+        outputs = super().finish_write(frame, is_checksum_right, now)
         if (
             self.state is InboundState.WRITING
             and self.landed_slabs.bit_count() == self.grid.num_slabs - 1
@@ -92,7 +90,7 @@ class CommitsOneBlockEarly(InboundHandoff):
 
 
 class FreesWithoutAcknowledgement(OutboundHandoff):
-    def _finish_abort_if_idle(self) -> list[DepartureOutput]:
+    def _finish_abort_if_idle(self) -> list[OutboundOutput]:
         if self.state is not OutboundState.ABORTING:
             return []
         self.state = OutboundState.ABORTED
@@ -111,9 +109,7 @@ class HonoursAnExpiredTicket(InboundHandoff):
 
 
 class CountsADuplicate(InboundHandoff):
-    def check_write(
-        self, frame: frames.WriteFrame, now: float
-    ) -> tuple[bool, list[landing.InboundOutput]]:
+    def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
         held, self.landed_slabs = self.landed_slabs, 0
         admitted = super().check_write(frame, now)
         self.landed_slabs = held
@@ -121,7 +117,7 @@ class CountsADuplicate(InboundHandoff):
 
 
 class ReleasesAQuarantineByMessage(InboundHandoff):
-    def _refusal(self, frame: frames.Frame) -> list[landing.InboundOutput]:
+    def _refusal(self, frame: frames.Frame) -> list[InboundOutput]:
         if self.state is InboundState.QUARANTINED:
             self.state = InboundState.LOST
             return [InboundFenced(self.ticket.id)]
@@ -129,7 +125,7 @@ class ReleasesAQuarantineByMessage(InboundHandoff):
 
 
 class SealsUnfenced(InboundHandoff):
-    def _seal_if_fenced(self) -> list[landing.InboundOutput]:
+    def _seal_if_fenced(self) -> list[InboundOutput]:
         held, self.try_fence = self.try_fence, lambda: True
         outputs = super()._seal_if_fenced()
         self.try_fence = held

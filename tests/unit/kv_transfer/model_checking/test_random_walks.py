@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kv_transfer.core.outbound_handoff import SendSettings
+from kv_transfer.core.send_queue import SendSettings
 from tests.unit.kv_transfer.model_checking.scenario import SLAB_BYTES, Scenario
 from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 
@@ -42,9 +42,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 class RandomWalk(RuleBasedStateMachine):
     world: HandoffWorld
 
-    @initialize(setting=scenarios())
-    def create_world(self, setting: Scenario) -> None:
-        self.world = HandoffWorld.create(setting)
+    @initialize(scenario=scenarios())
+    def create_world(self, scenario: Scenario) -> None:
+        self.world = HandoffWorld.create(scenario)
 
     @rule(choice=st.integers(0, 2**16), times=st.integers(1, 5))
     def apply_random_actions(self, choice: int, times: int) -> None:

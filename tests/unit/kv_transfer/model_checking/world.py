@@ -22,11 +22,11 @@ from baton.types import (
     Ticket,
     TicketId,
 )
-from kv_transfer.core import events, frames
-from kv_transfer.core import inbound_handoff as landing
-from kv_transfer.core import outbound_handoff as departure
-from kv_transfer.core.inbound_handoff import ArenaShape, IgnoredInput, InboundHandoff
+from kv_transfer.core import events, frames, inbound_handoff, outbound_handoff
+from kv_transfer.core.handoff_common import ArenaShape, IgnoredInput
+from kv_transfer.core.inbound_handoff import InboundHandoff
 from kv_transfer.core.send_queue import ReadySlabs
+from kv_transfer.core.writer_lock import NoLock
 from tests.unit.kv_transfer.model_checking.scenario import (
     AFTER_EVERY_LEASE,
     DECODE_INCARNATION,
@@ -53,26 +53,26 @@ class HandoffWorld(WorldActions):
     __slots__ = ()
 
     @classmethod
-    def create(cls, setting: Scenario) -> Self:
-        slabs = setting.num_layers * setting.num_blocks
-        world = cls(setting, arena=(EMPTY_SLAB,) * slabs, times_landed=(0,) * slabs)
+    def create(cls, scenario: Scenario) -> Self:
+        slabs = scenario.num_layers * scenario.num_blocks
+        world = cls(scenario, arena=(EMPTY_SLAB,) * slabs, times_landed=(0,) * slabs)
         world._open(0)
-        if setting.has_ghost_writer:
+        if scenario.has_ghost_writer:
             world._open(GHOST_WRITER)
         world._grant(0)
         return world
 
     def _open(self, writer: int) -> None:
-        setting = self.scenario
+        scenario = self.scenario
         attempt = self._attempt(writer)
-        self.outbound[writer] = setting.outbound_class(
+        self.outbound[writer] = scenario.outbound_class(
             key=AttemptKey(RequestId("r"), attempt, 0),
             writer_incarnation=Incarnation(f"writer {writer}"),
-            shape=ArenaShape(setting.num_layers, 1, SLAB_BYTES),
-            num_blocks=setting.blocks_held_by_decode + setting.num_blocks,
-            settings=setting.send_settings,
+            shape=ArenaShape(scenario.num_layers, 1, SLAB_BYTES),
+            num_blocks=scenario.blocks_held_by_decode + scenario.num_blocks,
+            settings=scenario.send_settings,
         )
-        self.machine_state_ids[f"departure {writer}"] = -1
+        self.machine_state_ids[f"outbound {writer}"] = -1
         self.announced_steps[writer] = 0
         (
             self.frames_to_decode[writer],
@@ -86,7 +86,7 @@ class HandoffWorld(WorldActions):
                 self.do_announce(writer)
 
     def _grant(self, attempt: int) -> None:
-        setting = self.scenario
+        scenario = self.scenario
         if self.owning_attempt is not None:
             raise InvariantViolation("blocks were granted twice")
         self.owning_attempt = attempt
@@ -95,17 +95,17 @@ class HandoffWorld(WorldActions):
             key=AttemptKey(RequestId("r"), attempt, 0),
             decode_peer=PeerAddress(NodeName("d"), DECODE_INCARNATION, "h", "e"),
             writer_incarnation=Incarnation(f"writer {attempt}"),
-            first_block=setting.blocks_held_by_decode,
-            block_offsets=tuple(range(setting.num_blocks)),
-            num_tokens=setting.blocks_held_by_decode + setting.num_blocks,
+            first_block=scenario.blocks_held_by_decode,
+            block_offsets=tuple(range(scenario.num_blocks)),
+            num_tokens=scenario.blocks_held_by_decode + scenario.num_blocks,
             ttl_seconds=1.0,
-            transport="shm" if setting.is_one_sided else "zmq",
+            transport="shm" if scenario.is_one_sided else "zmq",
             segment=SegmentRef("s", DECODE_INCARNATION),
             fence_byte=attempt,
         )
-        shape = ArenaShape(setting.num_layers, 1, SLAB_BYTES)
-        self.machine_state_ids[f"landing {attempt}"] = -1
-        self.inbound[attempt] = setting.inbound_class(
+        shape = ArenaShape(scenario.num_layers, 1, SLAB_BYTES)
+        self.machine_state_ids[f"inbound {attempt}"] = -1
+        self.inbound[attempt] = scenario.inbound_class(
             ticket, shape, self._fence(attempt), 1 << 20, 1.0, 1.0
         )
 
@@ -126,29 +126,29 @@ class HandoffWorld(WorldActions):
         ticket = self.inbound[self._attempt(writer)].ticket
         if writer == GHOST_WRITER:
             ticket = replace(ticket, writer_incarnation=self.outbound[writer].writer_incarnation)
-        lock = ModelWriterLock(self, writer) if self.scenario.is_one_sided else departure.NoLock()
+        lock = ModelWriterLock(self, writer) if self.scenario.is_one_sided else NoLock()
         self._apply_outbound_outputs(
             writer, self._own_outbound(writer).set_ticket(ticket, lock, 0.0)
         )
 
     def do_begin_write(self, writer: int) -> None:
-        outgoing, outputs = self._own_outbound(writer).begin_write()
+        write, outputs = self._own_outbound(writer).begin_write()
         self._apply_outbound_outputs(writer, outputs)
-        self.writes_in_flight[writer] = outgoing
+        self.writes_in_flight[writer] = write
 
     def do_finish_write(self, writer: int, damage: bool = False) -> None:
         """The bytes are read and, one-sided, written: all of it between begin and here."""
-        outgoing = self.writes_in_flight[writer]
-        assert outgoing is not None
+        write = self.writes_in_flight[writer]
+        assert write is not None
         self.writes_in_flight[writer] = None
-        if f"departure {writer}" in self.ended_machines:
+        if f"outbound {writer}" in self.ended_machines:
             raise InvariantViolation("source blocks were released under a read")
-        content = self._expected_tags(writer, outgoing.slab_range)
+        content = self._expected_tags(writer, write.slab_range)
         arrives = (TORN_SLAB,) * len(content) if damage else content
         if self.scenario.is_one_sided:
-            self._write_tags(writer, outgoing.slab_range, arrives)
+            self._write_tags(writer, write.slab_range, arrives)
         outputs = self._own_outbound(writer).finish_write(
-            outgoing, checksum(content), not self.scenario.is_one_sided, 0.0
+            write, checksum(content), not self.scenario.is_one_sided, 0.0
         )
         self._apply_outbound_outputs(
             writer, outputs, None if self.scenario.is_one_sided else arrives
@@ -214,10 +214,10 @@ class HandoffWorld(WorldActions):
 
     def do_commit(self, attempt: int) -> None:
         if self.owning_attempt != attempt:
-            raise InvariantViolation(f"ticket {attempt} commits blocks of {self.owner}")
+            raise InvariantViolation(f"ticket {attempt} commits blocks of {self.owning_attempt}")
         self._check_arena_contents(attempt)
         self.is_committed = True
-        self.ended_machines |= {f"landing {attempt}"}
+        self.ended_machines |= {f"inbound {attempt}"}
         self._apply_inbound_outputs(attempt, self._own_inbound(attempt).commit())
 
     def do_revoke(self, attempt: int) -> None:
@@ -230,15 +230,13 @@ class HandoffWorld(WorldActions):
         """Whatever it was writing is torn, and the kernel drops its locks. What it sent may still
         arrive."""
         self.faults += 1
-        if (outgoing := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
-            self._write_tags(
-                writer, outgoing.slab_range, (TORN_SLAB,) * outgoing.slab_range.num_slabs
-            )
+        if (write := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
+            self._write_tags(writer, write.slab_range, (TORN_SLAB,) * write.slab_range.num_slabs)
         self.writes_in_flight[writer] = None
         self.dead_processes |= {f"writer {writer}"}
         self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
         self.frames_to_writer[writer] = ()
-        self.machine_state_ids[f"departure {writer}"], self.announced_steps[writer] = -1, 0
+        self.machine_state_ids[f"outbound {writer}"], self.announced_steps[writer] = -1, 0
 
     def do_crash_decode(self, _: int) -> None:
         """Its arena is nobody's any more; the writers' links are lost."""
@@ -251,10 +249,10 @@ class HandoffWorld(WorldActions):
         self.owning_attempt, self.expired_attempts = None, frozenset()
         self.locks = frozenset(lock for lock in self.locks if lock[1] != "decode")
         for attempt in self.inbound:
-            self.machine_state_ids[f"landing {attempt}"] = -1
+            self.machine_state_ids[f"inbound {attempt}"] = -1
         for writer, machine in self.outbound.items():
             self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
-            if machine.ticket is not None and machine.state not in departure.TERMINAL_STATES:
+            if machine.ticket is not None and machine.state not in outbound_handoff.TERMINAL_STATES:
                 self.cut_links |= {writer}
 
     def do_cut_link(self, writer: int) -> None:
@@ -298,7 +296,7 @@ class HandoffWorld(WorldActions):
 
     def _deliver_write(
         self, machine: InboundHandoff, frame: frames.WriteFrame, sent: FrameInFlight, now: float
-    ) -> list[landing.InboundOutput]:
+    ) -> list[inbound_handoff.InboundOutput]:
         admitted, outputs = machine.check_write(frame, now)
         if not admitted:
             return outputs
@@ -322,19 +320,19 @@ class HandoffWorld(WorldActions):
     def _apply_outbound_outputs(
         self,
         writer: int,
-        outputs: list[departure.OutboundOutput],
+        outputs: list[outbound_handoff.OutboundOutput],
         content: tuple[SlabTag, ...] | None = None,
         renewals: bool = True,
     ) -> None:
         machine = self.outbound[writer]
-        over = machine.state in departure.TERMINAL_STATES
-        self.machine_state_ids[f"departure {writer}"] = intern_state(
+        over = machine.state in outbound_handoff.TERMINAL_STATES
+        self.machine_state_ids[f"outbound {writer}"] = intern_state(
             machine.state if over else outbound_state_key(machine)
         )
         for output in outputs:
             match output:
                 case events.OutboundCommitted() | events.OutboundAborted():
-                    self._mark_ended(f"departure {writer}")
+                    self._mark_ended(f"outbound {writer}")
                     if self.writes_in_flight[writer] is not None:
                         raise InvariantViolation("the end was told under a read")
                     if any(who == f"writer {writer}" for _, who in self.locks):
@@ -366,11 +364,14 @@ class HandoffWorld(WorldActions):
             self.frames_to_writer[writer] = ()
 
     def _apply_inbound_outputs(
-        self, attempt: int, outputs: list[landing.InboundOutput], reply_to: int | None = None
+        self,
+        attempt: int,
+        outputs: list[inbound_handoff.InboundOutput],
+        reply_to: int | None = None,
     ) -> None:
         machine = self.inbound[attempt]
-        over = machine.state in landing.TERMINAL_STATES
-        self.machine_state_ids[f"landing {attempt}"] = intern_state(
+        over = machine.state in inbound_handoff.TERMINAL_STATES
+        self.machine_state_ids[f"inbound {attempt}"] = intern_state(
             machine.state if over else inbound_state_key(machine)
         )
         for output in outputs:
@@ -388,7 +389,7 @@ class HandoffWorld(WorldActions):
                     if (
                         self._is_dead(to)
                         or to in self.cut_links
-                        or self.outbound[to].state in departure.TERMINAL_STATES
+                        or self.outbound[to].state in outbound_handoff.TERMINAL_STATES
                     ):
                         continue
                     if (

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from kv_transfer.core import inbound_handoff as landing
-from kv_transfer.core import outbound_handoff as departure
+from kv_transfer.core import inbound_handoff, outbound_handoff
 from kv_transfer.core.inbound_handoff import InboundState
 from kv_transfer.core.outbound_handoff import OutboundState
 from tests.unit.kv_transfer.model_checking.scenario import AFTER_EVERY_LEASE, InvariantViolation
@@ -41,7 +40,7 @@ class WorldActions(WorldState):
                 yield "deliver_to_writer", writer
             if writer in self.cut_links:
                 yield "notice_cut", writer
-            if state in departure.TERMINAL_STATES or state is OutboundState.ABORTING:
+            if state in outbound_handoff.TERMINAL_STATES or state is OutboundState.ABORTING:
                 continue
             if self.announced_steps[writer] < len(self._announce_steps()):
                 yield "announce", writer
@@ -69,7 +68,7 @@ class WorldActions(WorldState):
         for attempt, machine in self.inbound.items():
             if attempt in self.expired_attempts and machine.deadline <= AFTER_EVERY_LEASE:
                 yield "tick", attempt
-            if machine.state in landing.AWAITING_FENCE_STATES:
+            if machine.state in inbound_handoff.AWAITING_FENCE_STATES:
                 yield "retry_fence", attempt
             if machine.state is InboundState.SEALED:
                 yield "commit", attempt
@@ -77,13 +76,16 @@ class WorldActions(WorldState):
     def _voluntary_endings(self) -> Iterator[tuple[str, int]]:
         for writer, machine in self.outbound.items():
             over = (
-                machine.state in departure.TERMINAL_STATES
+                machine.state in outbound_handoff.TERMINAL_STATES
                 or machine.state is OutboundState.ABORTING
             )
             if not over and not self._is_dead(writer):
                 yield "abort", writer
-        for attempt, landing_machine in self.inbound.items():
-            if landing_machine.state in landing.LIVE_STATES and "decode" not in self.dead_processes:
+        for attempt, inbound_machine in self.inbound.items():
+            if (
+                inbound_machine.state in inbound_handoff.LIVE_STATES
+                and "decode" not in self.dead_processes
+            ):
                 yield "revoke", attempt
 
     def _leases(self) -> Iterator[tuple[str, int]]:
@@ -112,7 +114,7 @@ class WorldActions(WorldState):
         for writer, machine in self.outbound.items():
             if self._is_dead(writer):
                 continue
-            ended = machine.state in departure.TERMINAL_STATES
+            ended = machine.state in outbound_handoff.TERMINAL_STATES
             if "crash" in kinds and not ended:
                 yield "crash_writer", writer
             if (
@@ -135,12 +137,12 @@ class WorldActions(WorldState):
     def check_quiescent(self) -> None:
         """No action is left: everything must have ended, once, and nothing may be held."""
         for writer in self.outbound:
-            if not self._is_dead(writer) and f"departure {writer}" not in self.ended_machines:
+            if not self._is_dead(writer) and f"outbound {writer}" not in self.ended_machines:
                 raise InvariantViolation(f"writer {writer} never ended")
         if "decode" in self.dead_processes:
             return
         for attempt in self.inbound:
-            if f"landing {attempt}" not in self.ended_machines:
+            if f"inbound {attempt}" not in self.ended_machines:
                 raise InvariantViolation(f"ticket {attempt} never ended")
         if self.owning_attempt is not None and not self.is_committed:
-            raise InvariantViolation(f"blocks are still held by ticket {self.owner}")
+            raise InvariantViolation(f"blocks are still held by ticket {self.owning_attempt}")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Self
 
-from kv_transfer.core import frames
-from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core import frames, inbound_handoff
 from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
 from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
 from kv_transfer.core.send_queue import OutgoingWrite
@@ -33,18 +32,19 @@ def intern_state(value: Any) -> int:
     return _state_ids.setdefault(value, len(_state_ids))
 
 
+# Fields that never change, or whose change always shows in another field.
 _FIELDS_NOT_COMPARED = {
     "ticket",
     "shape",
-    "fence",
+    "try_fence",
     "lock",
     "grid",
     "error",
-    "pace",
+    "settings",
     "key",
-    "writer",
-    "host",
-    "credit",
+    "writer_incarnation",
+    "host_id",
+    "credit_bytes",
 }
 inbound_state_key = attrgetter(
     *(f.name for f in fields(InboundHandoff) if f.name not in _FIELDS_NOT_COMPARED)
@@ -54,6 +54,7 @@ outbound_state_key = attrgetter(
 )
 _ALL_INBOUND_FIELDS = tuple(f.name for f in fields(InboundHandoff))
 _ALL_OUTBOUND_FIELDS = tuple(f.name for f in fields(OutboundHandoff))
+assert {*_ALL_INBOUND_FIELDS, *_ALL_OUTBOUND_FIELDS} >= _FIELDS_NOT_COMPARED
 
 
 def _clone(machine: Any, names: tuple[str, ...]) -> Any:
@@ -84,7 +85,9 @@ class WorldState:
     is_committed: bool = False  # ... since its commit
     expired_attempts: frozenset[int] = frozenset()  # tickets whose lease has passed
     dead_processes: frozenset[str] = frozenset()
-    ended_machines: frozenset[str] = frozenset()  # departures and landings that told their end
+    ended_machines: frozenset[str] = (
+        frozenset()
+    )  # "outbound N", "inbound N": machines that have reported their end
     faults: int = 0
     endings: int = 0
     cut_links: frozenset[int] = (
@@ -165,14 +168,14 @@ class WorldState:
 
     def _announce_steps(self) -> list[tuple[int, int, int]]:
         """(layer, first block, blocks) in the order in which a forward pass makes them final."""
-        setting = self.scenario
-        total = setting.blocks_held_by_decode + setting.num_blocks
+        scenario = self.scenario
+        total = scenario.blocks_held_by_decode + scenario.num_blocks
         chunks, first = [], 0
-        for size in setting.blocks_per_chunk or (total,):
+        for size in scenario.blocks_per_chunk or (total,):
             chunks.append((first, size))
             first += size
         return [
-            (layer, first, size) for first, size in chunks for layer in range(setting.num_layers)
+            (layer, first, size) for first, size in chunks for layer in range(scenario.num_layers)
         ]
 
     def _attempt(self, writer: int) -> int:
@@ -180,7 +183,7 @@ class WorldState:
 
     def _ticket_is_over(self, writer: int) -> bool:
         machine = self.inbound.get(self._attempt(writer))
-        return machine is not None and machine.state in landing.TERMINAL_STATES
+        return machine is not None and machine.state in inbound_handoff.TERMINAL_STATES
 
     def _is_dead(self, writer: int) -> bool:
         return f"writer {writer}" in self.dead_processes
@@ -199,9 +202,9 @@ class WorldState:
         )
 
     def _arena_positions(self, area: SlabRange) -> list[int]:
-        setting = self.scenario
+        scenario = self.scenario
         return [
-            layer * setting.num_blocks + block - setting.blocks_held_by_decode
+            layer * scenario.num_blocks + block - scenario.blocks_held_by_decode
             for layer in range(area.first_layer, area.end_layer)
             for block in range(area.first_block, area.end_block)
         ]
@@ -220,10 +223,10 @@ class WorldState:
         self.arena = tuple(arena)
 
     def _check_arena_contents(self, attempt: int) -> None:
-        setting = self.scenario
+        scenario = self.scenario
         wanted = self._expected_tags(
             attempt,
-            SlabRange(0, setting.num_layers, setting.blocks_held_by_decode, setting.num_blocks),
+            SlabRange(0, scenario.num_layers, scenario.blocks_held_by_decode, scenario.num_blocks),
         )
         if self.arena != wanted:
             raise InvariantViolation(f"ticket {attempt} is sealed over {self.arena}")
@@ -232,7 +235,7 @@ class WorldState:
         if self.owning_attempt != attempt or self.is_committed:
             raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owning_attempt}")
         if fenced:
-            self._mark_ended(f"landing {attempt}")
+            self._mark_ended(f"inbound {attempt}")
             self.owning_attempt = None
             self.arena = (EMPTY_SLAB,) * len(self.arena)
             self.times_landed = (0,) * len(self.times_landed)

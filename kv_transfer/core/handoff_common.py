@@ -1,0 +1,21 @@
+"""What the state machines of both sides share."""
+
+from dataclasses import dataclass
+
+NEVER = float("inf")  # a deadline that does not come
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredInput:
+    """An input that changed nothing. It is only counted, by its reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """The geometry of an arena. Every frame of a hand-off is checked against it."""
+
+    num_layers: int
+    num_kv_heads: int
+    slab_bytes: int
