@@ -93,9 +93,7 @@ class CacheTier:
         return allocated
 
     def free_block(self, block: int) -> None:
-        require_invariant(
-            block not in self.index, f"block {block} is freed and is in the index"
-        )
+        require_invariant(block not in self.index, f"block {block} is freed and is in the index")
         heappush(self._free_heap, block)
 
     def insert_block(

@@ -28,10 +28,15 @@ class FakeNodeStream:
 
 
 def make_stream(write: Any, **asked: Any) -> service._ClientStream:
-    pool, layout = SimpleNamespace(memory=SimpleNamespace(num_blocks=1)), SimpleNamespace(block_size=4)
+    pool, layout = (
+        SimpleNamespace(memory=SimpleNamespace(num_blocks=1)),
+        SimpleNamespace(block_size=4),
+    )
     host = cast(
         PoolManager,
-        SimpleNamespace(segment_name="baton-pool", block_pool=pool, incarnation="1", layout=layout, **asked),
+        SimpleNamespace(
+            segment_name="baton-pool", block_pool=pool, incarnation="1", layout=layout, **asked
+        ),
     )
     return service._ClientStream(
         host,
