@@ -1,5 +1,4 @@
-"""What a pool says about its blocks: the states, and a snapshot that balances and names every
-holder."""
+"""The ledger of a pool: the states of its blocks, and a balanced snapshot that names every owner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,44 +6,46 @@ from enum import Enum
 
 
 class PoolBlockState(Enum):
-    """States of a pool block. IN_USE and QUARANTINED count whole paths: who pins a block pins what
-    it rests on."""
+    """States of a pool block.
+
+    IN_USE and QUARANTINED count whole paths: a client that pins a block also keeps all blocks
+    before it in the prompt.
+    """
 
     FREE = "free"
-    WRITING = "writing"  # given to a publisher, findable by nobody
-    CACHED = "cached"  # findable, pinned by nobody
-    IN_USE = "in_use"  # pinned by an attachment that lives
-    QUARANTINED = (
-        "quarantined"  # pinned or written by attachments of which nobody knows whether they live
-    )
+    WRITING = "writing"  # reserved for a publication, not findable
+    CACHED = "cached"  # findable, not pinned
+    IN_USE = "in_use"  # pinned by a live attachment
+    QUARANTINED = "quarantined"  # pinned or being written by suspect attachments only
 
 
 class PoolLedgerError(AssertionError):
-    """An illegal transition or an account that does not balance: a programming error, never a
-    caller's."""
+    """An illegal state transition or an unbalanced ledger: a bug of the pool, not of a client."""
 
 
 def require_invariant(holds: bool, what: str) -> None:
-    """An invariant of the books; unlike an assert it survives `python -O`."""
+    """Raise PoolLedgerError unless `holds`; unlike `assert`, this also works under `python -O`."""
     if not holds:
-        raise PoolLedgerError(f"the pool's books do not agree: {what}")
+        raise PoolLedgerError(f"the pool's ledger is inconsistent: {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLedgerEntry:
-    """Blocks of one attachment in one state, and the seconds since its first of that kind, or since
-    it became doubtful."""
+    """The blocks of one owner in one state."""
 
     owner: str
     state: PoolBlockState
     num_blocks: int
-    age_seconds: float
+    age_seconds: float  # since the attachment became live, or suspect
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLedger:
-    """A snapshot. A path pinned by several stands in the entry of each, so entries of IN_USE and
-    QUARANTINED may add up to more than their counts."""
+    """A snapshot of all blocks by state and by owner.
+
+    A path that several clients pin is counted in the entry of each of them, so the entries of
+    IN_USE and QUARANTINED may add up to more than `counts`.
+    """
 
     num_blocks: int
     counts: Mapping[PoolBlockState, int]

@@ -391,7 +391,7 @@ class PoolManager:
             applicant, store, self._disk_settings, self._make_evictor, self._clock
         )
         self.block_pool.memory.add_listeners(
-            gained=self._on_block_inserted, losing=self._on_block_removed
+            on_insert=self._on_block_inserted, on_remove=self._on_block_removed
         )
         self._log.info(
             "segment made",

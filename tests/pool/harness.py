@@ -211,7 +211,7 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
         "model_digest": DIGEST.hex(),
         "layout": LAYOUT,
         "segment_folder": folder,
-        "find_patience": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
+        "lookup_timeout_seconds": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
     }
     return PoolClientConfig(**{**settings, **changed})
 

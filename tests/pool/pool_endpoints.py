@@ -120,8 +120,8 @@ class PoolEndpoint:
         )
 
     def _release_match(self, found: Any) -> None:
-        if found.pin is not None:
-            self.pool.release_pin(NODE_CLIENT_ID, found.pin)
+        if found.pin_id is not None:
+            self.pool.release_pin(NODE_CLIENT_ID, found.pin_id)
 
 
 LIMIT = compute_port_limit("pool", get_descriptor_limit())

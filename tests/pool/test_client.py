@@ -96,7 +96,7 @@ async def test_publisher_needs_only_the_missing_blocks(host: PoolTestHost) -> No
     node = await host.start_node()
     tokens = make_tokens(next(_SEEDS), 4)
     first = await node.publish_tokens(tokens[:-4], first=0)
-    whole = await node.publish_tokens(tokens, first=3, paced=True)
+    whole = await node.publish_tokens(tokens, first=3, is_rate_limited=True)
     assert first is not None
     assert whole is not None
     assert len(whole.blocks) == 4

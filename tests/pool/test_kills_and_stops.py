@@ -48,7 +48,7 @@ async def test_pool_killed(host: PoolTestHost) -> None:
 
 
 async def test_pool_stopped_and_resumed(host: PoolTestHost) -> None:
-    node = await host.start_node(find_patience=0.2)
+    node = await host.start_node(lookup_timeout_seconds=0.2)
     tokens = make_tokens(next(_SEEDS), 3)
     hit = await node.publish_tokens(tokens)
     assert hit is not None

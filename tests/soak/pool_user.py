@@ -53,7 +53,7 @@ class PoolUserClient:
     def __init__(self, address: str, folder: Path, name: str, own: memoryview) -> None:
         self.space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
         self.client = PoolClient(
-            client_config(address, folder, name, find_patience=0.05), self.space, own
+            client_config(address, folder, name, lookup_timeout_seconds=0.05), self.space, own
         )
         self._running = asyncio.create_task(self.client.run())
 

@@ -1,8 +1,8 @@
-"""A tier: blocks of one memory, an index over them, pins, and an evictor that makes room. The
-pool's memory is one, its disk another, and so is what a trace is replayed through.
+"""A cache tier: the blocks of one memory with a radix index, pins, a free list and an evictor.
 
-Blocks come from `take`, which evicts if it must; they are the caller's until they are inserted or
-given back. Whoever holds a path that must not go pins its deepest block.
+The pool's memory is one tier and its disk another; replaying a trace uses one as well.
+`allocate_blocks` evicts blocks if it must; allocated blocks belong to the caller until it inserts
+or frees them. To keep a whole path from eviction, pin its deepest block.
 """
 
 from array import array
@@ -21,7 +21,7 @@ BlockListener = Callable[[int], None]
 
 
 class CacheTier:
-    """`num_blocks` blocks of `block_size` tokens."""
+    """A tier of `num_blocks` blocks of `block_size` tokens each. All times are in seconds."""
 
     def __init__(self, num_blocks: int, block_size: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
@@ -32,21 +32,18 @@ class CacheTier:
         self._removal_listeners: list[BlockListener] = []
         self._pin_counts = array("i", bytes(4 * num_blocks))
         self._used_flags = bytearray(num_blocks)
-        self._used_array = np.frombuffer(
-            self._used_flags, dtype=np.uint8
-        )  # the same memory, for many blocks at once
-        self._free_heap: list[
-            int
-        ] = []  # a heap of those below `_first_unused`: lowest first keeps runs together
-        self._first_unused = 0  # the first that was never used
+        # The same memory as an array, to set many flags at once.
+        self._used_array = np.frombuffer(self._used_flags, dtype=np.uint8)
+        # Free blocks below `_first_unused`, as a heap: taking the lowest first keeps runs together.
+        self._free_heap: list[int] = []
+        self._first_unused = 0  # this block and all above it have never been allocated
 
     def add_listeners(
-        self, gained: BlockListener | None = None, losing: BlockListener | None = None
+        self, on_insert: BlockListener | None = None, on_remove: BlockListener | None = None
     ) -> None:
-        """`gained` is told each block that has come into the index, `losing` each that is about to
-        leave it, while it is still there."""
-        self._insert_listeners += [gained] if gained else []
-        self._removal_listeners += [losing] if losing else []
+        """Call `on_insert` after a block is indexed, and `on_remove` just before one is removed."""
+        self._insert_listeners += [on_insert] if on_insert else []
+        self._removal_listeners += [on_remove] if on_remove else []
 
     @property
     def num_free(self) -> int:
@@ -54,20 +51,22 @@ class CacheTier:
 
     # reading
 
-    def match_prefix(self, chain: PromptChain, now: float, most: int | None = None) -> "array[int]":
-        """The longest prefix that is here, as a use of its blocks."""
-        path = self.index.match_prefix(chain, most)
+    def match_prefix(
+        self, chain: PromptChain, now: float, max_blocks: int | None = None
+    ) -> "array[int]":
+        """Return the blocks of the longest prefix in this tier, and record a use of each."""
+        path = self.index.match_prefix(chain, max_blocks)
         if path:
             self._evictor.on_path_used(path, now)
             self._used_array[np.frombuffer(path, dtype=np.int32)] = 1
         return path
 
     def has_been_used(self, block: int) -> bool:
-        """Whether anybody has found it since it was inserted."""
+        """Return whether a look-up has found the block since it was inserted."""
         return bool(self._used_flags[block])
 
     def pin(self, block: int) -> None:
-        """Keep `block` and all before it, until `unpin`."""
+        """Keep `block` and all blocks before it in its prompt from eviction, until `unpin`."""
         require_invariant(block in self.index, f"block {block} is pinned and is not in the index")
         self._pin_counts[block] += 1
         self._evictor.remove_candidate(block)
@@ -78,66 +77,75 @@ class CacheTier:
         self._update_candidate(block)
 
     def pin_count(self, block: int) -> int:
-        """On the block itself."""
+        """Return the number of pins on the block itself, without those on blocks after it."""
         return self._pin_counts[block]
 
     # writing
 
     def allocate_blocks(self, count: int, now: float) -> list[int]:
-        """Up to `count` blocks; fewer when the rest is pinned."""
-        taken: list[int] = []
-        while len(taken) < count:
+        """Allocate up to `count` blocks, evicting others; fewer if the rest is pinned."""
+        allocated: list[int] = []
+        while len(allocated) < count:
             if not self.num_free and not self._evict_block(now):
                 break
-            taken.append(heappop(self._free_heap) if self._free_heap else self._allocate_unused())
-        return taken
+            block = heappop(self._free_heap) if self._free_heap else self._allocate_unused()
+            allocated.append(block)
+        return allocated
 
     def free_block(self, block: int) -> None:
-        require_invariant(
-            block not in self.index, f"block {block} is given back and is in the index"
-        )
+        require_invariant(block not in self.index, f"block {block} is freed and is in the index")
         heappush(self._free_heap, block)
 
     def insert_block(
         self, block: int, chain: PromptChain, number: int, parent: int, now: float
     ) -> bool:
-        """Make a taken block findable; see RadixIndex.insert."""
+        """Make an allocated block findable; see RadixIndex.insert_block."""
         if not self.index.insert_block(block, chain, number, parent):
             return False
         self._after_insert(block, parent, now)
         return True
 
     def restore_block(
-        self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash, now: float
+        self,
+        block: int,
+        block_hash: bytes,
+        tokens: bytes,
+        parent: int,
+        root: BlockHash,
+        now: float,
     ) -> bool:
-        """`insert_block` of a free block, for what was here in an earlier life. Afterwards,
-        `finish_restore`."""
-        if block in self.index or not self.index.add_block(block, name, tokens, parent, root):
+        """Index a free block that this tier held before a restart.
+
+        Returns False if the index already has the block or refuses it. Call `finish_restore` when
+        all blocks are restored.
+        """
+        if block in self.index or not self.index.add_block(block, block_hash, tokens, parent, root):
             return False
         self._after_insert(block, parent, now)
         return True
 
     def finish_restore(self) -> None:
+        """Rebuild the free list from the index."""
         self._first_unused = 1 + max(
             (block for block in range(self.num_blocks) if block in self.index), default=-1
         )
         self._free_heap = [block for block in range(self._first_unused) if block not in self.index]
 
     def remove_subtree(self, block: int) -> None:
-        """`remove_leaf` a block with all that follow it, unless somebody pins one of them."""
-        branch = self.index.list_subtree(block) if block in self.index else []
-        if not any(self._pin_counts[one] for one in branch):
-            for one in branch:
-                self.remove_leaf(one)
+        """Remove a block and all that follow it, unless one of them is pinned."""
+        subtree = self.index.list_subtree(block) if block in self.index else []
+        if not any(self._pin_counts[member] for member in subtree):
+            for member in subtree:
+                self.remove_leaf(member)
 
     def remove_leaf(self, block: int) -> None:
-        """Remove a leaf that nobody pins, and free it."""
-        require_invariant(not self._pin_counts[block], f"block {block} is dropped and is pinned")
+        """Remove a leaf that is not pinned, and free it."""
+        require_invariant(not self._pin_counts[block], f"block {block} is removed and is pinned")
         self._evictor.remove_candidate(block)
         self._remove_block(block)
 
     def check(self) -> None:
-        """Raise LedgerError unless the books agree. Looks at everything: for tests."""
+        """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
         self.index.check()
         require_invariant(
             len(set(self._free_heap)) == len(self._free_heap), "a block is free twice"
@@ -148,7 +156,7 @@ class CacheTier:
         )
         require_invariant(
             max(self._free_heap, default=-1) < self._first_unused,
-            "a block is free and was never used",
+            "a block is in the free heap and was never allocated",
         )
         pinned = [block for block in range(self.num_blocks) if self._pin_counts[block]]
         require_invariant(
@@ -165,8 +173,8 @@ class CacheTier:
         )
         self._update_candidate(block)
         self._used_flags[block] = 0
-        for tell in self._insert_listeners:
-            tell(block)
+        for on_insert in self._insert_listeners:
+            on_insert(block)
 
     def _allocate_unused(self) -> int:
         self._first_unused += 1
@@ -181,8 +189,8 @@ class CacheTier:
         return True
 
     def _remove_block(self, block: int) -> None:
-        for tell in self._removal_listeners:
-            tell(block)
+        for on_remove in self._removal_listeners:
+            on_remove(block)
         parent, key = self.index.parent(block), index_key_of(self.index.block_hash(block))
         self.index.remove_leaf(block)
         self._evictor.on_block_removed(block, key)

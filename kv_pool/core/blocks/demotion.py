@@ -1,8 +1,8 @@
-"""What goes to disk when memory evicts it.
+"""Planning of demotions: which blocks go to disk when memory evicts a block.
 
-The disk's index has the rules of the memory's, so it is whole by itself after a restart: with a
-block go those before it that are not there yet. They are still in memory then, and were used at
-least as often.
+The disk's index obeys the same rules as the memory's index, so that it is complete after a restart:
+a block is demoted together with those before it in its prompt that are not on disk yet. They are
+still in memory at that time, and were used at least as often.
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,37 @@ from kv_pool.core.index.radix_index import ROOT
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """Copy block `memory_block` of the segment to block `disk_slot` of the file."""
+    """An order to copy a block of memory to a slot of the disk's file."""
 
     memory_block: int
     disk_slot: int
 
 
 def plan_demotions(
-    memory: CacheTier, disk: CacheTier, block: int, now: float, most: int
+    memory: CacheTier, disk: CacheTier, block: int, now: float, max_blocks: int
 ) -> list[Demotion]:
-    """Give `block`, which memory is about to evict, and what precedes it places on disk; as many as
-    there are, at most `most`, first ones first."""
+    """Allocate slots for `block`, which memory is about to evict, and for the blocks before it.
+
+    At most `max_blocks` are demoted, first ones first; fewer if the disk has no room. The slots are
+    in the disk's index when this returns. `now` is in seconds.
+    """
     if disk.index.find_block(memory.index.block_hash(block)) is not None:
-        return []  # with all before it
+        return []  # on disk already, and all blocks before it too
     chain, path = memory.index.chain(block), memory.index.path(block)
-    there = disk.index.match_prefix(chain)
-    parent = there[-1] if there else ROOT
+    on_disk = disk.index.match_prefix(chain)
+    parent = on_disk[-1] if on_disk else ROOT
     if parent != ROOT:
-        disk.pin(parent)  # before room is made for its children
-    moves: list[Demotion] = []
-    places = disk.allocate_blocks(min(most, len(chain) - len(there)), now)
-    below = parent
-    for number, place in enumerate(places, len(there)):
-        if not disk.insert_block(place, chain, number, below, now):
+        disk.pin(parent)  # allocation must not evict the parent of the new blocks
+    demotions: list[Demotion] = []
+    slots = disk.allocate_blocks(min(max_blocks, len(chain) - len(on_disk)), now)
+    previous = parent
+    for number, slot in enumerate(slots, len(on_disk)):
+        if not disk.insert_block(slot, chain, number, previous, now):
             break
-        moves.append(Demotion(path[number], place))
-        below = place
-    for place in places[len(moves) :]:
-        disk.free_block(place)
+        demotions.append(Demotion(path[number], slot))
+        previous = slot
+    for slot in slots[len(demotions) :]:
+        disk.free_block(slot)
     if parent != ROOT:
         disk.unpin(parent)
-    return moves
+    return demotions

@@ -1,13 +1,12 @@
-"""The pool: what is where, who may read and write it, and when its memory may be used for something
-else.
+"""The shared block pool: which blocks hold what, who may read or write them, when they are reused.
 
     FREE --reserve--> WRITING --seal--> CACHED <--find, last release--> IN_USE
                          |                 +--evict--> FREE
-                         +--withdraw, a copy that is not whole, or its publisher proven gone--> FREE
+                         +--withdrawn, checksum wrong, or publisher known to be dead--> FREE
 
-What a doubtful attachment pins or was writing is QUARANTINED: readable by others if it was
-readable, but not evicted, until the attachment is proven gone. No byte is touched here; the process
-that maps the segment asks and obeys.
+Blocks that a suspect attachment pins or was writing are QUARANTINED until the attachment has
+ended: they are not evicted, and other clients can still read those that were findable. This module
+touches no memory; the process that maps the segment calls it and carries out what it returns.
 """
 
 from array import array
@@ -38,102 +37,108 @@ from kv_pool.core.ledger import (
 
 
 class SharedBlockPool:
-    """`memory`: the segment's blocks; `disk`: the file's. `now` is in seconds of a steady clock. A
-    holder that is not attached and a pin or publication that it does not have are errors of the
-    caller's (LedgerError, KeyError)."""
+    """The blocks of memory (the segment) and disk, with the attachments that use them.
+
+    `now` is in seconds of a monotonic clock everywhere. Methods raise PoolLedgerError for a client
+    that is not attached, and KeyError for a pin or publication that the client does not have.
+    """
 
     def __init__(self, memory: CacheTier, disk: CacheTier | None = None) -> None:
         self.memory = memory
         self.disk = disk
-        # blocks that were to go to disk, when there was no room, or nothing more could be moved
+        # Blocks evicted without a demotion, for lack of room on disk or of staging rows.
         self.dropped_demotions = 0
         self._demotion_limit: Callable[[], int] = lambda: memory.num_blocks
         self._demotions: list[Demotion] = []
-        self._disk_is_full = False  # for what is to be moved now
+        self._disk_is_full = False  # during the present allocation
         self._now = 0.0
-        memory.add_listeners(losing=self._demote_block)
+        memory.add_listeners(on_remove=self._demote_block)
         self._attachments: dict[PoolClientId, AttachmentRecord] = {}
         self._ids = count(1)
 
     @property
     def suspect_clients(self) -> tuple[PoolClientId, ...]:
-        """Attachments of which proof of their end is wanted."""
+        """Clients whose stream has ended and that may still map the segment."""
         return tuple(
-            name for name, one in self._attachments.items() if one.state is AttachmentState.SUSPECT
+            client_id
+            for client_id, attachment in self._attachments.items()
+            if attachment.state is AttachmentState.SUSPECT
         )
 
-    def is_live(self, holder: PoolClientId) -> bool:
-        attachment = self._attachments.get(holder)
+    def is_live(self, client_id: PoolClientId) -> bool:
+        attachment = self._attachments.get(client_id)
         return attachment is not None and attachment.state is AttachmentState.LIVE
 
     @property
     def num_pins(self) -> int:
-        """That anybody holds."""
-        return sum(len(one.pins) for one in self._attachments.values())
+        """Pins of all clients."""
+        return sum(len(attachment.pins) for attachment in self._attachments.values())
 
-    def num_unfinished_publications(self, holder: PoolClientId) -> int:
-        """Publications that are neither sealed nor withdrawn."""
-        return len(self._get_live(holder).publications)
+    def num_unfinished_publications(self, client_id: PoolClientId) -> int:
+        """Return how many publications of a client are neither sealed nor withdrawn."""
+        return len(self._get_live(client_id).publications)
 
     # attachments
 
-    def attach_client(self, holder: PoolClientId, now: float) -> None:
-        require_invariant(holder not in self._attachments, f"{holder} is attached already")
-        self._attachments[holder] = AttachmentRecord(now)
+    def attach_client(self, client_id: PoolClientId, now: float) -> None:
+        require_invariant(client_id not in self._attachments, f"{client_id} is attached already")
+        self._attachments[client_id] = AttachmentRecord(now)
 
-    def mark_suspect(self, holder: PoolClientId, now: float) -> None:
-        """Its stream is broken. It asks for nothing any more; what it has stays."""
-        self._attachments[holder].state = AttachmentState.SUSPECT
-        self._attachments[holder].state_since = now
+    def mark_suspect(self, client_id: PoolClientId, now: float) -> None:
+        """Record that a client's stream has ended; its pins and publications stay."""
+        self._attachments[client_id].state = AttachmentState.SUSPECT
+        self._attachments[client_id].state_since = now
 
-    def remove_client(self, holder: PoolClientId) -> None:
-        """It said goodbye after it had let go of the segment, or that was proven: everything it had
-        is free."""
-        ending = self._attachments.pop(holder)
-        for publication in ending.publications.values():
+    def remove_client(self, client_id: PoolClientId) -> None:
+        """Free everything of a client that is known to have unmapped the segment."""
+        attachment = self._attachments.pop(client_id)
+        for publication in attachment.publications.values():
             self._free_publication(publication)
-        for pinned in ending.pins.values():
+        for pinned in attachment.pins.values():
             self._unpin(pinned)
 
     # readers
 
     def find_prefix(
         self,
-        holder: PoolClientId,
+        client_id: PoolClientId,
         chain: PromptChain,
-        most_tokens: int,
+        max_tokens: int,
         now: float,
         *,
         partial: bool = True,
     ) -> PoolMatch:
-        """The longest prefix of `chain`, at most `most_tokens`, that may be read now; it is pinned.
-        With `partial`, the block that goes on from there with at least one token more is pinned
-        too."""
-        path = self.memory.match_prefix(chain, now, most_tokens // chain.block_size)
-        more = self.memory.index.match_partial_block(chain, path) if partial else None
-        room = most_tokens - len(path) * chain.block_size
-        more = (more[0], min(more[1], room)) if more and room > 0 else None
-        pinned = (*path[-1:], *([more[0]] if more else ()))
-        return PoolMatch(self._pin(holder, pinned), path, more)
+        """Find and pin the longest prefix of `chain` in memory, of at most `max_tokens` tokens.
 
-    def release_pin(self, holder: PoolClientId, pin: PinId) -> None:
-        self._unpin(self._get_live(holder).pins.pop(pin))
+        With `partial`, a block that continues the prefix by at least one token is pinned too.
+        """
+        path = self.memory.match_prefix(chain, now, max_tokens // chain.block_size)
+        match = self.memory.index.match_partial_block(chain, path) if partial else None
+        tokens_left = max_tokens - len(path) * chain.block_size
+        match = (match[0], min(match[1], tokens_left)) if match and tokens_left > 0 else None
+        pinned = (*path[-1:], *([match[0]] if match else ()))
+        return PoolMatch(self._pin(client_id, pinned), path, match)
+
+    def release_pin(self, client_id: PoolClientId, pin: PinId) -> None:
+        self._unpin(self._get_live(client_id).pins.pop(pin))
 
     # publishers
 
     def reserve_blocks(
         self,
-        holder: PoolClientId,
+        client_id: PoolClientId,
         chain: PromptChain,
         first: int,
         now: float,
         end: int | None = None,
     ) -> PublicationGrant:
-        """Places for those full blocks of `chain` that are not here: of `first` to `end`, which the
-        publisher has. None if what precedes `first` is not here; the first ones, if there is no
-        room for all. What `take_demotions` then returns is to be carried out before anything is
-        written to them."""
-        attachment = self._get_live(holder)
+        """Reserve blocks for those of the chain's full blocks `first` to `end` not in memory.
+
+        Grants nothing if a block before `first` is not in memory, and only the first ones if there
+        is no room for all. The caller must carry out `take_demotions` before the client writes to
+        the granted blocks.
+        """
+        attachment = self._get_live(client_id)
         end = len(chain) if end is None else min(end, len(chain))
         path = self.memory.index.match_prefix(chain, end)
         start = len(path)
@@ -142,7 +147,7 @@ class SharedBlockPool:
         self._now = now
         parent = path[-1] if path else ROOT
         if parent != ROOT:
-            self.memory.pin(parent)  # before room is made for its children
+            self.memory.pin(parent)  # allocation must not evict the parent of the new blocks
         blocks = tuple(self.memory.allocate_blocks(end - start, now))
         if not blocks:
             self._unpin((parent,) if parent != ROOT else ())
@@ -151,61 +156,71 @@ class SharedBlockPool:
         attachment.publications[publication] = Publication(chain, start, blocks, parent)
         return PublicationGrant(publication, start, blocks)
 
-    def get_publication(self, holder: PoolClientId, publication: PublicationId) -> Publication:
-        """What is being written: whose copy is to be verified before it is sealed."""
-        return self._get_live(holder).publications[publication]
+    def get_publication(self, client_id: PoolClientId, publication: PublicationId) -> Publication:
+        """Return an unfinished publication."""
+        return self._get_live(client_id).publications[publication]
 
     def seal_publication(
-        self, holder: PoolClientId, publication: PublicationId, whole: int, now: float
+        self, client_id: PoolClientId, publication: PublicationId, num_verified: int, now: float
     ) -> PoolMatch:
-        """The first `whole` blocks of a publication are verified: they are findable from now on,
-        unless somebody else published the same meanwhile. The rest is free again. Returns the
-        chain's blocks up to there, pinned, for the publisher to use instead of its own."""
-        done = self._get_live(holder).publications.pop(publication)
-        self._insert_publication(done, whole, now)
-        path = self.memory.index.match_prefix(done.chain, done.first_block + whole)
-        pin = self._pin(holder, path[-1:])
-        self._unpin((done.parent_block,) if done.parent_block != ROOT else ())
+        """Make the first `num_verified` blocks of a publication findable, and free the others.
+
+        A block that another client has published meanwhile is freed too. Returns the chain's blocks
+        up to the last verified one, pinned, for the publisher to use instead of its own.
+        """
+        sealed = self._get_live(client_id).publications.pop(publication)
+        self._insert_publication(sealed, num_verified, now)
+        path = self.memory.index.match_prefix(sealed.chain, sealed.first_block + num_verified)
+        pin = self._pin(client_id, path[-1:])
+        self._unpin((sealed.parent_block,) if sealed.parent_block != ROOT else ())
         return PoolMatch(pin, path)
 
-    def withdraw_publication(self, holder: PoolClientId, publication: PublicationId) -> None:
-        """Its publisher writes there no more."""
-        self._free_publication(self._get_live(holder).publications.pop(publication))
+    def withdraw_publication(self, client_id: PoolClientId, publication: PublicationId) -> None:
+        """Free the blocks of a publication; its publisher has stopped writing to them."""
+        self._free_publication(self._get_live(client_id).publications.pop(publication))
 
     # disk
 
-    def mount_disk(self, disk: CacheTier | None, most_moves: Callable[[], int]) -> None:
-        """From now on this is the disk, or there is none. `most_moves`: how many blocks may go
-        there until `take_demotions` is called again."""
-        self.disk, self._demotion_limit = disk, most_moves
+    def mount_disk(self, disk: CacheTier | None, demotion_limit: Callable[[], int]) -> None:
+        """Use `disk` from now on, or no disk if it is None.
+
+        `demotion_limit` returns how many blocks may be demoted until the next `take_demotions`.
+        """
+        self.disk, self._demotion_limit = disk, demotion_limit
         self._demotions = []
 
     def take_demotions(self) -> tuple[Demotion, ...]:
-        """Blocks to be copied to disk, in this order, before their memory is used for anything
-        else. They are in the disk's index already: what cannot be copied is to be dropped there,
-        with what follows it. What the disk has evicted again since is left out: its slot is not its
-        own any more."""
-        moves, self._demotions, self._disk_is_full = self._demotions, [], False
-        last = {move.disk_slot: move for move in moves}
-        there = self.disk.index if self.disk is not None else ()
+        """Return the blocks to copy to disk, in this order, before their memory is reused.
+
+        They are in the disk's index already; if one cannot be copied, remove it there with all that
+        follow it. Blocks that the disk has evicted again since are left out, because their slot
+        belongs to another block.
+        """
+        planned, self._demotions, self._disk_is_full = self._demotions, [], False
+        latest = {demotion.disk_slot: demotion for demotion in planned}
+        on_disk = self.disk.index if self.disk is not None else ()
         return tuple(
-            move for move in moves if move.disk_slot in there and last[move.disk_slot] is move
+            demotion
+            for demotion in planned
+            if demotion.disk_slot in on_disk and latest[demotion.disk_slot] is demotion
         )
 
     def find_on_disk(self, chain: PromptChain, first: int, end: int, now: float) -> "array[int]":
-        """The disk blocks of the chain's blocks from `first` on, which is not in memory, up to
-        `end`. To load them: `reserve_blocks` to their end, copy, verify, `seal_publication`."""
+        """Return the disk slots of the chain's blocks from `first` (not in memory) up to `end`.
+
+        To load them: `reserve_blocks` up to their end, copy, verify, `seal_publication`.
+        """
         if self.disk is None:
             return array("i")
         return self.disk.match_prefix(chain, now, end)[first:]
 
-    # account
+    # ledger
 
     def ledger(self, now: float) -> PoolLedger:
-        """Looks at every block that is pinned: O(their number)."""
+        """Return the ledger of memory. O(pinned blocks)."""
         pinned = {state: self._pinned_blocks(state) for state in AttachmentState}
         written = {state: self._count_writing_blocks(state) for state in AttachmentState}
-        live, doubtful = (
+        live, suspect = (
             pinned[AttachmentState.LIVE],
             pinned[AttachmentState.SUSPECT] - pinned[AttachmentState.LIVE],
         )
@@ -213,44 +228,44 @@ class SharedBlockPool:
             PoolBlockState.FREE: self.memory.num_free,
             PoolBlockState.WRITING: written[AttachmentState.LIVE],
             PoolBlockState.IN_USE: len(live),
-            PoolBlockState.QUARANTINED: len(doubtful) + written[AttachmentState.SUSPECT],
-            PoolBlockState.CACHED: len(self.memory.index) - len(live) - len(doubtful),
+            PoolBlockState.QUARANTINED: len(suspect) + written[AttachmentState.SUSPECT],
+            PoolBlockState.CACHED: len(self.memory.index) - len(live) - len(suspect),
         }
         return PoolLedger(self.memory.num_blocks, counts, tuple(self._ledger_entries(now)))
 
     def check(self) -> None:
-        """Raise LedgerError unless the books agree. Looks at everything: for tests."""
+        """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
         self.memory.check()
         pins: dict[int, int] = {}
         for attachment in self._attachments.values():
             parents = [
-                one.parent_block
-                for one in attachment.publications.values()
-                if one.parent_block != ROOT
+                publication.parent_block
+                for publication in attachment.publications.values()
+                if publication.parent_block != ROOT
             ]
             for block in (
                 *(block for pinned in attachment.pins.values() for block in pinned),
                 *parents,
             ):
                 pins[block] = pins.get(block, 0) + 1
-        held = {
+        pin_counts = {
             block: self.memory.pin_count(block)
             for block in range(self.memory.num_blocks)
             if self.memory.pin_count(block)
         }
-        require_invariant(pins == held, "pins are not what the attachments hold")
+        require_invariant(pins == pin_counts, "pins are not what the attachments hold")
         require_invariant(self.ledger(0.0).is_balanced, "the states do not add up to all blocks")
 
-    # the steps underneath
+    # internal
 
-    def _get_live(self, holder: PoolClientId) -> AttachmentRecord:
-        attachment = self._attachments.get(holder)
+    def _get_live(self, client_id: PoolClientId) -> AttachmentRecord:
+        attachment = self._attachments.get(client_id)
         if attachment is None or attachment.state is not AttachmentState.LIVE:
-            raise PoolLedgerError(f"{holder} is not attached")
+            raise PoolLedgerError(f"{client_id} is not attached")
         return attachment
 
-    def _pin(self, holder: PoolClientId, blocks: "Sequence[int]") -> PinId | None:
-        attachment = self._get_live(holder)
+    def _pin(self, client_id: PoolClientId, blocks: "Sequence[int]") -> PinId | None:
+        attachment = self._get_live(client_id)
         if not blocks:
             return None
         for block in blocks:
@@ -263,31 +278,38 @@ class SharedBlockPool:
         for block in blocks:
             self.memory.unpin(block)
 
-    def _insert_publication(self, done: Publication, whole: int, now: float) -> None:
-        """In order, each under the one before. What another publisher has put there meanwhile is
-        used instead."""
-        path = self.memory.index.match_prefix(done.chain, done.first_block + whole)
+    def _insert_publication(self, sealed: Publication, num_verified: int, now: float) -> None:
+        """Index the verified blocks in order, and free those that are not verified or not needed.
+
+        Blocks of the chain that another client has inserted meanwhile are used instead.
+        """
+        end = sealed.first_block + num_verified
+        path = self.memory.index.match_prefix(sealed.chain, end)
         parent, number = path[-1] if path else ROOT, len(path)
-        while number < done.first_block + whole:
-            block = done.blocks[number - done.first_block]
-            if not self.memory.insert_block(block, done.chain, number, parent, now):
+        while number < end:
+            block = sealed.blocks[number - sealed.first_block]
+            if not self.memory.insert_block(block, sealed.chain, number, parent, now):
                 break
             parent, number = block, number + 1
-        used = range(len(path), number)
-        for place, block in enumerate(done.blocks, done.first_block):
-            if place not in used:
+        inserted = range(len(path), number)
+        for number, block in enumerate(sealed.blocks, sealed.first_block):
+            if number not in inserted:
                 self.memory.free_block(block)
 
     def _demote_block(self, block: int) -> None:
-        disk, name = self.disk, self.memory.index.block_hash(block)
+        """Plan the demotion of a block that memory is about to evict, if it was ever used."""
+        disk, block_hash = self.disk, self.memory.index.block_hash(block)
         if disk is None or not self.memory.has_been_used(block):
             return
-        if not self._disk_is_full and disk.index.find_block(name) is None:
-            most = self._demotion_limit() - len(self._demotions)
-            moves = plan_demotions(self.memory, disk, block, self._now, most) if most > 0 else []
-            self._demotions += moves
-            self._disk_is_full = not moves  # looking for room costs as much as the prompt is long
-        self.dropped_demotions += disk.index.find_block(name) is None
+        if not self._disk_is_full and disk.index.find_block(block_hash) is None:
+            limit = self._demotion_limit() - len(self._demotions)
+            planned = (
+                plan_demotions(self.memory, disk, block, self._now, limit) if limit > 0 else []
+            )
+            self._demotions += planned
+            # Do not look for room again: each attempt costs O(length of the prompt).
+            self._disk_is_full = not planned
+        self.dropped_demotions += disk.index.find_block(block_hash) is None
 
     def _free_publication(self, publication: Publication) -> None:
         for block in publication.blocks:
@@ -295,7 +317,7 @@ class SharedBlockPool:
         self._unpin((publication.parent_block,) if publication.parent_block != ROOT else ())
 
     def _pinned_blocks(self, state: AttachmentState) -> set[int]:
-        """Blocks that rest pinned by attachments in `state`."""
+        """Return the blocks that attachments in `state` keep from eviction, whole paths."""
         found: set[int] = set()
         for attachment in self._attachments.values():
             if attachment.state is state:
@@ -303,7 +325,7 @@ class SharedBlockPool:
         return found
 
     def _collect_pinned_blocks(self, attachment: AttachmentRecord, found: set[int]) -> None:
-        parents = (one.parent_block for one in attachment.publications.values())
+        parents = (publication.parent_block for publication in attachment.publications.values())
         for block in (
             *(block for pinned in attachment.pins.values() for block in pinned),
             *parents,
@@ -313,18 +335,23 @@ class SharedBlockPool:
                 block = self.memory.index.parent(block)
 
     def _count_writing_blocks(self, state: AttachmentState) -> int:
-        attachments = (one for one in self._attachments.values() if one.state is state)
-        return sum(len(each.blocks) for one in attachments for each in one.publications.values())
+        return sum(
+            len(publication.blocks)
+            for attachment in self._attachments.values()
+            if attachment.state is state
+            for publication in attachment.publications.values()
+        )
 
     def _ledger_entries(self, now: float) -> Iterator[PoolLedgerEntry]:
-        for holder, one in self._attachments.items():
-            live = one.state is AttachmentState.LIVE
-            held: set[int] = set()
-            self._collect_pinned_blocks(one, held)
-            written = sum(len(each.blocks) for each in one.publications.values())
-            for state, blocks in (
-                (PoolBlockState.IN_USE if live else PoolBlockState.QUARANTINED, len(held)),
-                (PoolBlockState.WRITING if live else PoolBlockState.QUARANTINED, written),
+        for client_id, attachment in self._attachments.items():
+            is_live = attachment.state is AttachmentState.LIVE
+            pinned: set[int] = set()
+            self._collect_pinned_blocks(attachment, pinned)
+            written = sum(len(one.blocks) for one in attachment.publications.values())
+            for state, num_blocks in (
+                (PoolBlockState.IN_USE if is_live else PoolBlockState.QUARANTINED, len(pinned)),
+                (PoolBlockState.WRITING if is_live else PoolBlockState.QUARANTINED, written),
             ):
-                if blocks:
-                    yield PoolLedgerEntry(holder, state, blocks, now - one.state_since)
+                if num_blocks:
+                    age = now - attachment.state_since
+                    yield PoolLedgerEntry(client_id, state, num_blocks, age)

@@ -1,11 +1,11 @@
-"""The `cost` policy: what is least worth keeping goes first. A block is worth the tokens that it
-saves, times what it takes to compute one of them, times how likely it is to be wanted again.
+"""The `cost` eviction policy: evict the block with the least value.
 
-Tokens are the same for all blocks of a pool. Computing a token of a prompt costs `1 + context /
-QUADRATIC`, in units of a token without context. Likelihood comes from
-kv_pool/core/eviction/reuse_model.py by class: how often the block has been used, and whether
-anything ever followed it in a prompt. Blocks of one class and about one cost stand in one queue by
-last use; the victim is the least valuable of the queues' ends.
+The value of a block is the number of its tokens, times the cost to compute one of them, times the
+rate at which it is expected to be used. All blocks of a pool have equally many tokens. Computing a
+token of a prompt costs `1 + context / QUADRATIC_CONTEXT_TOKENS`, in units of a token without
+context. The rate comes from kv_pool/core/eviction/reuse_model.py, by class: how often the block has
+been used, and whether another block ever followed it in a prompt. Blocks of one class and similar
+cost share a queue ordered by last use; the victim is the least valuable of the queues' fronts.
 """
 
 import math
@@ -19,39 +19,37 @@ from kv_pool.core.eviction.evictor import CandidateQueues
 from kv_pool.core.eviction.ghost_table import GhostEntry, GhostTable
 from kv_pool.core.eviction.reuse_model import ReuseModel
 
-# Context at which a token costs twice as much. An 8B model with grouped heads has about a quarter
-# of it; the nearer to that, the more a few long prompts are preferred to many short ones, at the
-# expense of the ratio of hits.
-QUADRATIC_CONTEXT_TOKENS = 131072.0  # tokens
-_CLASS_BY_USES = (0, 1, 2, 3, 4, 4, 4, 4, 5)  # uses -> class; as the last from there on
-_UNUSED_TAIL_CLASS = max(_CLASS_BY_USES) + 1  # not used yet, and the last of its prompt
+# Context at which a token costs twice as much as one without context. For an 8B model with
+# grouped-query attention it is about a quarter of this; a value nearer to that prefers few long
+# prompts to many short ones, at the expense of the hit ratio.
+QUADRATIC_CONTEXT_TOKENS = 131072.0
+_CLASS_BY_USES = (0, 1, 2, 3, 4, 4, 4, 4, 5)  # class by number of uses; more uses: the last class
+_UNUSED_TAIL_CLASS = max(_CLASS_BY_USES) + 1  # not used yet, and the last block of its prompt
 _NUM_CLASSES = _UNUSED_TAIL_CLASS + 1
 _CLASS_BY_USES_ARRAY = np.array(_CLASS_BY_USES)
 _MAX_USES = 0xFFFF
-_DEPTH_LIMITS = (4096, 16384, 65536)  # tokens: where another queue begins
-_TYPICAL_DEPTHS = (2048, 8192, 32768, 98304)  # tokens before a typical block of each
-_MIN_RELEARN_INSERTIONS = (
-    256  # inserted blocks, or a sixteenth of the tier, between two looks at what was learned
-)
-_VALUE_MARGIN = (
-    1.5  # what is learned is not exact: of blocks that differ by less, the least recently used goes
-)
-_MAX_RUN = 16  # victims of one queue between two looks at all queues
+_DEPTH_LIMITS = (4096, 16384, 65536)  # tokens before a block: bounds between queues of a class
+_TYPICAL_DEPTHS = (2048, 8192, 32768, 98304)  # tokens before a typical block of each queue
+# Values are computed anew after this many insertions, or a sixteenth of the tier if that is more.
+_MIN_RELEARN_INSERTIONS = 256
+# Learned values are not exact: of blocks whose values differ by a smaller factor, the least
+# recently used is evicted.
+_VALUE_MARGIN = 1.5
+_MAX_RUN = 16  # victims taken from one queue before all queues are compared again
 
 
 @dataclass(slots=True)
 class _VictimRun:
-    """The next `victims_left` victims come from `queue`, while its end is in `age_bucket` of age
-    and was last used by `latest_use`."""
+    """A run of victims from one queue, without comparing it with the other queues."""
 
     queue: int
-    age_bucket: int
-    latest_use: float
+    age_bucket: int  # the run ends when the front of the queue is in another bucket of age
+    latest_use: float  # seconds; the run ends when the front was used after this time
     victims_left: int
 
 
 class CostEvictor:
-    """Of `num_blocks` blocks of `block_size` tokens."""
+    """The policy for a tier of `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(
         self, num_blocks: int, block_size: int, quadratic: float = QUADRATIC_CONTEXT_TOKENS
@@ -63,11 +61,11 @@ class CostEvictor:
         self._uses = array("H", bytes(2 * num_blocks))
         self._reuse_class = array("b", bytes(num_blocks))
         self._queue = array("b", bytes(num_blocks))
-        # The same memory, for many blocks at once.
+        # The same memory as arrays, to update many blocks at once.
         self._last_uses = np.frombuffer(self._last_use)
         self._all_uses = np.frombuffer(self._uses, dtype=np.uint16)
         self._reuse_classes, self._queues = (
-            np.frombuffer(one, dtype=np.int8) for one in (self._reuse_class, self._queue)
+            np.frombuffer(values, dtype=np.int8) for values in (self._reuse_class, self._queue)
         )
         self._depth_thresholds = [tokens // block_size for tokens in _DEPTH_LIMITS]
         self._cost_by_depth = 1 + np.array(_TYPICAL_DEPTHS) / quadratic
@@ -105,8 +103,8 @@ class CostEvictor:
 
     def on_path_used(self, path: "array[int]", now: float) -> None:
         blocks = np.frombuffer(path, dtype=np.int32)
-        kinds = self._reuse_classes[blocks].astype(np.intp)
-        self._reuse_model.record_prompt_reuse(kinds, now - self._last_uses[blocks])
+        before = self._reuse_classes[blocks].astype(np.intp)
+        self._reuse_model.record_prompt_reuse(before, now - self._last_uses[blocks])
         uses = np.minimum(self._all_uses[blocks], _MAX_USES - 1) + 1
         after = _CLASS_BY_USES_ARRAY[np.minimum(uses, len(_CLASS_BY_USES) - 1)]
         self._last_uses[blocks], self._all_uses[blocks], self._reuse_classes[blocks] = (
@@ -114,9 +112,9 @@ class CostEvictor:
             uses,
             after,
         )
-        self._queues[blocks] += (after - kinds).astype(np.int8) * len(_TYPICAL_DEPTHS)
-        for kind, count in enumerate(np.bincount(after, minlength=_NUM_CLASSES).tolist()):
-            self._reuse_model.record_entries(kind, count)
+        self._queues[blocks] += (after - before).astype(np.int8) * len(_TYPICAL_DEPTHS)
+        for reuse_class, count in enumerate(np.bincount(after, minlength=_NUM_CLASSES).tolist()):
+            self._reuse_model.record_entries(reuse_class, count)
 
     def add_candidate(self, block: int) -> None:
         self._candidates.add_block(block, self._queue[block], self._last_use[block])
@@ -139,8 +137,7 @@ class CostEvictor:
         )
 
     def _next_victim_of_run(self, now: float) -> int:
-        """What was chosen last time goes on being the choice while its end is about as old and its
-        reason holds."""
+        """Return the next victim of the present run, or -1 if the run has ended."""
         run = self._run
         if not run.victims_left:
             return -1
@@ -157,27 +154,29 @@ class CostEvictor:
         return block
 
     def _choose_least_valuable(self, now: float) -> int:
-        ends: list[tuple[float, float, int]] = []  # of the queues: worth, last use, block
-        for queue, worths in enumerate(self._value_by_queue):
+        """Compare the fronts of all queues and start a run; -1 if there is no candidate."""
+        fronts: list[tuple[float, float, int]] = []  # value, last use, block
+        for queue, values in enumerate(self._value_by_queue):
             block = self._candidates.find_oldest(queue, self._queue, self._last_use)
             if block >= 0:
                 last_use = self._last_use[block]
-                ends.append((worths[self._reuse_model.age_bucket(now - last_use)], last_use, block))
-        if not ends:
+                value = values[self._reuse_model.age_bucket(now - last_use)]
+                fronts.append((value, last_use, block))
+        if not fronts:
             return -1
-        by_age = sorted(ends, key=lambda end: end[1:])
-        least, oldest, next_oldest = min(ends), by_age[0], by_age[min(1, len(ends) - 1)]
-        clear = least[0] * _VALUE_MARGIN < oldest[0]
-        _, last_use, block = least if clear else oldest
-        latest = math.inf if clear or len(ends) == 1 else next_oldest[1]
+        by_age = sorted(fronts, key=lambda front: front[1:])
+        least, oldest, next_oldest = min(fronts), by_age[0], by_age[min(1, len(fronts) - 1)]
+        is_clear = least[0] * _VALUE_MARGIN < oldest[0]
+        _, last_use, block = least if is_clear else oldest
+        latest = math.inf if is_clear or len(fronts) == 1 else next_oldest[1]
         self._run = _VictimRun(
             self._queue[block], self._reuse_model.age_bucket(now - last_use), latest, _MAX_RUN
         )
         return block
 
     def _compute_values(self) -> list[list[float]]:
-        """Worth by queue and age."""
-        likelihood = self._reuse_model.compute_reuse_rates()
-        worth = likelihood[:, None, :] * self._cost_by_depth[None, :, None]
-        by_queue: list[list[float]] = worth.reshape(-1, likelihood.shape[1]).tolist()
+        """Return the value of a block by queue and bucket of age."""
+        rates = self._reuse_model.compute_reuse_rates()
+        values = rates[:, None, :] * self._cost_by_depth[None, :, None]
+        by_queue: list[list[float]] = values.reshape(-1, rates.shape[1]).tolist()
         return by_queue

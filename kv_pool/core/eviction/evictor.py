@@ -1,5 +1,8 @@
-"""Which leaf goes when there is no room. The tier says what is in the index, what was used and
-which blocks may go (*offered*: leaves that nobody pins); an evictor chooses among those."""
+"""Evictors: choose the block to evict when a cache tier is full.
+
+The tier reports what is in the index, which blocks were used, and which may be evicted: the
+*candidates*, leaves without a pin. The evictor chooses a victim among the candidates.
+"""
 
 from array import array
 from heapq import heapify, heappop, heappush
@@ -8,37 +11,40 @@ from typing import Protocol
 import numpy as np
 
 _NOT_QUEUED = -1
-_STALE_ALLOWANCE = 256  # entries of blocks that are not offered, beside as many as are
+_STALE_ALLOWANCE = 256  # stale queue entries allowed on top of one for each candidate
 
 
 class Evictor(Protocol):
-    """`now` is in seconds and never runs backwards."""
+    """What a cache tier reports to its eviction policy. `now` is in seconds and never decreases."""
 
     def on_block_inserted(self, block: int, key: int, depth: int, now: float) -> None:
-        """`block` is in the index, with `depth` blocks before it; `key` names its content."""
+        """`block` was indexed, with `depth` blocks before it; `key` identifies its content."""
 
     def on_child_added(self, block: int) -> None:
-        """It has got a child."""
+        """A child of `block` was indexed."""
 
     def on_path_used(self, path: "array[int]", now: float) -> None:
-        """Somebody looked up and found exactly these blocks."""
+        """A look-up has found exactly these blocks."""
 
     def add_candidate(self, block: int) -> None: ...
 
     def remove_candidate(self, block: int) -> None:
-        """It may not go any more: it is pinned, or has got a child."""
+        """`block` must not be evicted any more: it is pinned, or has a child now."""
 
     def choose_victim(self, now: float) -> int | None:
-        """The offered block that goes; it is withdrawn. None if none is offered."""
+        """Choose a candidate to evict and remove it from the candidates; None if there is none."""
 
     def on_block_removed(self, block: int, key: int) -> None:
-        """`block` is not in the index any more."""
+        """`block` was removed from the index."""
 
 
 class CandidateQueues:
-    """Offered blocks in queues by last use, oldest first. A block stands in one queue; that it was
-    used, withdrawn or moved to another one since is seen when its turn comes, and costs nothing
-    before. When most of what stands in the queues is not offered any more, they are made anew."""
+    """Candidates in priority queues, ordered by last use, oldest first.
+
+    A block has an entry in one queue. If the block is used, removed or moved to another queue, its
+    entry becomes stale and is corrected only when it reaches the front. When most entries are of
+    blocks that are no candidates any more, the queues are rebuilt.
+    """
 
     def __init__(self, num_blocks: int, num_queues: int) -> None:
         self._queues: list[list[tuple[float, int]]] = [[] for _ in range(num_queues)]
@@ -60,45 +66,47 @@ class CandidateQueues:
         self._num_candidates -= self._is_candidate[block]
         self._is_candidate[block] = 0
 
-    def find_oldest(self, queue: int, belongs: "array[int]", last_use: "array[float]") -> int:
-        """The offered block of `queue` whose last use is longest ago, or -1; `belongs` and
-        `last_use` are what holds now, by block."""
-        waiting = self._queues[queue]
-        while waiting:
-            since, block = waiting[0]
-            stands = self._queue_of[block] == queue
+    def find_oldest(self, queue: int, current_queue: "array[int]", last_use: "array[float]") -> int:
+        """Return the least recently used candidate of `queue`, or -1 if there is none.
+
+        `current_queue` and `last_use` have the present values by block.
+        """
+        entries = self._queues[queue]
+        while entries:
+            queued_use, block = entries[0]
+            is_queued = self._queue_of[block] == queue
             if (
-                stands
+                is_queued
                 and self._is_candidate[block]
-                and belongs[block] == queue
-                and last_use[block] == since
+                and current_queue[block] == queue
+                and last_use[block] == queued_use
             ):
                 return block
-            heappop(waiting)
+            heappop(entries)
             self._num_queued -= 1
-            if stands:
+            if is_queued:
                 self._queue_of[block] = _NOT_QUEUED
                 if self._is_candidate[block]:
-                    self.add_block(block, belongs[block], last_use[block])
+                    self.add_block(block, current_queue[block], last_use[block])
         return -1
 
     def _compact_queues(self) -> None:
-        for queue, waiting in enumerate(self._queues):
+        for queue, entries in enumerate(self._queues):
             kept: list[tuple[float, int]] = []
-            for since, block in waiting:
+            for queued_use, block in entries:
                 if self._queue_of[block] != queue:
                     continue
                 if self._is_candidate[block]:
-                    kept.append((since, block))
+                    kept.append((queued_use, block))
                 else:
                     self._queue_of[block] = _NOT_QUEUED
             heapify(kept)
-            waiting[:] = kept
+            entries[:] = kept
         self._num_queued = sum(map(len, self._queues))
 
 
 class LruEvictor:
-    """Least recently used first: of the offered blocks the one whose last use is longest ago."""
+    """Evicts the least recently used candidate."""
 
     def __init__(self, num_blocks: int) -> None:
         self._last_use = array("d", bytes(8 * num_blocks))
@@ -110,7 +118,7 @@ class LruEvictor:
         self._last_use[block] = now
 
     def on_child_added(self, block: int) -> None:
-        """No matter."""
+        """LRU does not use this."""
 
     def on_path_used(self, path: "array[int]", now: float) -> None:
         self._last_uses[np.frombuffer(path, dtype=np.int32)] = now
@@ -129,4 +137,4 @@ class LruEvictor:
         return block
 
     def on_block_removed(self, block: int, key: int) -> None:
-        """Nothing to remember."""
+        """LRU does not use this."""

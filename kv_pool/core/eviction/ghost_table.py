@@ -1,5 +1,4 @@
-"""What is still known of blocks that were evicted: without it a policy would learn only from what
-it keeps."""
+"""Ghosts: what is remembered of evicted blocks, so that the policy learns from its evictions too."""
 
 from array import array
 from dataclasses import dataclass
@@ -9,36 +8,40 @@ _GHOSTS_PER_BLOCK = 4
 
 @dataclass(frozen=True, slots=True)
 class GhostEntry:
-    reuse_class: int  # the class that it was in
+    """What is remembered of one evicted block."""
+
+    reuse_class: int  # class of the block when it was evicted
     use_count: int
-    last_use: float
+    last_use: float  # seconds
 
 
 class GhostTable:
-    """The last four or so times as many evicted blocks as the tier has, in a direct-mapped table of
-    11 bytes a place: a newcomer overwrites whoever has its place."""
+    """About four times as many evicted blocks as the tier has, in a direct-mapped table.
+
+    It takes 11 bytes per entry; a new ghost overwrites the one that maps to the same entry.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        places = 1 << (num_blocks * _GHOSTS_PER_BLOCK - 1).bit_length()
-        self._mask = places - 1
-        self._tags = array("I", [0]) * places  # 0: empty
-        self._last_use = array("f", [0.0]) * places
-        self._uses = array("H", [0]) * places
-        self._reuse_classes = bytearray(places)
+        num_entries = 1 << (num_blocks * _GHOSTS_PER_BLOCK - 1).bit_length()
+        self._mask = num_entries - 1
+        self._tags = array("I", [0]) * num_entries  # 0: empty
+        self._last_use = array("f", [0.0]) * num_entries
+        self._uses = array("H", [0]) * num_entries
+        self._reuse_classes = bytearray(num_entries)
 
     def add_ghost(self, key: int, ghost: GhostEntry) -> None:
-        place = key & self._mask
-        self._tags[place] = key >> 32 or 1
-        self._reuse_classes[place], self._uses[place] = (
+        entry = key & self._mask
+        self._tags[entry] = key >> 32 or 1
+        self._reuse_classes[entry], self._uses[entry] = (
             ghost.reuse_class,
             min(ghost.use_count, 0xFFFF),
         )
-        self._last_use[place] = ghost.last_use
+        self._last_use[entry] = ghost.last_use
 
     def pop_ghost(self, key: int) -> GhostEntry | None:
-        """What was known of it; it is no ghost any more."""
-        place = key & self._mask
-        if self._tags[place] != (key >> 32 or 1):
+        """Remove and return the ghost of a block; None if there is none."""
+        entry = key & self._mask
+        if self._tags[entry] != (key >> 32 or 1):
             return None
-        self._tags[place] = 0
-        return GhostEntry(self._reuse_classes[place], self._uses[place], self._last_use[place])
+        self._tags[entry] = 0
+        return GhostEntry(self._reuse_classes[entry], self._uses[entry], self._last_use[entry])

@@ -1,11 +1,11 @@
-"""The eviction policies by the names that settings have for them."""
+"""The eviction policies by the names that the setting `pool_eviction` takes."""
 
 from collections.abc import Callable
 
 from kv_pool.core.eviction.cost_evictor import CostEvictor
 from kv_pool.core.eviction.evictor import Evictor, LruEvictor
 
-EvictorFactory = Callable[[int, int], Evictor]  # for so many blocks of so many tokens
+EvictorFactory = Callable[[int, int], Evictor]  # called with num_blocks, block_size
 
 EVICTION_POLICIES: dict[str, EvictorFactory] = {
     "cost": CostEvictor,

@@ -1,7 +1,8 @@
-"""The names of an index's blocks, and which block has which: an open-addressing hash table of block
-numbers (Knuth, The Art of Computer Programming 3, 6.4: linear probing, and algorithm R for
-removal). What is hashed and compared is the first 8 bytes of a name, which are as good as random
-already. About 40 bytes a block, names included; a dictionary of integers takes 120 besides.
+"""A hash table from block hash to block number, with open addressing.
+
+Linear probing, and algorithm R for removal (Knuth, The Art of Computer Programming 3, section 6.4).
+The key is the first 8 bytes of a block hash, which are uniformly distributed already. It takes
+about 40 bytes per block, block hashes included; a dictionary would take 120 bytes more.
 """
 
 from array import array
@@ -13,12 +14,12 @@ _EMPTY = -1
 
 
 class BlockHashTable:
-    """Of `num_blocks` blocks."""
+    """A table for the hashes of blocks 0 to `num_blocks` - 1."""
 
     def __init__(self, num_blocks: int) -> None:
-        places = 1 << (num_blocks * 3 // 2).bit_length()  # filled to two thirds at most
-        self._mask = places - 1
-        self._slots = array("i", [_EMPTY]) * places
+        num_slots = 1 << (num_blocks * 3 // 2).bit_length()  # at most two thirds are filled
+        self._mask = num_slots - 1
+        self._slots = array("i", [_EMPTY]) * num_slots
         self._hashes = bytearray(num_blocks * HASH_BYTES)
         self._count = 0
 
@@ -26,55 +27,60 @@ class BlockHashTable:
         return self._count
 
     def block_hash(self, block: int) -> bytes:
-        """The last one that it got."""
+        """Return the hash with which the block was last added."""
         return bytes(self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES])
 
-    def find_block(self, name: bytes) -> int | None:
-        """The block whose name begins with the first 8 bytes of this one."""
-        block = self._slots[self._find_slot(name)]
+    def find_block(self, block_hash: bytes) -> int | None:
+        """Return the block whose hash has the same first 8 bytes as `block_hash`."""
+        block = self._slots[self._find_slot(block_hash)]
         return None if block == _EMPTY else block
 
-    def add_block(self, block: int, name: bytes) -> bool:
-        """False, and nothing changed, if a name that begins alike is in it. `block` is not."""
-        place = self._find_slot(name)
-        if self._slots[place] != _EMPTY:
+    def add_block(self, block: int, block_hash: bytes) -> bool:
+        """Add a block that is not in the table.
+
+        Returns False and changes nothing if a hash with the same first 8 bytes is in the table.
+        """
+        slot = self._find_slot(block_hash)
+        if self._slots[slot] != _EMPTY:
             return False
-        self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
-        self._slots[place] = block
+        self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] = block_hash
+        self._slots[slot] = block
         self._count += 1
         return True
 
     def remove_block(self, block: int) -> None:
-        """`block` is in it. What stands behind it moves up, so that nothing is searched for past an
-        empty place."""
-        places, mask = self._slots, self._mask
+        """Remove a block that is in the table, and move later entries up to close the gap.
+
+        A search ends at the first empty slot, so no entry may have one before it in its run.
+        """
+        slots, mask = self._slots, self._mask
         hole = self._home_slot(block)
-        while places[hole] != block:
+        while slots[hole] != block:
             hole = (hole + 1) & mask
-        place = (hole + 1) & mask
-        while (other := places[place]) != _EMPTY:
-            if (place - self._home_slot(other)) & mask >= (place - hole) & mask:
-                places[hole], hole = other, place
-            place = (place + 1) & mask
-        places[hole] = _EMPTY
+        slot = (hole + 1) & mask
+        while (other := slots[slot]) != _EMPTY:
+            if (slot - self._home_slot(other)) & mask >= (slot - hole) & mask:
+                slots[hole], hole = other, slot
+            slot = (slot + 1) & mask
+        slots[hole] = _EMPTY
         self._count -= 1
 
     def blocks(self) -> list[int]:
-        """All that are in it, in no order."""
+        """Return all blocks in the table, in no particular order."""
         return [block for block in self._slots if block != _EMPTY]
 
-    def _find_slot(self, name: bytes) -> int:
-        """Of the block whose name begins like this one, or the empty one where it would be."""
-        places, names, mask, key = self._slots, self._hashes, self._mask, name[:_KEY_BYTES]
-        place = int.from_bytes(key, "big") & mask
-        while (block := places[place]) != _EMPTY:
+    def _find_slot(self, block_hash: bytes) -> int:
+        """Return the slot of the block with this key, or the empty slot where it belongs."""
+        slots, hashes, mask, key = self._slots, self._hashes, self._mask, block_hash[:_KEY_BYTES]
+        slot = int.from_bytes(key, "big") & mask
+        while (block := slots[slot]) != _EMPTY:
             start = block * HASH_BYTES
-            if names[start : start + _KEY_BYTES] == key:
+            if hashes[start : start + _KEY_BYTES] == key:
                 break
-            place = (place + 1) & mask
-        return place
+            slot = (slot + 1) & mask
+        return slot
 
     def _home_slot(self, block: int) -> int:
-        """The place where the search for it begins."""
+        """Return the slot where the search for a block begins."""
         start = block * HASH_BYTES
         return int.from_bytes(self._hashes[start : start + _KEY_BYTES], "big") & self._mask

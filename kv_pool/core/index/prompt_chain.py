@@ -1,5 +1,4 @@
-"""A prompt as the pool is asked about it: what it descends from, the names of its full blocks, its
-token ids."""
+"""A prompt in the pool's requests: root hash, hashes of its full blocks, and token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +17,15 @@ _KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptChain:
-    """`packed_hashes`: 32 bytes for each full block; `packed_tokens`: 4 bytes each, big endian, of
-    the full blocks and of what follows them. Raises InvalidRequest if the two cannot belong
-    together; that the names are the tokens' is not checked here, and need not be: a match compares
-    both."""
+    """The block hashes and tokens of a prompt. Raises InvalidRequest if their lengths do not fit.
 
-    root_hash: BlockHash
-    packed_hashes: bytes
-    packed_tokens: bytes
-    block_size: int
+    It is not checked that the hashes are those of the tokens: a match in the index compares both.
+    """
+
+    root_hash: BlockHash  # of model, layout and salt: what the first block's hash builds on
+    packed_hashes: bytes  # 32 bytes for each full block
+    packed_tokens: bytes  # 4 bytes each, big endian: all full blocks, and what follows them
+    block_size: int  # tokens
 
     def __post_init__(self) -> None:
         full = len(self.packed_tokens) // (self.block_size * TOKEN_BYTES)
@@ -36,8 +35,9 @@ class PromptChain:
             or len(self.packed_hashes) != full * HASH_BYTES
         ):
             raise InvalidRequest(
-                f"a chain of {len(self.packed_tokens)} bytes of tokens in blocks of {self.block_size} has {full} names of "
-                f"{HASH_BYTES} bytes and a root; {len(self.packed_hashes)} and {len(self.root_hash)} bytes came"
+                f"a chain of {len(self.packed_tokens)} bytes of tokens in blocks of "
+                f"{self.block_size} needs {full} block hashes and a root hash of {HASH_BYTES} "
+                f"bytes each; got {len(self.packed_hashes)} and {len(self.root_hash)} bytes"
             )
 
     @classmethod
@@ -46,29 +46,29 @@ class PromptChain:
         return cls(root, compute_packed_hashes(root, packed, block_size), packed, block_size)
 
     def prefix(self, blocks: int) -> "PromptChain":
-        """Its first full blocks."""
+        """Return a chain of the first `blocks` full blocks."""
         tokens = self.packed_tokens[: blocks * self.block_size * TOKEN_BYTES]
         return PromptChain(
             self.root_hash, self.packed_hashes[: blocks * HASH_BYTES], tokens, self.block_size
         )
 
     def __len__(self) -> int:
-        """Full blocks."""
+        """Return the number of full blocks."""
         return len(self.packed_hashes) // HASH_BYTES
 
     def block_hash(self, number: int) -> bytes:
         return self.packed_hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
     def index_key(self, number: int) -> int:
-        """What an index looks the block up by: the first 8 bytes of its name."""
+        """Return the key of an index entry: the first 8 bytes of the block hash."""
         start = number * HASH_BYTES
         return int.from_bytes(self.packed_hashes[start : start + _KEY_BYTES], "big")
 
     def block_tokens(self, number: int) -> bytes:
-        """Of a full block, or what is left of the last one."""
+        """Return the packed tokens of a block, which may be the last, partial one."""
         size = self.block_size * TOKEN_BYTES
         return self.packed_tokens[number * size : (number + 1) * size]
 
 
-def index_key_of(name: bytes) -> int:
-    return int.from_bytes(name[:_KEY_BYTES], "big")
+def index_key_of(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[:_KEY_BYTES], "big")

@@ -1,12 +1,12 @@
-"""The radix index: which block holds which prefix. One entry a block, linked to its parent; a path
-from a root down is a prompt, block by block.
+"""The radix index: finds the block that holds a given prefix of a prompt.
 
-A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the
-names of a prompt a beginning is present and the rest is not, and the last one present is found by
-binary search: a handful of look-ups for a prompt of any length, and then the path down to it
-(kv_pool/core/index/path_table.py). Entries are found by the first 8 bytes of their names; the whole
-name, the root and the token ids of the whole path are compared. Of two names with equal first bytes
-the second is refused, and what would follow it too.
+It has one entry per block, linked to its parent; a path from a root down is a prompt, block by
+block. A block's parent is always in the index, because insertion requires it and only leaves are
+removed. So a prompt's first blocks are present and the rest are not, and binary search over the
+block hashes finds the last one present: O(log n) look-ups, and then the path down to it
+(kv_pool/core/index/path_table.py). Entries are looked up by the first 8 bytes of their block hash,
+after which the whole hash, the root and the token ids of the whole path are compared. A block whose
+first 8 bytes equal those of an indexed block is refused, and so are all blocks after it.
 """
 
 from array import array
@@ -24,19 +24,19 @@ _NO_CHILD, _SEVERAL_CHILDREN = -1, -2
 
 
 class RadixIndex:
-    """Blocks 0 to `num_blocks` - 1, of `block_size` tokens each."""
+    """An index over blocks 0 to `num_blocks` - 1, of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._hash_table = BlockHashTable(num_blocks)
         self._token_table = TokenTable(num_blocks, block_size)
         self._path_table = PathTable(num_blocks)
-        self._only_child = (
-            array("i", [_NO_CHILD]) * num_blocks
-        )  # the only one, or what is said above
-        self._siblings: dict[int, list[int]] = {}  # parent of several -> children by token ids
-        self._first_blocks: dict[bytes, list[int]] = {}  # root -> first blocks by token ids
-        self._root_of: dict[int, bytes] = {}  # first block -> its root
+        # By block: its only child, _NO_CHILD or _SEVERAL_CHILDREN.
+        self._only_child = array("i", [_NO_CHILD]) * num_blocks
+        # Children by block with several, and first blocks by root hash; both sorted by token ids.
+        self._siblings: dict[int, list[int]] = {}
+        self._first_blocks: dict[bytes, list[int]] = {}
+        self._root_of: dict[int, bytes] = {}  # root hash by first block
 
     def __len__(self) -> int:
         return len(self._hash_table)
@@ -45,11 +45,11 @@ class RadixIndex:
         return block in self._path_table
 
     def parent(self, block: int) -> int:
-        """ROOT for a first block."""
+        """Return the block before `block` in its prompt; ROOT for a first block."""
         return self._path_table.parent(block)
 
     def depth(self, block: int) -> int:
-        """Blocks before it."""
+        """Return how many blocks come before `block` in its prompt."""
         return self._path_table.depth(block)
 
     def is_leaf(self, block: int) -> bool:
@@ -62,45 +62,44 @@ class RadixIndex:
         return self._token_table.get_tokens(block)
 
     def path(self, block: int) -> "array[int]":
-        """From the first block down to `block`."""
+        """Return the blocks of the prompt that ends with `block`, first to last."""
         return self._path_table.path(block)
 
     def chain(self, block: int) -> PromptChain:
-        """The prompt that ends with `block`."""
+        """Return the prompt that ends with `block`."""
         path = self.path(block)
-        names, tokens = (b"".join(map(get, path)) for get in (self.block_hash, self.packed_tokens))
-        return PromptChain(BlockHash(self._root_of[path[0]]), names, tokens, self._block_size)
+        hashes, tokens = (b"".join(map(get, path)) for get in (self.block_hash, self.packed_tokens))
+        return PromptChain(BlockHash(self._root_of[path[0]]), hashes, tokens, self._block_size)
 
     def root_hash(self, block: int) -> BlockHash:
-        """What the first block of its path descends from."""
+        """Return the root hash of the prompt that `block` belongs to."""
         return BlockHash(self._root_of[self.path(block)[0]])
 
     def list_subtree(self, block: int) -> list[int]:
-        """`block` and all that follow it, leaves first."""
-        found = [block]
-        for one in found:
-            found += self._children(one)
-        return found[::-1]
+        """Return `block` and all blocks below it, leaves first."""
+        subtree = [block]
+        for member in subtree:
+            subtree += self._children(member)
+        return subtree[::-1]
 
     # finding
 
-    def find_block(self, name: bytes) -> int | None:
-        block = self._hash_table.find_block(name)
-        return block if block is not None and self.block_hash(block) == name else None
+    def find_block(self, block_hash: bytes) -> int | None:
+        block = self._hash_table.find_block(block_hash)
+        return block if block is not None and self.block_hash(block) == block_hash else None
 
-    def match_prefix(self, chain: PromptChain, most: int | None = None) -> "array[int]":
-        """The blocks of the longest prefix of `chain` that is here, at most `most`, first to
-        last."""
-        known, unknown, deepest = 0, len(chain) if most is None else min(most, len(chain)), ROOT
-        while (
-            known < unknown
-        ):  # the first `known` are here; names from `unknown` on are not, or not wanted
-            middle = (known + unknown) // 2
+    def match_prefix(self, chain: PromptChain, max_blocks: int | None = None) -> "array[int]":
+        """Return the blocks of the longest indexed prefix of `chain`, first to last."""
+        # Blocks below `present` are indexed; those from `absent` on are not, or not requested.
+        present, absent = 0, len(chain) if max_blocks is None else min(max_blocks, len(chain))
+        deepest = ROOT
+        while present < absent:
+            middle = (present + absent) // 2
             block = self.find_block(chain.block_hash(middle))
             if block is not None and self.depth(block) == middle:
-                known, deepest = middle + 1, block
+                present, deepest = middle + 1, block
             else:
-                unknown = middle
+                absent = middle
         if deepest == ROOT:
             return array("i")
         path = self.path(deepest)
@@ -109,14 +108,17 @@ class RadixIndex:
         return path[: self._token_table.count_matching_blocks(path, chain.packed_tokens)]
 
     def match_partial_block(self, chain: PromptChain, path: "array[int]") -> tuple[int, int] | None:
-        """Of the blocks that follow `path`, a match of `chain`, the one that shares most of the
-        tokens that come next, and how many; None if none shares any."""
-        wanted = chain.block_tokens(len(path))
+        """Find the block after `path` that has most of the next tokens of `chain` in common.
+
+        `path` is a match of `chain`. Returns the block and the number of tokens, or None if no
+        block has the next token.
+        """
+        tokens = chain.block_tokens(len(path))
         children = self._children(path[-1]) if path else self._first_blocks.get(chain.root_hash, [])
-        place = bisect_left(children, wanted, key=self._token_table.get_tokens)
+        position = bisect_left(children, tokens, key=self._token_table.get_tokens)
         best: tuple[int, int] | None = None
-        for block in children[max(0, place - 1) : place + 1]:
-            shared = common_prefix_tokens(self._token_table.get_tokens(block), wanted)
+        for block in children[max(0, position - 1) : position + 1]:
+            shared = common_prefix_tokens(self._token_table.get_tokens(block), tokens)
             if shared > (best[1] if best else 0):
                 best = block, shared
         return best
@@ -130,22 +132,24 @@ class RadixIndex:
     # changing
 
     def insert_block(self, block: int, chain: PromptChain, number: int, parent: int) -> bool:
-        """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT
-        for the first). False, and nothing changed, if another name has its first bytes."""
+        """Index `block` as block `number` of `chain`, after `parent` (ROOT for the first block).
+
+        Returns False and changes nothing if an indexed block hash has the same first 8 bytes.
+        """
         require_invariant(
             number == 0 if parent == ROOT else self.depth(parent) + 1 == number,
-            f"block {block} without a parent",
+            f"block {block} is inserted without its parent",
         )
         return self.add_block(
             block, chain.block_hash(number), chain.block_tokens(number), parent, chain.root_hash
         )
 
     def add_block(
-        self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash
+        self, block: int, block_hash: bytes, tokens: bytes, parent: int, root: BlockHash
     ) -> bool:
-        """The same, for a block whose prompt is not at hand."""
+        """Index `block` like `insert_block`, given its own hash and tokens instead of a chain."""
         require_invariant(block not in self, f"block {block} is in the index already")
-        if not self._hash_table.add_block(block, name):
+        if not self._hash_table.add_block(block, block_hash):
             return False
         self._token_table.set_tokens(block, tokens)
         self._path_table.add_block(block, parent)
@@ -158,7 +162,7 @@ class RadixIndex:
 
     def remove_leaf(self, block: int) -> None:
         require_invariant(
-            block in self and self.is_leaf(block), f"block {block} is no leaf of the index"
+            block in self and self.is_leaf(block), f"block {block} is not a leaf of the index"
         )
         self._hash_table.remove_block(block)
         parent = self._path_table.remove_block(block)
@@ -191,37 +195,30 @@ class RadixIndex:
             del self._siblings[parent]
 
     def _add_sorted(self, blocks: list[int], block: int) -> None:
-        blocks.insert(
-            bisect_left(
-                blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens
-            ),
-            block,
-        )
+        tokens = self._token_table.get_tokens(block)
+        blocks.insert(bisect_left(blocks, tokens, key=self._token_table.get_tokens), block)
 
     def _remove_sorted(self, blocks: list[int], block: int) -> None:
-        """Equal tokens after one parent are one name, unless a name is forged: so `block` may not
-        be the first."""
-        place = bisect_left(
-            blocks, self._token_table.get_tokens(block), key=self._token_table.get_tokens
-        )
-        del blocks[blocks.index(block, place)]
+        """Remove `block`; with a forged block hash, several blocks may have its tokens."""
+        tokens = self._token_table.get_tokens(block)
+        start = bisect_left(blocks, tokens, key=self._token_table.get_tokens)
+        del blocks[blocks.index(block, start)]
 
     def check(self) -> None:
-        """Raise LedgerError unless all tables tell the same story. Looks at everything: for
-        tests."""
+        """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
         present = [block for block in range(len(self._path_table)) if block in self]
-        require_invariant(sorted(self._hash_table.blocks()) == present, "names and parents")
+        require_invariant(sorted(self._hash_table.blocks()) == present, "block hashes and parents")
         children: dict[int, list[int]] = {}
         for block in present:
             require_invariant(
-                self.find_block(self.block_hash(block)) == block, f"name of block {block}"
+                self.find_block(self.block_hash(block)) == block, f"block hash of block {block}"
             )
             parent = self.parent(block)
             require_invariant(
                 (parent == ROOT) == (block in self._root_of), f"root of block {block}"
             )
             if parent != ROOT:
-                require_invariant(parent in self, f"the parent of block {block} is gone")
+                require_invariant(parent in self, f"the parent of block {block} is not indexed")
                 require_invariant(
                     self.depth(block) == self.depth(parent) + 1, f"depth of block {block}"
                 )

@@ -1,5 +1,4 @@
-"""The token ids of every block of an index, in one array: comparing a path of thousands of blocks
-is one operation."""
+"""Token ids of an index's blocks in one array, so that comparing a long path is one operation."""
 
 from array import array
 
@@ -9,8 +8,11 @@ from baton.kv.block_hash import TOKEN_BYTES
 
 
 class TokenTable:
-    """`num_blocks` rows of `block_size` token ids, as they are sent (4 bytes each, big endian: rows
-    compare as bytes in the order of their ids)."""
+    """`num_blocks` rows of `block_size` packed token ids.
+
+    Token ids are packed as in messages, 4 bytes each, big endian, so that comparing rows as bytes
+    orders them by token id.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._row_bytes = block_size * TOKEN_BYTES
@@ -26,7 +28,7 @@ class TokenTable:
         return bytes(self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes])
 
     def count_matching_blocks(self, path: "array[int]", tokens: bytes) -> int:
-        """How many leading blocks of `path` hold what `tokens` begins with."""
+        """Return how many leading blocks of `path` hold the first of the packed `tokens`."""
         rows = self._rows.take(np.frombuffer(path, dtype=np.int32))
         if rows.tobytes() == tokens[: rows.nbytes]:
             return len(path)
@@ -37,8 +39,10 @@ class TokenTable:
 
 
 def common_prefix_tokens(left: bytes, right: bytes) -> int:
-    """Tokens with which both begin."""
+    """Return the length in tokens of the longest common prefix of two packed token lists."""
     length = min(len(left), len(right)) // TOKEN_BYTES
-    one, other = (np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right))
-    differing = np.flatnonzero(one != other)
+    left_ids, right_ids = (
+        np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right)
+    )
+    differing = np.flatnonzero(left_ids != right_ids)
     return int(differing[0]) if differing.size else length

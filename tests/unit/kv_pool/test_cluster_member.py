@@ -38,7 +38,7 @@ class FakeCoordinatorLink:
 class FakeCachePoolManager:
     def __init__(self) -> None:
         self.cache_journal = CacheJournal()
-        self.block_pool = SimpleNamespace(memory=SimpleNamespace(total=TOTAL))
+        self.block_pool = SimpleNamespace(memory=SimpleNamespace(num_blocks=TOTAL))
         self.largest_request = 0
 
     def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
@@ -67,7 +67,7 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert told == [1, 2, 3], "one part, and no more before it is written"
-    assert host.largest == MAX_HASHES_PER_BATCH
+    assert host.largest_request == MAX_HASHES_PER_BATCH
     first, *others = link.sent
     assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
     assert [len(one.cache_events.inserted) for one in others] == [MAX_HASHES_PER_BATCH, 3]

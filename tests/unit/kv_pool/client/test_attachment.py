@@ -59,7 +59,9 @@ def test_fence_byte_is_unlocked_when_mapping_fails(
 @pytest.mark.parametrize("rate", ["0.5", "0", "-1", "much"])
 def test_invalid_publish_rate_is_rejected_at_start(space: BlockAddressSpace, rate: str) -> None:
     parts = SimpleNamespace(
-        config=Config(pool_publish_rate=rate), space=space, own=memoryview(bytearray(4096))
+        config=Config(pool_publish_rate=rate),
+        address_space=space,
+        own_arena=memoryview(bytearray(4096)),
     )
     with pytest.raises(ConfigError, match=f"pool_publish_rate is '{rate}'"):
         make_pool_client(cast(NodePoolContext, parts))
@@ -86,8 +88,8 @@ async def test_node_redials_after_an_unexpected_error(
         tried.release()
         raise ValueError("a defect")
 
-    monkeypatch.setattr("kv_pool.client.pool_client.Session", session)
-    monkeypatch.setattr("kv_pool.client.pool_client.RETRY", 0.001)
+    monkeypatch.setattr("kv_pool.client.pool_client.PoolStream", session)
+    monkeypatch.setattr("kv_pool.client.pool_client.RETRY_SECONDS", 0.001)
     client = PoolClient(
         client_config("127.0.0.1:1", tmp_path, "node"), space, memoryview(bytearray(4096))
     )

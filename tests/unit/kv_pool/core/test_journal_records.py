@@ -59,7 +59,7 @@ def record_insertions(prompts: Sequence[object]) -> list[JournalEntry]:
     """What a small disk writes while these come and go, each block with a checksum of its own."""
     tier, entries = make_tier(), list[JournalEntry]()
     tier.add_listeners(
-        gained=lambda slot: entries.append(make_journal_entry(tier, slot, 1000 + len(entries)))
+        on_insert=lambda slot: entries.append(make_journal_entry(tier, slot, 1000 + len(entries)))
     )
     for now, prompt in enumerate(prompts):
         insert_chain(tier, prompt, float(now))  # type: ignore[arg-type]

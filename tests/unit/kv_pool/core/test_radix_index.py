@@ -29,7 +29,7 @@ def test_the_longest_prefix_is_found() -> None:
     assert list(index.match_prefix(make_block_chain(1, 2, 4, 5))) == [0, 1, 3, 4]
     assert list(index.match_prefix(make_block_chain(1, 9))) == [0]
     assert list(index.match_prefix(make_block_chain(2, 3))) == []
-    assert list(index.match_prefix(make_block_chain(1, 2, 3), most=2)) == [0, 1]
+    assert list(index.match_prefix(make_block_chain(1, 2, 3), max_blocks=2)) == [0, 1]
     assert list(index.match_prefix(make_chain([1, 1]))) == []
 
 

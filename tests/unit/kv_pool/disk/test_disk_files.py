@@ -15,7 +15,7 @@ from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry, record_size
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile, open_disk_file
-from kv_pool.disk.journal_file import DISK_FILE_NAME as JOURNAL
+from kv_pool.disk.journal_file import JOURNAL_FILE_NAME
 from kv_pool.disk.journal_file import DiskJournalFile
 from kv_pool.disk.mount import DiskSettings, mount_disk
 
@@ -133,7 +133,7 @@ def test_non_regular_file_is_refused(tmp_path: Path, make: object) -> None:
         open_test_file(tmp_path)
 
 
-@pytest.mark.parametrize("name", [DISK_FILE_NAME, JOURNAL])
+@pytest.mark.parametrize("name", [DISK_FILE_NAME, JOURNAL_FILE_NAME])
 def test_hard_linked_file_is_refused(tmp_path: Path, name: str) -> None:
     """In a folder that others may write to, it might be anything of this user's."""
     mine = tmp_path / "mine"
@@ -211,7 +211,7 @@ def test_journal_continues_after_reopen(file: DiskFile, tmp_path: Path) -> None:
         assert known == [make_entry(slot) for slot in range(number)]
         journal.append_entry(make_entry(number))
         journal.close()
-    assert stat.S_IMODE((tmp_path / JOURNAL).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / JOURNAL_FILE_NAME).stat().st_mode) == 0o600
 
 
 def test_journal_is_truncated_after_a_damaged_record(file: DiskFile, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_journal_is_truncated_after_a_damaged_record(file: DiskFile, tmp_path: P
         journal.append_entry(make_entry(slot))
     size = journal.size_bytes // 4
     journal.close()
-    path = tmp_path / JOURNAL
+    path = tmp_path / JOURNAL_FILE_NAME
     bad = bytearray(path.read_bytes())
     bad[size + 5] ^= 1
     path.write_bytes(bad)
@@ -244,7 +244,7 @@ def test_journal_is_compacted_and_bounded(file: DiskFile, tmp_path: Path) -> Non
     journal, known = open_journal(tmp_path, ReopenedDiskFile(file))
     last = {one.slot: one for one in known}
     assert [last[slot].checksum for slot in range(SLOTS)] == list(range(4992, 5000))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [JOURNAL, DISK_FILE_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [JOURNAL_FILE_NAME, DISK_FILE_NAME]
     journal.close()
 
 
@@ -257,7 +257,7 @@ def test_a_new_file_has_a_new_journal(filled: Path) -> None:
     file = open_test_file(filled, digest="22" * 32)
     journal, known = open_journal(filled, file)
     assert known == []
-    assert journal.size_bytes == (filled / JOURNAL).stat().st_size == 0
+    assert journal.size_bytes == (filled / JOURNAL_FILE_NAME).stat().st_size == 0
     journal.close()
     file.close()
 

@@ -28,14 +28,19 @@ class FakeNodeStream:
 
 
 def make_stream(write: Any, **asked: Any) -> service._ClientStream:
-    pool, layout = SimpleNamespace(memory=SimpleNamespace(total=1)), SimpleNamespace(block_size=4)
+    pool, layout = (
+        SimpleNamespace(memory=SimpleNamespace(num_blocks=1)),
+        SimpleNamespace(block_size=4),
+    )
     host = cast(
         PoolManager,
-        SimpleNamespace(segment="baton-pool", pool=pool, incarnation="1", layout=layout, **asked),
+        SimpleNamespace(
+            segment_name="baton-pool", block_pool=pool, incarnation="1", layout=layout, **asked
+        ),
     )
     return service._ClientStream(
         host,
-        cast(PoolClientSession, SimpleNamespace(fence=0, holder="node")),
+        cast(PoolClientSession, SimpleNamespace(fence=0, client_id="node")),
         FakeNodeStream(write),
     )
 
@@ -77,7 +82,7 @@ async def test_failed_answer_ends_the_stream() -> None:
 
     async def write(_: object) -> None: ...
 
-    one = make_stream(write, seal=seal)
+    one = make_stream(write, seal_publication=seal)
     running = asyncio.create_task(one.run(first=1))
     one._handle_question(pb.PoolQuestion(id=2, seal=pb.SealPlaces(publication=1)))
     async with asyncio.timeout(30):
@@ -100,5 +105,5 @@ async def test_invalid_token_seconds_is_ignored(said: float, taken: float | None
         chain=pb.Chain(root=chain.root_hash, names=chain.packed_hashes, tokens=chain.packed_tokens),
         token_seconds=said,
     )
-    make_stream(None, find=find)._handle_question(pb.PoolQuestion(id=1, find=told))
+    make_stream(None, find_prefix=find)._handle_question(pb.PoolQuestion(id=1, find=told))
     assert [one.compute_seconds_per_token for one in asked] == [taken]

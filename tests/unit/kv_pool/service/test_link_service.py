@@ -18,7 +18,7 @@ class FakePoolManager:
     """Whoever comes is attached."""
 
     segment_name, incarnation = "a segment", "an incarnation"
-    block_pool = SimpleNamespace(memory=SimpleNamespace(total=8))
+    block_pool = SimpleNamespace(memory=SimpleNamespace(num_blocks=8))
 
     def __init__(self) -> None:
         self.ended_sessions: list[PoolClientSession] = []
