@@ -30,7 +30,7 @@ from baton.types import (
 from kv_transfer.plane import SealInfo
 from node_engine.core.blocks.block_ledger import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.node_commands import NodeJoined
+from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
@@ -203,7 +203,7 @@ class RoleBench:
 
     def send_item(self, item: Any) -> None:
         """As the event loop and then the compute thread would."""
-        if type(item).__module__.endswith("messages"):
+        if isinstance(item, NodeCommand):
             self.role.preview_command(item)
             self.lookups.submit_command(item)
         else:

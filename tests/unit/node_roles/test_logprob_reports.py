@@ -125,8 +125,8 @@ def test_cancelled_attempt_reports_no_scores() -> None:
 
 def test_long_prompts_are_told_in_bounded_messages() -> None:
     node, job = PrefillNode(num_blocks=256), work(tuple(range(1, 901)) * 4, prompt_logprobs=0)
-    report, score = node.role._report, TokenLogprobs(-0.5)  # type: ignore[attr-defined]
-    report.prompt_scores(job.key, 7, [score] * 10_000)
+    reporter, score = node.role._reporter, TokenLogprobs(-0.5)  # type: ignore[attr-defined]
+    reporter.report_prompt_logprobs(job.key, 7, [score] * 10_000)
     sizes = [(message.first, len(message.scores)) for message in node.pop_messages("prompt_scores")]
     assert sizes == [(7, 4096), (4103, 4096), (8199, 1808)]
 

@@ -51,12 +51,12 @@ def count_found_tokens(pool: BlockPool, chain: HashChain) -> int:
 # tickets: every state against every operation
 
 STEPS = {
-    "reserve": lambda pool: pool.reserve(2, T, "a"),
+    "reserve": lambda pool: pool.reserve_for_ticket(2, T, "a"),
     "mark_writing": lambda pool: pool.mark_writing(T),
-    "commit": lambda pool: pool.commit(T),
+    "commit": lambda pool: pool.commit_ticket(T),
     "release_ticket": lambda pool: pool.release_ticket(T),
-    "quarantine": lambda pool: pool.quarantine(T),
-    "fenced": lambda pool: pool.fenced(T),
+    "quarantine": lambda pool: pool.quarantine_ticket(T),
+    "fenced": lambda pool: pool.free_quarantined_ticket(T),
 }
 PATHS: dict[BlockState, list[str]] = {
     BlockState.FREE: [],

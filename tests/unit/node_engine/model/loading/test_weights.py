@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from node_engine.model.model_engine import ModelEngine
 from tests.models import build_model, load_reference_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[5]
 Tensors = dict[str, torch.Tensor]
 
 

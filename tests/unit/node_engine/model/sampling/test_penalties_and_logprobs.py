@@ -142,11 +142,11 @@ def test_penalties_never_undo_a_ban() -> None:
     logits[0, 5] = 30.0
     loud = replace(GREEDY, frequency_penalty=-2.0, presence_penalty=-2.0, repetition_penalty=0.01)
     banned = sample_tokens(
-        logits.clone(), [spec(replace(loud, logit_bias=((5, -100.0),)), forbidden=())]
+        logits.clone(), [spec(replace(loud, logit_bias=((5, -100.0),)), forbidden_token_ids=())]
     )
     # The repetition penalty makes 3000 of 30: a bias of 100 cannot hold that, being forbidden can.
     assert banned[0].token_id == 5
-    assert sample_tokens(logits.clone(), [spec(loud, forbidden=(5,))])[0].token_id != 5
+    assert sample_tokens(logits.clone(), [spec(loud, forbidden_token_ids=(5,))])[0].token_id != 5
     low = torch.zeros(1, VOCAB)
     low[0, 5] = -1.0
     assert (

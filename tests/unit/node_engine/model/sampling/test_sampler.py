@@ -57,7 +57,7 @@ def test_noise_depends_on_seed_choice_and_position() -> None:
     specs = [
         spec(),
         spec(1),
-        spec(choice=1),
+        spec(choice_index=1),
         spec(params=replace(DRAWN, seed=1)),
         spec(params=high),
     ]
@@ -127,8 +127,8 @@ def test_greedy_is_argmax_and_forbidden_ids_are_never_drawn() -> None:
     only = tuple(token for token in range(50) if token != 7)
     specs = [
         spec(params=GREEDY),
-        spec(params=GREEDY, forbidden=(best, 10**6)),
-        spec(forbidden=only),
+        spec(params=GREEDY, forbidden_token_ids=(best, 10**6)),
+        spec(forbidden_token_ids=only),
     ]
     greedy, second, forced = (made.token_id for made in sample_tokens(logits.clone(), specs))
     assert greedy == best
@@ -159,8 +159,8 @@ def test_a_sequence_draws_the_same_in_any_batch() -> None:
         spec(3, replace(DRAWN, seed=9, top_p=0.9)),
         spec(4, GREEDY),
         spec(5, replace(DRAWN, top_k=40)),
-        spec(3, choice=1),
-        spec(9, forbidden=(1, 2)),
+        spec(3, choice_index=1),
+        spec(9, forbidden_token_ids=(1, 2)),
     ]
     together = sample_tokens(rows.clone(), specs)
     backwards = sample_tokens(rows.flip(0).clone(), specs[::-1])[::-1]
