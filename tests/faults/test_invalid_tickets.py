@@ -41,7 +41,9 @@ async def of_an_earlier_life_of_decode(
     rogue: RogueWriter, grant: RogueGrant
 ) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
-    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, decode=mint_id(64)), data)
+    await rogue.send_frame(
+        rogue.write_frame(grant.ticket, checksum, decode_incarnation=mint_id(64)), data
+    )
     return await rogue.next_refusal()
 
 
@@ -56,14 +58,14 @@ async def of_another_attempt(rogue: RogueWriter, grant: RogueGrant) -> frames.Re
 async def beyond_its_blocks(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
     last = grant.ticket.first_block + len(grant.ticket.block_offsets)
-    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, block=last), data)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, first_block=last), data)
     return await rogue.next_refusal()
 
 
 async def beyond_its_layers(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     data, checksum = make_slab(rogue)
     await rogue.send_frame(
-        rogue.write_frame(grant.ticket, checksum, layer=rogue.layout.num_layers), data
+        rogue.write_frame(grant.ticket, checksum, first_layer=rogue.layout.num_layers), data
     )
     return await rogue.next_refusal()
 
@@ -84,7 +86,7 @@ async def without_its_bytes(rogue: RogueWriter, grant: RogueGrant) -> frames.Ref
 async def as_if_in_place(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     """The ticket is not for shared memory."""
     _, checksum = make_slab(rogue)
-    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, inline=False))
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, is_inline=False))
     return await rogue.next_refusal()
 
 

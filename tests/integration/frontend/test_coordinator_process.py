@@ -23,7 +23,7 @@ from baton.errors import ConfigError
 from coordinator.assemble import Coordinator
 from coordinator.text import tokenizer_loader as tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NO_PORTS = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
 ANY_PORT = (
     "--port",

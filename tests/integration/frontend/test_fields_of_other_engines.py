@@ -24,7 +24,7 @@ from tests.integration.frontend.test_openai_fields import GOOD_BODIES, sampled_r
 from tests.small_tokenizers import chat_tokenizer
 
 ENGINES = json.loads(
-    (Path(__file__).resolve().parents[1] / "data" / "engine_fields.json").read_text()
+    (Path(__file__).resolve().parents[2] / "data" / "engine_fields.json").read_text()
 )
 BODIES: dict[str, tuple[str, type[RequestBody], dict[str, Any]]] = {
     "completions": ("/v1/completions", CompletionRequest, GOOD_BODIES["completions"]),
