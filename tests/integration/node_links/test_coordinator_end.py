@@ -155,7 +155,9 @@ async def test_rejoin_ends_the_old_stream(bench: CoordinatorHarness) -> None:
     async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as old:
         stream = await bench.submit_request(PROMPT, 4)
         await old.next_order("submit")
-        async with bench.make_node("d0", "decode", changes={"rejoining": old.incarnation}) as new:
+        async with bench.make_node(
+            "d0", "decode", join_overrides={"rejoining": old.incarnation}
+        ) as new:
             await old.wait_stream_end()
             await new.send_heartbeat()
             assert attempt_key_from_pb((await new.next_order("submit")).work.key) == (
@@ -251,7 +253,7 @@ async def test_node_refuses_a_server_without_the_coordinator_certificate() -> No
 
 async def test_mismatched_join_is_refused_with_a_reason(bench: CoordinatorHarness) -> None:
     async with bench.make_node("p0", "prefill"):
-        other = bench.make_node("d0", "decode", changes={"model_digest": "ff"})
+        other = bench.make_node("d0", "decode", join_overrides={"model_digest": "ff"})
         with pytest.raises(ConfigError, match="model_digest 'ff', the cluster has 'abab"):
             await other.join()
         with pytest.raises(ConfigError, match="role 'cook'"):
@@ -267,7 +269,9 @@ async def test_the_first_message_must_be_join_and_come_soon(
         (pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"),
         (None, 0.05, "DEADLINE_EXCEEDED"),
     ):
-        monkeypatch.setattr("coordinator.node_links.node_link_service.JOIN_TIMEOUT_SECONDS", patience)
+        monkeypatch.setattr(
+            "coordinator.node_links.node_link_service.JOIN_TIMEOUT_SECONDS", patience
+        )
         node = bench.make_node("p0", "prefill")
         call = node.open_stream()
         if first is not None:
