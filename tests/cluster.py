@@ -312,7 +312,7 @@ class Cluster:
 
     def print_logs(self) -> None:
         for path in sorted(self.logs.folder.glob("*.log")):
-            sys.stdout.write(f"--- {path.stem} ---\n{self.tail(path.stem)}\n")
+            sys.stdout.write(f"--- {path.stem} ---\n{self.log_tail(path.stem)}\n")
 
     # inside
 

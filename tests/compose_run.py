@@ -104,7 +104,8 @@ class ComposeRun:
         """Wait until the coordinator serves; fail at once when a process ends instead."""
         pids = {c.process.pid: c.name for c in self.processes if c.process is not None}
         async with asyncio.timeout(within):
-            grpc = f"127.0.0.1:{self.of('coordinator').port('50051')}"
+            port = self.get_process("coordinator").host_port("50051")
+            grpc = f"127.0.0.1:{port}"
             ended = await await_unless_exit(health.wait_until_serving(grpc), pids)
         assert ended is None, self.log_tail(pids[ended])
 
@@ -171,7 +172,7 @@ class ComposeRun:
         endpoint = _ENDPOINT.fullmatch(value)
         if endpoint is not None:
             owner = container if endpoint[1] == _WILDCARD else self.get_process(endpoint[1])
-            return f"127.0.0.1:{owner.port(endpoint[2])}"
+            return f"127.0.0.1:{owner.host_port(endpoint[2])}"
         return self._localize_path(container, value)
 
     def _localize_path(self, container: ServiceProcess, value: str) -> str:

@@ -1,21 +1,20 @@
-"""A TCP proxy for one link between two processes, in the test's own event loop, that misbehaves on
-command.
+"""A TCP proxy for one link between two processes, which injects network faults on command.
 
-The end that dials is told the proxy's address instead of the real one. What happens to bytes is
-said per direction by a `LinkConditions` and may change at any time, for open connections too:
+The end that dials gets the proxy's address instead of the real one. `LinkConditions` say per
+direction what happens to bytes, and may change at any time, for open connections too:
 
-    link = await FaultyLink.open("prefill -> coordinator", ("127.0.0.1", port))
-    link.weather(Way.THERE, Weather(delay=0.2))
-    link.weather(BOTH, Weather(blocked=True))      a black hole: connections stay, nothing is handed on
-    link.reset()                                   every connection ends with RST; new ones are accepted
-    await link.refuse()                            and new ones are refused, until heal()
-    link.half_close(Way.BACK)                      the dialler sees an end of file and can still send
-    link.strand()                                  open connections hand nothing on any more; new ones are not concerned
-    await link.heal()
-    link.record = bytearray()                      what an eavesdropper hears, both ways, from now on
+    proxy = await FaultProxy.open("prefill -> coordinator", ("127.0.0.1", port))
+    proxy.set_conditions(Direction.UPSTREAM, LinkConditions(delay_seconds=0.2))
+    proxy.set_conditions(BOTH_DIRECTIONS, LinkConditions(is_blocked=True))    # a black hole
+    proxy.reset_connections()         # every connection ends with RST; new ones are accepted
+    await proxy.refuse_connections()  # the same, and new ones are refused until heal()
+    proxy.half_close(Direction.DOWNSTREAM)  # the dialler reads an end of file; it can still send
+    proxy.strand_connections()        # open connections forward nothing any more; new ones do
+    await proxy.heal()
+    proxy.recorded_bytes = bytearray()  # from now on, what an eavesdropper hears in both directions
 
-Bytes that a black hole holds are handed on when it ends, as TCP would: a connection that lives
-loses nothing.
+What a black hole holds back is forwarded when it ends, as TCP would do: a connection that survives
+loses no bytes.
 """
 
 import asyncio
@@ -43,25 +42,25 @@ BOTH_DIRECTIONS = (Direction.UPSTREAM, Direction.DOWNSTREAM)
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
-    """`delay_seconds` in seconds, without loss of bandwidth; `bytes_per_second` in bytes per
-    second, 0 is unlimited; `bit_flip_probability` is the probability that one bit of a chunk is
-    flipped; `is_blocked` holds everything back."""
+    """What happens to the bytes of one direction."""
 
-    delay_seconds: float = 0.0
-    bytes_per_second: float = 0.0
-    bit_flip_probability: float = 0.0
-    is_blocked: bool = False
+    delay_seconds: float = 0.0  # added latency; the bandwidth stays
+    bytes_per_second: float = 0.0  # bandwidth; 0 is unlimited
+    bit_flip_probability: float = 0.0  # that one bit of a chunk is flipped
+    is_blocked: bool = False  # everything is held back
 
 
 NO_FAULTS = LinkConditions()
 
 
 class FaultProxy:
+    """The proxy of one link. See the module."""
+
     def __init__(self, name: str, upstream: Address, seed: int) -> None:
         self.name = name
         self.flipped_bits = 0  # bits flipped so far
         self.accepted_connections = 0  # connections so far
-        self.recorded_bytes: bytearray | None = None  # what passes, if somebody listens
+        self.recorded_bytes: bytearray | None = None  # all that passes, if not None
         self._upstream = upstream
         self._random = random.Random(seed)
         self._conditions = dict.fromkeys(Direction, NO_FAULTS)
@@ -74,9 +73,9 @@ class FaultProxy:
     async def open(cls, name: str, upstream: Address, seed: int = 0) -> "FaultProxy":
         """Listen on a free port of the loopback interface. Nothing needs to listen at `upstream`
         yet."""
-        link = cls(name, upstream, seed)
-        await link._listen()
-        return link
+        proxy = cls(name, upstream, seed)
+        await proxy._listen()
+        return proxy
 
     async def close(self) -> None:
         await self.refuse_connections()
@@ -93,10 +92,10 @@ class FaultProxy:
     # faults
 
     def set_conditions(
-        self, ways: Direction | tuple[Direction, ...], weather: LinkConditions
+        self, directions: Direction | tuple[Direction, ...], conditions: LinkConditions
     ) -> None:
-        for way in (ways,) if isinstance(ways, Direction) else ways:
-            self._conditions[way] = weather
+        for direction in (directions,) if isinstance(directions, Direction) else directions:
+            self._conditions[direction] = conditions
         for connection in self._connections:
             connection.wake()
 
@@ -104,26 +103,26 @@ class FaultProxy:
         for connection in tuple(self._connections):
             connection.reset()
 
-    def half_close(self, way: Direction) -> None:
-        """End one direction of every open connection; the other goes on, until one side has had
-        enough."""
+    def half_close(self, direction: Direction) -> None:
+        """End one direction of every open connection; the other goes on until an end closes it."""
         for connection in tuple(self._connections):
-            connection.half_close(way)
+            connection.half_close(direction)
 
     def strand_connections(self) -> None:
-        """Open connections stay and hand nothing on, for ever: as behind a router that has
+        """Open connections stay and never forward anything again, as behind a router that has
         forgotten them."""
         for connection in self._connections:
             connection.strand()
 
     async def refuse_connections(self) -> None:
-        """Nothing listens here any more, and what was open is reset."""
+        """Stop listening and reset open connections, until `heal`."""
         if self._server is not None:
             self._server.close()
             self._server = None
         self.reset_connections()
 
     async def heal(self) -> None:
+        """Remove all faults and listen again; stranded connections stay stranded."""
         self.set_conditions(BOTH_DIRECTIONS, NO_FAULTS)
         await self._listen()
 
@@ -156,8 +155,8 @@ class FaultProxy:
         finally:
             self._handlers.discard(task)
 
-    def get_conditions(self, way: Direction) -> LinkConditions:
-        return self._conditions[way]
+    def get_conditions(self, direction: Direction) -> LinkConditions:
+        return self._conditions[direction]
 
     def corrupt_chunk(self, chunk: bytes, probability: float) -> bytes:
         if self._random.random() >= probability:
@@ -172,43 +171,42 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _ProxiedConnection:
-    """Two pumps, one per direction. A pump takes chunks in and hands each on when its time has
-    come."""
+    """An accepted connection and its upstream one, with a pump for each direction."""
 
-    def __init__(self, link: FaultProxy, dialler: _Streams, listener: _Streams) -> None:
-        self._link = link
+    def __init__(self, proxy: FaultProxy, dialler: _Streams, listener: _Streams) -> None:
+        self._proxy = proxy
         self._pumps = {
-            Direction.UPSTREAM: _Pump(link, Direction.UPSTREAM, dialler[0], listener[1]),
-            Direction.DOWNSTREAM: _Pump(link, Direction.DOWNSTREAM, listener[0], dialler[1]),
+            Direction.UPSTREAM: _Pump(proxy, Direction.UPSTREAM, dialler[0], listener[1]),
+            Direction.DOWNSTREAM: _Pump(proxy, Direction.DOWNSTREAM, listener[0], dialler[1]),
         }
         self._writers = (dialler[1], listener[1])
         self._reset_requested = asyncio.Event()
 
     async def run(self) -> None:
-        """Until both directions have ended, an end breaks, or `reset`."""
+        """Return when both directions have ended, an end has broken, or `reset` was called."""
         pumping = asyncio.create_task(self._pump_all())
-        over = asyncio.create_task(self._reset_requested.wait())
-        in_order = False
+        reset = asyncio.create_task(self._reset_requested.wait())
+        is_orderly = False
         try:
-            await asyncio.wait({pumping, over}, return_when=asyncio.FIRST_COMPLETED)
-            in_order = pumping.done() and pumping.result() and not over.done()
+            await asyncio.wait({pumping, reset}, return_when=asyncio.FIRST_COMPLETED)
+            is_orderly = pumping.done() and pumping.result() and not reset.done()
         finally:
             pumping.cancel()
-            over.cancel()
-            await asyncio.gather(pumping, over, return_exceptions=True)
+            reset.cancel()
+            await asyncio.gather(pumping, reset, return_exceptions=True)
             for writer in self._writers:
-                writer.close() if in_order else _close_with_reset(writer)
+                writer.close() if is_orderly else _close_with_reset(writer)
 
     async def _pump_all(self) -> bool:
-        """Whether both directions ended in order."""
-        broken = False
+        """Run until both directions have ended; whether neither ended with an error."""
+        is_orderly = True
         try:
             async with asyncio.TaskGroup() as group:
                 for pump in self._pumps.values():
                     group.create_task(pump.run())
         except* OSError:
-            broken = True
-        return not broken
+            is_orderly = False
+        return is_orderly
 
     def wake(self) -> None:
         for pump in self._pumps.values():
@@ -217,8 +215,8 @@ class _ProxiedConnection:
     def reset(self) -> None:
         self._reset_requested.set()
 
-    def half_close(self, way: Direction) -> None:
-        self._pumps[way].close_sink()
+    def half_close(self, direction: Direction) -> None:
+        self._pumps[direction].close_sink()
 
     def strand(self) -> None:
         for pump in self._pumps.values():
@@ -226,33 +224,34 @@ class _ProxiedConnection:
 
 
 class _Pump:
+    """Reads chunks of one direction and forwards each when its delay is over."""
+
     def __init__(
         self,
-        link: FaultProxy,
-        way: Direction,
+        proxy: FaultProxy,
+        direction: Direction,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
     ) -> None:
-        self._link, self._way, self._source, self._sink = link, way, source, sink
+        self._proxy, self._direction, self._source, self._sink = proxy, direction, source, sink
         self._chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_BUFFERED_CHUNKS)
         self._changed = asyncio.Event()
         self._is_sink_closed = False
         self.is_stranded = False
 
     def wake(self) -> None:
-        """The weather has changed."""
+        """Apply conditions that have changed."""
         self._changed.set()
 
     def close_sink(self) -> None:
-        """Tell the sink that no more comes; whatever does come is thrown away."""
+        """Send an end of file to the sink; what still comes from the source is dropped."""
         if not self._is_sink_closed:
             self._is_sink_closed = True
             with contextlib.suppress(OSError, RuntimeError):
                 self._sink.write_eof()
 
     async def run(self) -> None:
-        """Until the source has ended and all of it is handed on. Raises OSError (in a group) when
-        an end breaks."""
+        """Forward the source until its end. Raises OSError (in a group) when an end breaks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_chunks())
             group.create_task(self._write_chunks())
@@ -274,12 +273,12 @@ class _Pump:
                 return
             if self._is_sink_closed:
                 continue
-            weather = self._conditions
-            if weather.bytes_per_second:
-                await asyncio.sleep(len(chunk) / weather.bytes_per_second)
-            if self._link.recorded_bytes is not None:
-                self._link.recorded_bytes += chunk
-            self._sink.write(self._link.corrupt_chunk(chunk, weather.bit_flip_probability))
+            conditions = self._conditions
+            if conditions.bytes_per_second:
+                await asyncio.sleep(len(chunk) / conditions.bytes_per_second)
+            if self._proxy.recorded_bytes is not None:
+                self._proxy.recorded_bytes += chunk
+            self._sink.write(self._proxy.corrupt_chunk(chunk, conditions.bit_flip_probability))
             await self._sink.drain()
 
     async def _wait_unblocked(self) -> None:
@@ -289,7 +288,7 @@ class _Pump:
 
     @property
     def _conditions(self) -> LinkConditions:
-        return self._link.get_conditions(self._way)
+        return self._proxy.get_conditions(self._direction)
 
 
 def _close_with_reset(writer: asyncio.StreamWriter) -> None:

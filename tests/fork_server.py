@@ -1,13 +1,14 @@
-"""Processes of ours for tests, forked from one that has imported everything.
+"""Starts processes of Baton for tests by forking one that has imported everything.
 
 Importing torch, grpc and the rest takes a process one to three seconds of CPU, and the test suite
-starts hundreds of processes. `start_process` asks a server, which is a Python process with a single
-thread, to fork: the child has an environment, output and session of its own and runs `python -m
-MODULE` from there on. `baton up` and whatever depends on the command line or on the environment as
-/proc shows it start real interpreters instead.
+starts hundreds of processes. `start_process` asks a server, a Python process with a single thread,
+to fork. The child has its own environment, output and session, and runs `python -m MODULE` from
+there on; /proc shows the server's command line and environment for it. Tests of those, of `baton
+up`, or of variables that libraries read when they are imported start interpreters instead.
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -18,8 +19,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tests.processes import wait_for_exit
@@ -36,15 +38,16 @@ _PRELOADED = (
     "node_engine.model.model_engine",
     "node_engine.paced.paced_engine",
 )
-# Read by libraries when they are imported; otherwise as `baton up` sets them.
-_AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GRPC_VERBOSITY": "ERROR"}
-_MAX_REQUEST = 1 << 18  # bytes
+# Libraries read these when they are imported, so children cannot have values of their own.
+_IMPORT_ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GRPC_VERBOSITY": "ERROR"}
+_MAX_REQUEST_BYTES = 1 << 18
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class ForkedProcess:
-    """As `subprocess.Popen`, of a process that `start_process` has started."""
+    """What `subprocess.Popen` offers, for a process that `start_process` has started."""
 
-    def __init__(self, server: "_ForkServer", pid: int) -> None:
+    def __init__(self, server: "ForkServer", pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
@@ -60,7 +63,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """The exit code, once it has ended. Raises subprocess.TimeoutExpired after `timeout` s."""
         if self.poll() is None:
             wait_for_exit(os.dup(self._handle), 1e6 if timeout is None else timeout)
         code = self.poll()
@@ -83,28 +86,32 @@ def start_process(
     module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
 ) -> ForkedProcess:
     """Run `python -m module` with this environment, and `output` as standard output and error.
-    `open_files` is its limit of descriptors, if not 0."""
-    return _server().start_process(module, environ, output, open_files)
+
+    `open_files` limits its number of descriptors; 0 leaves the limit as it is.
+    """
+    return _shared_server().start_process(module, environ, output, open_files=open_files)
 
 
-class _ForkServer:
-    """The client's side."""
+class ForkServer:
+    """Starts the server process, which imports `preloaded`, and sends requests to it."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+    def __init__(self, preloaded: Sequence[str]) -> None:
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
-                env={**os.environ, **_AT_IMPORT},
+                [sys.executable, "-m", "tests.fork_server", str(server_end.fileno()), *preloaded],
+                env={**os.environ, **_IMPORT_ENVIRON},
+                cwd=_ROOT,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,
             )
         self._lock = threading.Lock()
 
     def start_process(
-        self, module: str, environ: Mapping[str, str], output: int, open_files: int
+        self, module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
     ) -> ForkedProcess:
+        """Run a module in a forked child; see the function `start_process`."""
         request = {
             "module": module,
             "environ": dict(environ),
@@ -116,12 +123,13 @@ class _ForkServer:
             return ForkedProcess(self, int(self._receive()))
 
     def reap_process(self, pid: int) -> int:
-        """Of a process that has ended."""
+        """Exit code of a process that has ended, whose pid is free afterwards."""
         with self._lock:
             self._socket.send(json.dumps({"reap": pid}).encode())
             return int(self._receive())
 
     def close(self) -> None:
+        """End the server, and with it the processes of Baton that still run."""
         self._socket.close()
         self._process.wait()
 
@@ -133,20 +141,24 @@ class _ForkServer:
 
 
 @cache
-def _server() -> _ForkServer:
-    server = _ForkServer()
+def _shared_server() -> ForkServer:
+    server = ForkServer(_PRELOADED)
     atexit.register(server.close)
     return server
 
 
-def _serve(control: socket.socket) -> None:
-    """Until the client closes its end. Returns in each child as well, whose `_run` has then been
-    called."""
-    for name in _PRELOADED:
+def _serve(control: socket.socket, preloaded: Sequence[str]) -> None:
+    """Fork children until the client closes its end of `control`.
+
+    It returns in each child as well, when the child's module has run to its end.
+    """
+    for name in preloaded:
         importlib.import_module(name)
-    assert threading.active_count() == 1
+    assert len(os.listdir("/proc/self/task")) == 1, "a child would miss the other threads"
+    gc.collect()
+    gc.freeze()  # the children's collector writes to none of the pages that they share
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1)
         if not message:
             return
         request = json.loads(message)
@@ -158,6 +170,7 @@ def _serve(control: socket.socket) -> None:
         if pid == 0:
             control.close()
             _become(request, descriptors[0])
+            sys.modules.pop(f"{request['module']}.__main__", None)  # runpy runs it anew
             runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
             return
         os.close(descriptors[0])
@@ -165,6 +178,7 @@ def _serve(control: socket.socket) -> None:
 
 
 def _become(request: Mapping[str, Any], output: int) -> None:
+    """Give this child the session, output, folder, environment and limits of its request."""
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -179,4 +193,4 @@ def _become(request: Mapping[str, Any], output: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

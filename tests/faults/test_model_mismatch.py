@@ -98,7 +98,7 @@ async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
             assert "1 requests of that model have not ended" in said
             assert not answer.done()
             cluster.kill("decode-0")  # it would wait until the stream has ended
-            cluster.per_node["decode-0"].cancel_timer()
+            cluster.per_node["decode-0"].clear()
             cluster.start("decode-0")
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 whole = await answer

@@ -113,7 +113,7 @@ class KillRunner:
         operations = self.history.operations
         found = find_violations(operations, paced_reference_tokens, cut_excused=coordinator_died)
         found += [
-            f"{one} hung: {self._when(one.started_at)}"
+            f"{one} hung: {self._describe_time(one.started_at)}"
             for one in operations
             if isinstance(one.events[-1][1], Hung)
         ]

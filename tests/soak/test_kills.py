@@ -45,7 +45,7 @@ def kills(request: pytest.FixtureRequest) -> int:
 
 def check_recoveries(recoveries: list[RecoveryTimes]) -> None:
     sys.stdout.write("\n".join(map(str, recoveries)) + "\n")
-    for name in ("listens", "answered", "whole"):
+    for name in ("listening_seconds", "answered_seconds", "rejoined_seconds"):
         times = [getattr(one, name) for one in recoveries]
         sys.stdout.write(
             f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n"

@@ -19,7 +19,7 @@ from tests.cluster import SUPERVISOR, Cluster
 from tests.models import build_model
 from tests.processes import find_pids, read_environ, wait_first_exit
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHILDREN = {"coordinator": "coordinator", "prefill-0": "prefill_node", "decode-0": "decode_node"}
 PROMPT = list(range(1, 40))
 

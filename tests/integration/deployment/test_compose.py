@@ -84,7 +84,7 @@ async def compose_up(
         yield run
     except BaseException:
         for container in run.processes:
-            sys.stdout.write(f"{run.tail(container.name)}\n")
+            sys.stdout.write(f"{run.log_tail(container.name)}\n")
         raise
     finally:
         run.close()
@@ -95,8 +95,8 @@ class ComposeClient:
 
     def __init__(self, coordinator: ServiceProcess) -> None:
         self.environ = coordinator.environ
-        self.http = f"http://127.0.0.1:{coordinator.port('8000')}"
-        self.admin = f"http://127.0.0.1:{coordinator.port('9000')}"
+        self.http = f"http://127.0.0.1:{coordinator.host_port('8000')}"
+        self.admin = f"http://127.0.0.1:{coordinator.host_port('9000')}"
         self.client = httpx.AsyncClient(timeout=100)
 
     async def complete(self, **fields: Any) -> httpx.Response:

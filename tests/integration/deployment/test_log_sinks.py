@@ -25,7 +25,7 @@ from baton.process.log_rate_limit import DEFAULT_BURST
 from tests.cluster import SUPERVISOR, Cluster
 from tests.processes import find_pids
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = list(range(1, 40))
 _ONE_PAGE = 4096  # bytes: the smallest pipe
 _TIMEOUT_SECONDS = 60.0  # seconds, on any machine

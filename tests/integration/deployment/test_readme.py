@@ -20,7 +20,7 @@ from tests.cluster import Cluster
 from tools.demo import describe_footprint
 from tools.footprint import list_segment_files
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 MODEL = ROOT / "models" / "demo"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)

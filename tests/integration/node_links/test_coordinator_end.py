@@ -155,7 +155,9 @@ async def test_rejoin_ends_the_old_stream(bench: CoordinatorHarness) -> None:
     async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as old:
         stream = await bench.submit_request(PROMPT, 4)
         await old.next_order("submit")
-        async with bench.make_node("d0", "decode", changes={"rejoining": old.incarnation}) as new:
+        async with bench.make_node(
+            "d0", "decode", join_overrides={"rejoining": old.incarnation}
+        ) as new:
             await old.wait_stream_end()
             await new.send_heartbeat()
             assert attempt_key_from_pb((await new.next_order("submit")).work.key) == (
@@ -183,7 +185,7 @@ async def test_a_message_of_another_incarnation_ends_the_stream(bench: Coordinat
 async def test_node_with_a_wrong_token_fails_the_handshake(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.node_links.node_link_server.PATIENCE", 0.2)
+    monkeypatch.setattr("coordinator.node_links.node_link_server.STREAM_OPEN_TIMEOUT_SECONDS", 0.2)
     async with running_coordinator(cluster_token="secret") as bench:
         node = FakeNode(bench.cluster_port_address, "p0", "prefill", cluster_token=token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -251,7 +253,7 @@ async def test_node_refuses_a_server_without_the_coordinator_certificate() -> No
 
 async def test_mismatched_join_is_refused_with_a_reason(bench: CoordinatorHarness) -> None:
     async with bench.make_node("p0", "prefill"):
-        other = bench.make_node("d0", "decode", changes={"model_digest": "ff"})
+        other = bench.make_node("d0", "decode", join_overrides={"model_digest": "ff"})
         with pytest.raises(ConfigError, match="model_digest 'ff', the cluster has 'abab"):
             await other.join()
         with pytest.raises(ConfigError, match="role 'cook'"):
@@ -267,7 +269,9 @@ async def test_the_first_message_must_be_join_and_come_soon(
         (pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"),
         (None, 0.05, "DEADLINE_EXCEEDED"),
     ):
-        monkeypatch.setattr("coordinator.node_links.node_link_service.JOIN_TIMEOUT", patience)
+        monkeypatch.setattr(
+            "coordinator.node_links.node_link_service.JOIN_TIMEOUT_SECONDS", patience
+        )
         node = bench.make_node("p0", "prefill")
         call = node.open_stream()
         if first is not None:
@@ -294,7 +298,7 @@ async def test_silent_node_is_dropped_and_may_rejoin() -> None:
 async def test_node_that_does_not_read_is_dropped(
     bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.node_links.node_link_service.MAX_UNSENT", 3)
+    monkeypatch.setattr("coordinator.node_links.node_link_service.MAX_UNSENT_MESSAGES", 3)
     async with bench.make_node("d0", "decode") as decode:
         link = bench.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
         for _ in range(5):  # in one turn of the loop: nothing can leave meanwhile
@@ -367,14 +371,14 @@ async def test_a_slow_reader_is_cut_off(bench: CoordinatorHarness) -> None:
 async def test_requests_wait_briefly_for_a_missing_role(
     bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.core.requests.table.UNSERVED_PATIENCE", 0.2)
+    monkeypatch.setattr("coordinator.core.requests.table.ADMIT_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(ServiceUnavailable):
         bench.dispatcher.get_model_bounds()
     async with bench.run_nodes("p0"):
         with pytest.raises(ServiceUnavailable, match="no decode node") as caught:
             await bench.submit_request(PROMPT, 4)
         assert caught.value.retry_after is not None
-        monkeypatch.setattr("coordinator.core.requests.table.UNSERVED_PATIENCE", 60.0)
+        monkeypatch.setattr("coordinator.core.requests.table.ADMIT_TIMEOUT_SECONDS", 60.0)
         waiting = asyncio.create_task(bench.generate(PROMPT, 4))
         await asyncio.sleep(0)
         assert bench.dispatcher.brain.queued_requests == 1
