@@ -202,7 +202,9 @@ class Operation:
         asked += " stop" if call.stop_token_ids else ""
         asked += " echo" if call.echo else ""
         asked += "" if call.logprobs is None else f" logprobs={call.logprobs}"
-        return f"#{self.number} {call.api.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
+        return (
+            f"#{self.number} {call.api.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
+        )
 
 
 class History:

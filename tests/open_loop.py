@@ -94,7 +94,11 @@ class OpenLoop:
         self, ask: OpenLoopRequest, rate: float, seconds: float
     ) -> list[OpenLoopOutcome]:
         """Poisson arrivals, the same for the same seed and `who`; ends when the last answer has."""
-        source, when, began = random.Random(f"{self.arrival_seed}/{ask.tenant}"), 0.0, time.monotonic()
+        source, when, began = (
+            random.Random(f"{self.arrival_seed}/{ask.tenant}"),
+            0.0,
+            time.monotonic(),
+        )
         async with asyncio.TaskGroup() as clients:
             asked: list[asyncio.Task[OpenLoopOutcome]] = []
             while (when := when + source.expovariate(rate)) < seconds:

@@ -85,7 +85,9 @@ class AbuseRun:
     def _record_figures(self, name: str, report: TrafficReport, answers: Mapping[str, int]) -> None:
         ends = ", ".join(f"{count} {end}" for end, count in sorted(report.result_counts.items()))
         self._figures.append((name, "good requests", ends))
-        quantiles = " / ".join(f"{report.ttft_quantile(share) * 1e3:.0f}" for share in (0.5, 0.95, 0.99))
+        quantiles = " / ".join(
+            f"{report.ttft_quantile(share) * 1e3:.0f}" for share in (0.5, 0.95, 0.99)
+        )
         self._figures.append((name, "TTFT p50 / p95 / p99", f"{quantiles} ms"))
         if answers:
             told = ", ".join(f"{count} {answer}" for answer, count in sorted(answers.items()))

@@ -197,4 +197,7 @@ class KillRunner:
         held = ports.reserve_port("127.0.0.1", 0, "--listen")
         address = f"127.0.0.1:{held.getsockname()[1]}"
         held.close()
-        self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{len(self._kill_times)}"}
+        self.cluster.per_node[victim] = {
+            "listen": address,
+            "name": f"{victim}-{len(self._kill_times)}",
+        }

@@ -15,8 +15,7 @@ from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry, record_size
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile, open_disk_file
-from kv_pool.disk.journal_file import JOURNAL_FILE_NAME
-from kv_pool.disk.journal_file import DiskJournalFile
+from kv_pool.disk.journal_file import JOURNAL_FILE_NAME, DiskJournalFile
 from kv_pool.disk.mount import DiskSettings, mount_disk
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
