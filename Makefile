@@ -9,7 +9,7 @@ TEST_STAMP := $(VENV)/.test-installed
 # a CUDA build on Linux; so does an empty TORCH_INDEX.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup develop demo test up lint types suite proto docs bench chaos abuse soak clean
+.PHONY: setup develop demo test quick up lint types suite proto docs bench chaos abuse soak clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ up: setup
 
 test: develop lint
 	$(MAKE) --no-print-directory --jobs=2 types suite
+
+# Unit tests without those that take over a second, in under a minute on two cores.
+quick: develop
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
 
 suite: develop
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
