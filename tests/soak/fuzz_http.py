@@ -90,13 +90,13 @@ def narrow_schema(
         properties = document["components"]["schemas"][name]["properties"]
         properties.update({field: bound for field, bound in bounds.items() if field in properties})
     schemas = document["components"]["schemas"]
-    schemas["Part"] = {
+    schemas["ContentPart"] = {
         "type": "object",
         "required": ["type", "text"],
         "additionalProperties": False,
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     }
-    schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
+    schemas["ChatMessageParam"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     completion = schemas["CompletionRequest"]["properties"]
     words = {"type": "string", "minLength": 1}
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": words}
