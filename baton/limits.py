@@ -57,6 +57,7 @@ LINK_CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
 )
+MAX_DESCRIPTORS = 1 << 16  # open files that a process counts on, also if it may open more
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 LOCAL_PREFILL_BURST_STEPS = 8  # steps of a decode node whose share of prompts may be taken at once
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import stream as link_stream
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
@@ -202,7 +202,7 @@ class CoordinatorLink:
             join = self._member.build_join()
             join.process = self._process_id
             await call.write(cluster_pb2.NodeMessage(join=join))
-            numbers = link_codec.SequenceNumbers()
+            numbers = link_stream.SequenceNumbers()
             heartbeat = await self._receive_welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
                 others = (
@@ -225,7 +225,7 @@ class CoordinatorLink:
             call.cancel()
 
     async def _receive_welcome(
-        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+        self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
     ) -> float:
         async with asyncio.timeout(self._silence):
             first = await call.read()
@@ -256,7 +256,7 @@ class CoordinatorLink:
         return heartbeat
 
     async def _receive_messages(
-        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+        self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
     ) -> None:
         while True:
             async with asyncio.timeout(self._silence):
@@ -269,7 +269,7 @@ class CoordinatorLink:
             self._heard_at = asyncio.get_running_loop().time()
             try:
                 fresh = numbers.accept_message(message)
-            except link_codec.MessagesLost as error:
+            except link_stream.MessagesLost as error:
                 self._log.warning("messages lost: joining anew", error=str(error))
                 return
             if fresh and message.HasField("arm"):
@@ -278,12 +278,12 @@ class CoordinatorLink:
                 self._member.on_message(message)
 
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
-        numbers = link_codec.SequenceNumbers()
+        numbers = link_stream.SequenceNumbers()
         while True:
             message = await self._unsent.get()
             numbers.number_message(message)
             try:
-                await link_codec.send_message(call.write, message, "link.node.send")
+                await link_stream.send_message(call.write, message, "link.node.send")
             except asyncio.InvalidStateError:  # the call has ended: the reader is told how
                 return
             finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import stream as link_stream
 from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import (
     COORDINATOR_CERTIFICATE_NAME,
@@ -47,7 +47,7 @@ class CoordinatorDialer:
 
     def open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
         """A stream on which nothing has been said."""
-        return link_codec.open_link_stream(channel, metadata=self._metadata)
+        return link_stream.open_link_stream(channel, metadata=self._metadata)
 
 
 def is_token_mismatch(error: grpc.aio.AioRpcError) -> bool:

@@ -10,7 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.config import settings as config
+from baton.config.resolve import (
+    get_field_choices,
+    get_field_help,
+    parse_assignment,
+    resolve_config,
+)
 from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
@@ -44,7 +49,7 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
     contradicts its flag."""
     typed = {field: value for field, value in vars(namespace).items() if field in _DEFAULTS}
     for assignment in namespace.config_assignments:
-        key, value = config.parse_assignment(assignment)
+        key, value = parse_assignment(assignment)
         if key in typed and typed[key] != value:
             shown = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
             raise ConfigError(f"{key} is given {shown}: say it once", param=key)
@@ -60,13 +65,13 @@ def load_config(
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_config_flags(parser, fields)
     namespace = parser.parse_args(argv)
-    return config.resolve_config(get_typed_settings(namespace), file=namespace.config_file)
+    return resolve_config(get_typed_settings(namespace), file=namespace.config_file)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:
     flag = "--" + field.replace("_", "-")
     default = _DEFAULTS[field]
-    text = config.get_field_help(field).replace("%", "%%")
+    text = get_field_help(field).replace("%", "%%")
     if default not in ("", False):
         text = f"{text} (default {default})".strip()
     if isinstance(default, bool):
@@ -82,7 +87,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:
         flag,
         dest=field,
         default=argparse.SUPPRESS,
-        choices=config.get_field_choices(field) or None,
-        metavar=None if config.get_field_choices(field) else _METAVARS.get(type(default), "TEXT"),
+        choices=get_field_choices(field) or None,
+        metavar=None if get_field_choices(field) else _METAVARS.get(type(default), "TEXT"),
         help=text,
     )

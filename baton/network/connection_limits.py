@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
+from baton.limits import MAX_DESCRIPTORS
 from baton.network.bind_policy import is_loopback
 
 COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
 LOG_LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
-MAX_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
 _MIN_RESERVE, _MAX_RESERVE = (
     64,
     4096,

@@ -2,7 +2,7 @@
 
 import resource
 
-from baton.network.connection_limits import MAX_DESCRIPTORS
+from baton.limits import MAX_DESCRIPTORS
 
 
 def raise_descriptor_limit() -> int:

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from baton.config.settings import Config, find_unknown_variables
+from baton.config.resolve import find_unknown_variables
+from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.process import log, log_capture, runtime
 from baton.process.descriptors import raise_descriptor_limit

@@ -20,7 +20,18 @@ from baton.process.line_writer import DescriptorSink, LineSink, LineWriter
 
 _MAX_FRAMES = 8  # innermost frames that `places` names
 _WITHHELD_FIELDS = frozenset(
-    {"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"}
+    {
+        "body",
+        "context_token_ids",
+        "emitted",
+        "emitted_token_ids",
+        "messages",
+        "prompt",
+        "prompt_token_ids",
+        "text",
+        "token_ids",
+        "tokens",
+    }
 )
 _STDERR = 2
 _FINAL_FLUSH_SECONDS = 1.0  # seconds that the end of a process waits for its last lines

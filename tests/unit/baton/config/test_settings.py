@@ -6,15 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.config.settings import (
-    SECRET_FIELDS,
-    Config,
+from baton.config.resolve import (
     find_unknown_variables,
     get_field_choices,
     get_field_help,
     parse_assignment,
     resolve_config,
 )
+from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
 

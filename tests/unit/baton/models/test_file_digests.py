@@ -62,8 +62,14 @@ def test_digests_do_not_depend_on_the_path(original: Path, folder: Path) -> None
     ("change", "seen"),
     [
         (lambda folder: edit(folder / "config.json", rope_theta=7.0), "config_digest"),
-        (lambda folder: edit(folder / "tokenizer.json", truncation={"max_length": 5}), "tokenizer_digest"),
-        (lambda folder: edit(folder / "tokenizer_config.json", add_bos_token=True), "tokenizer_digest"),
+        (
+            lambda folder: edit(folder / "tokenizer.json", truncation={"max_length": 5}),
+            "tokenizer_digest",
+        ),
+        (
+            lambda folder: edit(folder / "tokenizer_config.json", add_bos_token=True),
+            "tokenizer_digest",
+        ),
         (nudge, "weights_digest"),
         (halve, "weights_digest"),
         (lambda folder: edit(folder / "config.json", transformers_version="0"), ""),

@@ -8,7 +8,7 @@ import pytest
 
 _PROCESS = """
 import asyncio, ctypes, os, resource, sys
-from baton.config.settings import resolve_config
+from baton.config.resolve import resolve_config
 from baton.process.entry import run_process
 
 async def main(config, stop):

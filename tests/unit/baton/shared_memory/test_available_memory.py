@@ -114,7 +114,9 @@ def test_memory_promised_to_other_segments_is_not_available(
     with other.open("wb") as file:
         file.truncate(40 * MIB)
     monkeypatch.setattr(
-        segment, "measure_available_memory", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB)
+        segment,
+        "measure_available_memory",
+        lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB),
     )
     with pytest.raises(
         ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"
@@ -130,7 +132,9 @@ def test_filling_stops_when_memory_runs_out(
     """Programs that are not ours promise nothing: what is left is looked at before every piece."""
     lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
     monkeypatch.setattr(
-        segment, "measure_available_memory", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0)
+        segment,
+        "measure_available_memory",
+        lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0),
     )
     with pytest.raises(ConfigError, match="60MiB left"):
         segment.create_segment(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
