@@ -1,8 +1,7 @@
-"""Command-line flags made from the fields of `Config`, so that flag, variable and file cannot drift
-apart.
+"""Command-line flags generated from the fields of `Config`.
 
-A flag that is not given leaves no trace in the namespace: `given` returns only what the user typed,
-and `baton.config.settings.resolve` merges that with environment, file and defaults.
+A flag that is not given is absent from the namespace. `get_typed_settings` returns only what the
+user typed, and `baton.config.resolve` merges that with environment, file and defaults.
 """
 
 import argparse
@@ -24,8 +23,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Confi
 
 
 def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
-    """Add one flag per named field (all of them by default), `--config FILE` and the repeatable
-    `--set KEY=VALUE`."""
+    """Add a flag for each named field (by default all), `--config FILE` and `--set KEY=VALUE`."""
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)", dest="config_file"
     )
@@ -45,8 +43,10 @@ def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | No
 
 
 def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
-    """The settings that were typed. Raises ConfigError for a malformed `--set` or one that
-    contradicts its flag."""
+    """Return the settings that the user typed.
+
+    Raises ConfigError for a malformed `--set`, or one that contradicts a flag.
+    """
     typed = {field: value for field, value in vars(namespace).items() if field in _DEFAULTS}
     for assignment in namespace.config_assignments:
         key, value = parse_assignment(assignment)
@@ -60,8 +60,10 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
 def load_config(
     argv: Sequence[str] | None, *, prog: str, description: str, fields: Iterable[str] | None = None
 ) -> Config:
-    """The settings of a command that has no flags but settings. Raises ConfigError; exits with 2 on
-    unknown flags."""
+    """Resolve the settings of a command whose only flags are settings.
+
+    Raises ConfigError. Exits with 2 on unknown flags.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_config_flags(parser, fields)
     namespace = parser.parse_args(argv)

@@ -16,7 +16,7 @@ _FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 
 def get_field_help(field: str) -> str:
-    """The help text of a field, "" if it has none."""
+    """Return the help text of a field, or "" if it has none."""
     return next(
         (m.description for m in getattr(_FIELD_TYPES[field], "__metadata__", ()) if m.description),
         "",
@@ -24,7 +24,7 @@ def get_field_help(field: str) -> str:
 
 
 def get_field_choices(field: str) -> tuple[str, ...]:
-    """The words a field accepts, () if it is not a choice."""
+    """Return the values that a field accepts, or () if it is not a choice."""
     hint = _FIELD_TYPES[field]
     literal = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(literal) if get_origin(literal) is Literal else ()
@@ -33,9 +33,9 @@ def get_field_choices(field: str) -> tuple[str, ...]:
 def resolve_config(
     flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None
 ) -> Config:
-    """Merge flags (those given), BATON_* variables, the TOML file and the defaults.
+    """Merge the given flags, BATON_* variables, the TOML file and the defaults.
 
-    Raises ConfigError naming the field, the value and where it came from.
+    Raises ConfigError that names the field, the value and where it came from.
     """
     merged: dict[str, object] = {}
     sources: dict[str, str] = {}
@@ -64,9 +64,11 @@ def resolve_config(
 
 
 def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One notice for each BATON_* variable that nothing reads, with the name it may have been meant
-    as. They are no error: other programs may set some, as Kubernetes does for a service that is
-    called baton."""
+    """Return a notice for each BATON_* variable that is not a setting, with the nearest setting.
+
+    They are not errors, because other programs may set such variables, as Kubernetes does for a
+    service that is called baton.
+    """
     known = {
         ENV_PREFIX + field.upper() for field in Config.__struct_fields__
     } | NON_SETTING_VARIABLES
@@ -81,7 +83,7 @@ def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def parse_assignment(text: str) -> tuple[str, str]:
-    """`--set KEY=VALUE`."""
+    """Split the `KEY=VALUE` of `--set`. Raises ConfigError."""
     key, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"--set {text!r} is not KEY=VALUE")
@@ -89,9 +91,10 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 def read_secret(value: str, field: str) -> str:
-    """A secret itself, or what the file that `@FILE` names holds, without the white space around
-    it. An empty file is no key that happens to let everybody in: it raises ConfigError, as one that
-    cannot be read does."""
+    """Return a secret: `value`, or for `@FILE` the contents of the file, stripped.
+
+    Raises ConfigError if the file cannot be read, or is empty: an empty key would admit everybody.
+    """
     if not value.startswith("@"):
         return value
     try:

@@ -14,11 +14,11 @@ from msgspec import Meta
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
-MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
+MAX_SECONDS = 1e6  # eleven days; timers cannot wait for ever
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
-NO_POOL = "0"  # as --pool-memory, and as --pool-disk
+NO_POOL = "0"  # value of --pool-memory and --pool-disk for no pool, no disk
 
 
 def _help_text(text: str) -> Meta:
@@ -26,7 +26,7 @@ def _help_text(text: str) -> Meta:
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of every process. A process ignores what does not concern it."""
+    """Settings of every process. A process ignores those that do not concern it."""
 
     # the model
     model: Annotated[
@@ -62,7 +62,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mode: Annotated[
         Literal["disaggregated", "colocated", "auto"],
         _help_text(
-            "Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"
+            "Who computes prompts: prefill nodes, decode nodes, or auto: "
+            "whichever is predicted to be sooner"
         ),
     ] = "disaggregated"
     max_model_len: Annotated[
@@ -84,20 +85,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     preemption: Annotated[
         Literal["most_blocks", "cheapest"],
         _help_text(
-            "Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"
+            "Who of the lowest class gives way when blocks run out: most blocks held, "
+            "or cheapest to resume"
         ),
     ] = "most_blocks"
     local_prefill_share: Annotated[
         float,
         Meta(gt=0, le=10),
         _help_text(
-            "Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"
+            "Mode auto: what prompts that a decode node computes may add to its steps, "
+            "as a share of them"
         ),
     ] = 0.5
     degrade_wait: Annotated[
         Seconds,
         _help_text(
-            "Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"
+            "Seconds a request may wait, where its class has no max_wait, "
+            "before service is degraded step by step"
         ),
     ] = 5.0
     degraded_max_tokens: Annotated[
@@ -113,7 +117,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unknown_fields: Annotated[
         Literal["error", "ignore"],
         _help_text(
-            "Fields of a request that Baton does not know: refuse the request, or drop and count them"
+            "Fields of a request that Baton does not know: "
+            "refuse the request, or drop and count them"
         ),
     ] = "error"
     max_queue: Annotated[
@@ -158,13 +163,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: Annotated[
         NonNegativeInt,
         _help_text(
-            "Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files"
+            "Connections that the HTTP port may hold, and the gRPC port; "
+            "0: by the limit of open files"
         ),
     ] = 0
     max_connections_per_address: Annotated[
         NonNegativeInt,
         _help_text(
-            "Connections to one port from one address that is not loopback; 0: half of what the port may hold"
+            "Connections to one port from one address that is not loopback; "
+            "0: half of what the port may hold"
         ),
     ] = 0
     state_dir: Annotated[
@@ -190,14 +197,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allowed_origins: Annotated[
         str,
         _help_text(
-            "Origins whose web pages may call the HTTP port, as https://chat.example, comma-separated"
+            "Origins whose web pages may call the HTTP port, as https://chat.example, "
+            "comma-separated"
         ),
     ] = ""
     insecure: Annotated[bool, _help_text("Allow non-loopback binds without keys")] = False
     core_dumps: Annotated[
         bool,
         _help_text(
-            "Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there"
+            "Let processes be dumped and traced (core files, gdb, py-spy); "
+            "prompts and keys are in there"
         ),
     ] = False
     failpoints_rpc: Annotated[
@@ -213,7 +222,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     advertise: Annotated[
         str,
         _help_text(
-            "HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen"
+            "HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; "
+            "else that of --listen"
         ),
     ] = ""
     health_port: Annotated[
@@ -238,13 +248,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool_memory: Annotated[
         str,
         _help_text(
-            "Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool"
+            "Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; "
+            "0 is no pool"
         ),
     ] = "auto"
     pool_disk: Annotated[
         str,
         _help_text(
-            "Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; 0 is none"
+            "Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; "
+            "0 is none"
         ),
     ] = "0"
     pool_disk_dir: Annotated[
@@ -294,11 +306,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     liveness_timeout: Annotated[
         float,
-        Meta(
-            ge=5, le=MAX_SECONDS
-        ),  # a sign of life comes every second, and a busy machine delays some
+        # A process sends a liveness signal every second, and a busy machine delays some.
+        Meta(ge=5, le=MAX_SECONDS),
         _help_text(
-            "Seconds without a sign of life after which `up` ends a process and starts it again; at least 5"
+            "Seconds without a sign of life after which `up` ends a process and starts it again; "
+            "at least 5"
         ),
     ] = 30.0
     flip_timeout: Annotated[
@@ -347,12 +359,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def has_pool_disk(self) -> bool:
+        """Whether the pool has a disk behind its memory."""
         return self.pool_disk.strip() != NO_POOL
 
 
 SECRET_FIELDS = frozenset({"api_key", "cluster_token", "admin_token"})
 ENV_PREFIX = "BATON_"
-# Variables that are no settings: of commands, of tests, and between a supervisor and its children.
+# Variables that are not settings: for commands, for tests, and from a supervisor to its children.
 NON_SETTING_VARIABLES = frozenset(
     {
         *(
@@ -368,5 +381,5 @@ NON_SETTING_VARIABLES = frozenset(
 
 
 def get_served_model_name(config: Config) -> str:
-    """What clients call the model: --served-model-name, or the last part of --model."""
+    """Return the name that clients use: --served-model-name, or the last part of --model."""
     return config.served_model_name or Path(config.model).name or config.engine

@@ -1,5 +1,4 @@
-"""What every process of ours does before it is itself: its supervisor, its settings, its log, its
-limits."""
+"""The start of every process of Baton: supervisor, settings, log, limits, event loop."""
 
 import asyncio
 import os
@@ -19,8 +18,10 @@ STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
 def run_process(
     settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]
 ) -> int:
-    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its
-    supervisor."""
+    """Run `main(settings(), stop)` until it returns. Returns the exit code of the process.
+
+    The process is killed when its supervisor dies.
+    """
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
         runtime.exit_with_parent(int(supervisor))
