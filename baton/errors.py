@@ -1,39 +1,41 @@
 """Every error that leaves a component, in one tree.
 
     BatonError
-     + Rejected         the caller's fault; nothing was allocated
-     |   InvalidRequest 400, TooLong 400, TooLarge 413, Unauthenticated 401, NotFound 404, NotAvailable 501,
-     |   Overloaded 429 (OverLimit), Draining 503, Unavailable 503
-     + HandoffFailed    a hand-off that did not commit: placed again, else 503
-     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Unmappable
-     + NodeFailed       a node could not go on: placed again, else 503
-     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, WrongModel, NodeGone, Drained
-     + SlowReader       the client read too slowly; its stream was cut
+     + RequestRejected  the request is refused and nothing was allocated
+     |   InvalidRequest 400, ContextLengthExceeded 400, RequestTooLarge 413, Unauthenticated 401,
+     |   NotFound 404 (ModelNotFound), NotSupported 501, Overloaded 429 (TenantLimitExceeded),
+     |   ShuttingDown 503, ServiceUnavailable 503
+     + HandoffFailed    a hand-off did not commit: the request is placed again, or gets 503
+     |   PeerUnreachable, LayoutMismatch, IncompleteTransfer, ChecksumMismatch, StaleMessage,
+     |   LeaseExpired, UnmappableSegment
+     + NodeFailed       a node could not continue: the request is placed again, or gets 503
+     |   OutOfBlocks, OutOfMemory, NodeStalled, Preempted, ModelMismatch, NodeLost, NodeDrained
+     + SlowReader       the client read too slowly, and its stream was cut
      + DeadlineExceeded 504
      + Cancelled        499
-     + ConfigError      start-up only: one line with cause and fix, exit code 2
+     + ConfigError      at start-up only: one line with cause and fix, exit code 2
 
-A message names the value, the bound and the knob. Foreign exceptions (zmq, grpc, torch, OSError)
-are translated at the one boundary where they enter: kv_transfer's transports, the two links, the
-engine, `segment.py`.
+A message names the value, the bound and the setting to change. Exceptions of libraries (zmq, grpc,
+torch, OSError) are translated at the one boundary where they enter: the transports of kv_transfer,
+the node and pool links, the engine, and baton/shared_memory/segment.py.
 """
 
 from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Root. `http_status` and `grpc_code` (a name of grpc.StatusCode) are the outside view of the
-    class."""
+    """Root of all errors."""
 
     http_status: ClassVar[int] = 500
-    grpc_code: ClassVar[str] = "INTERNAL"
+    grpc_code: ClassVar[str] = "INTERNAL"  # a name of grpc.StatusCode
     openai_type: ClassVar[str] = "server_error"  # OpenAI's error.type
-    code: ClassVar[str] = "internal_error"  # OpenAI's error.code; also the name on Baton's own wire
-    is_retryable: ClassVar[bool] = False  # may the coordinator place the request again?
+    code: ClassVar[str] = "internal_error"  # OpenAI's error.code, and the code between processes
+    is_retryable: ClassVar[bool] = False  # whether the coordinator may place the request again
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: float | None = None
     ) -> None:
+        """`param` names the request field or setting; `retry_after` is in seconds."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -50,17 +52,17 @@ class RequestRejected(BatonError):
 
 
 class InvalidRequest(RequestRejected):
-    """A value, a field or their combination is wrong."""
+    """A field, its value, or a combination of fields is invalid."""
 
 
 class ContextLengthExceeded(RequestRejected):
-    """Prompt and output do not fit the context, or the cache."""
+    """Prompt and output do not fit in the model's context or in the cache."""
 
     code = "context_length_exceeded"
 
 
 class RequestTooLarge(RequestRejected):
-    """The body is longer than is read."""
+    """The body exceeds the size limit."""
 
     http_status = 413
     code = "request_too_large"
@@ -76,7 +78,7 @@ class Unauthenticated(RequestRejected):
 
 
 class NotFound(RequestRejected):
-    """There is no such path, node or request."""
+    """The path, node or request does not exist."""
 
     http_status = 404
     grpc_code = "NOT_FOUND"
@@ -84,13 +86,13 @@ class NotFound(RequestRejected):
 
 
 class ModelNotFound(NotFound):
-    """There is no such model."""
+    """The model does not exist."""
 
     code = "model_not_found"
 
 
 class NotSupported(RequestRejected):
-    """It is not built in this version."""
+    """This version does not implement the feature."""
 
     http_status = 501
     grpc_code = "UNIMPLEMENTED"
@@ -98,8 +100,7 @@ class NotSupported(RequestRejected):
 
 
 class Overloaded(RequestRejected):
-    """It would be served too late, too many wait (--max-queue), or its tenant has used up its
-    limits."""
+    """The request would be served too late, or the queue is full (--max-queue)."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -108,11 +109,11 @@ class Overloaded(RequestRejected):
 
 
 class TenantLimitExceeded(Overloaded):
-    """Its tenant has used up a limit of its own: the cluster may well have room."""
+    """The tenant has used up its limits, although the cluster may have room."""
 
 
 class ShuttingDown(RequestRejected):
-    """The coordinator is stopping."""
+    """The process is stopping."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -121,7 +122,7 @@ class ShuttingDown(RequestRejected):
 
 
 class ServiceUnavailable(RequestRejected):
-    """No node can serve it now."""
+    """No node can serve the request now."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -130,14 +131,14 @@ class ServiceUnavailable(RequestRejected):
 
 
 class SlowReader(BatonError):
-    """The client read so slowly that its bounded buffer filled."""
+    """The client read so slowly that its bounded buffer is full."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
     code = "slow_reader"
 
 
 class HandoffFailed(BatonError):
-    """The hand-off did not commit, for no nearer reason."""
+    """The hand-off did not commit. Used itself where no subclass fits."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -146,31 +147,31 @@ class HandoffFailed(BatonError):
 
 
 class PeerUnreachable(HandoffFailed):
-    """The other end is gone or does not answer."""
+    """The other end is lost or does not answer."""
 
     code = "peer_gone"
 
 
 class LayoutMismatch(HandoffFailed):
-    """Geometry or protocol of the two ends differ."""
+    """KV layout or protocol of the two ends differ."""
 
     code = "layout_mismatch"
 
 
 class IncompleteTransfer(HandoffFailed):
-    """Slabs are missing, overlap, or do not fit the manifest."""
+    """Slabs are missing, overlap, or contradict the manifest."""
 
     code = "incomplete"
 
 
 class ChecksumMismatch(HandoffFailed):
-    """Bytes that landed are not those that were sent."""
+    """The received bytes are not those that were sent."""
 
     code = "checksum_mismatch"
 
 
 class StaleMessage(HandoffFailed):
-    """Of another incarnation or attempt, or closed off."""
+    """The message belongs to an old incarnation or attempt, or to a closed ticket."""
 
     code = "stale"
 
@@ -182,13 +183,13 @@ class LeaseExpired(HandoffFailed):
 
 
 class UnmappableSegment(HandoffFailed):
-    """The writer cannot map decode's segment: the two are not on one host after all."""
+    """The writer cannot map decode's segment: the two do not share a segment folder."""
 
     code = "unmappable"
 
 
 class NodeFailed(BatonError):
-    """A node could not go on."""
+    """A node could not continue."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -197,25 +198,25 @@ class NodeFailed(BatonError):
 
 
 class OutOfBlocks(NodeFailed):
-    """It needs more blocks than the cache has."""
+    """The sequence needs more blocks than the cache has."""
 
     code = "out_of_blocks"
 
 
 class OutOfMemory(NodeFailed):
-    """The device has no memory for this step."""
+    """The device has too little memory for this step."""
 
     code = "out_of_memory"
 
 
 class NodeStalled(NodeFailed):
-    """No progress, or no answer."""
+    """The node makes no progress, or does not answer."""
 
     code = "stalled"
 
 
 class Preempted(NodeFailed):
-    """It gave its blocks to other work."""
+    """The attempt's blocks were given to other requests."""
 
     code = "preempted"
 
@@ -233,13 +234,13 @@ class NodeLost(NodeFailed):
 
 
 class NodeDrained(NodeFailed):
-    """The node is taken out of service and has had its time."""
+    """The node is being taken out of service and its drain time-out has passed."""
 
     code = "drained"
 
 
 class DeadlineExceeded(BatonError):
-    """The request's time is over."""
+    """The request's deadline has passed."""
 
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
@@ -248,7 +249,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """The client went away or cancelled."""
+    """The client disconnected or cancelled the request."""
 
     http_status = 499
     grpc_code = "CANCELLED"
@@ -257,7 +258,7 @@ class Cancelled(BatonError):
 
 
 class ConfigError(BatonError):
-    """A start-up error. Printed as one line, `cause: fix`, and the process exits with 2."""
+    """A start-up error. The process prints it as one line, `cause: fix`, and exits with 2."""
 
     code = "config"
 
@@ -275,15 +276,16 @@ ERRORS_BY_CODE: dict[str, type[BatonError]] = _errors_by_code(BatonError)
 
 
 def error_from_code(code: str, message: str, param: str | None = None) -> BatonError:
-    """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain
-    BatonError."""
+    """Rebuild an error that another process sent. An unknown code becomes a plain BatonError."""
     return ERRORS_BY_CODE.get(code, BatonError)(message, param=param)
 
 
 def handoff_error_from_peer(code: str, message: str) -> BatonError:
-    """Rebuild the reason for which the other end of a hand-off gave it up. It ends the hand-off and
-    never the request: whether that can be served elsewhere is not the peer's to say. Cancelled
-    stays what it is: somebody meant it."""
+    """Rebuild the reason why the other end of a hand-off aborted it.
+
+    An error that is not retryable becomes HandoffFailed: it ends the hand-off and not the request,
+    because the peer cannot know whether another node can serve it. Cancelled stays Cancelled.
+    """
     error = error_from_code(code, message)
     return (
         error

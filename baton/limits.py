@@ -1,5 +1,7 @@
-"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator,
-again by nodes."""
+"""Bounds of every value that a client can send, and the functions that check them.
+
+The coordinator checks a request before it allocates anything for it, and nodes check it again.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +14,9 @@ MAX_BODY_BYTES = 4 << 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_SEED = 2**63 - 1
-MAX_PENALTY = 2.0  # presence and frequency, either way
+MAX_PENALTY = 2.0  # absolute value of presence and frequency penalty
 MAX_REPETITION_PENALTY = 100.0
-MAX_LOGIT_BIAS = 100.0  # either way
+MAX_LOGIT_BIAS = 100.0  # absolute value
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16  # of one prompt
@@ -22,96 +24,96 @@ MAX_PROMPTS = 128  # of one request
 MAX_TOTAL_CHOICES = 256  # choices of all prompts of one request
 MAX_CHOICE_INDEX = 2**16 - 1
 MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARACTERS = 256  # of one stop string
-MAX_PROMPT_LOGPROBS = (
-    2**20
-)  # log probabilities told of the prompts of one request: about 140 bytes each
+MAX_STOP_STRING_CHARACTERS = 256
+# Log probabilities of prompt tokens in one response: about 140 bytes each.
+MAX_PROMPT_LOGPROBS = 2**20
 MAX_CHAT_MESSAGES = 2048  # of one conversation
-MAX_TEMPLATE_ARGUMENTS = 32  # for the chat template of one conversation
-MAX_TEMPLATE_KEY_CHARACTERS = 64  # characters of the name of one
-MAX_TEMPLATE_STRING_CHARACTERS = 4096  # characters of one that is a text
-MAX_TEMPLATE_NUMBER = 2**53  # either way, of one that is a number
-MAX_JSON_KEYS = 2**15  # of members of all objects of one JSON body
-MAX_JSON_STRINGS = 2**16  # of one JSON body, names too
+MAX_TEMPLATE_ARGUMENTS = 32  # entries of chat_template_kwargs
+MAX_TEMPLATE_KEY_CHARACTERS = 64
+MAX_TEMPLATE_STRING_CHARACTERS = 4096
+MAX_TEMPLATE_NUMBER = 2**53  # absolute value
+MAX_JSON_KEYS = 2**15  # members of all objects of one JSON body
+MAX_JSON_STRINGS = 2**16  # strings and keys of one JSON body
 MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
-MAX_JSON_VALUES = 2**20  # of one JSON body: a prompt of a million tokens fits
-MAX_GRPC_FIELDS = 2**13  # of one request over gRPC and of the messages in it
-MAX_TOKENIZE_TOKENS = (
-    2**18
-)  # that /tokenize counts and /detokenize takes, where the context is shorter
-MAX_PENDING_SHORT_TEXT_BYTES = (
-    16 << 20
-)  # of texts of at most 64 KiB that wait to be tokenized or are being tokenized
-MAX_PENDING_LONG_TEXT_BYTES = 48 << 20  # of longer ones
-MAX_SMALL_BODY_BYTES = 64 << 10  # bytes of a body that counts as small while it arrives
-MAX_CONCURRENT_SMALL_BODIES = 1024  # that arrive at once
-MAX_CONCURRENT_LARGE_BODY_BYTES = 128 << 20  # of larger bodies that arrive at once
-MAX_CONCURRENT_GRPC_BODIES = (
-    64  # requests over gRPC that arrive at once: how long they are is not known before
-)
-MAX_GRPC_BODIES_PER_CONNECTION = 8  # of them on one connection
+MAX_JSON_VALUES = 2**20  # values of one JSON body: a prompt of a million tokens fits
+MAX_GRPC_FIELDS = 2**13  # fields of one gRPC request and the messages in it
+# Tokens of one /tokenize or /detokenize call, where the model's context is shorter than that.
+MAX_TOKENIZE_TOKENS = 2**18
+# Texts that wait for the tokenizer or are in it: those of at most 64 KiB, and longer ones.
+MAX_PENDING_SHORT_TEXT_BYTES = 16 << 20
+MAX_PENDING_LONG_TEXT_BYTES = 48 << 20
+MAX_SMALL_BODY_BYTES = 64 << 10  # a body of up to this size counts as small
+MAX_CONCURRENT_SMALL_BODIES = 1024  # small bodies that arrive at once
+MAX_CONCURRENT_LARGE_BODY_BYTES = 128 << 20  # bytes of larger bodies that arrive at once
+# gRPC requests that arrive at once. Their sizes are not known in advance.
+MAX_CONCURRENT_GRPC_BODIES = 64
+MAX_GRPC_BODIES_PER_CONNECTION = 8
 BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
-MAX_UNSENT_MESSAGES = 8192  # messages waiting on one internal stream before its reader is given up
+MAX_UNSENT_MESSAGES = 8192  # queued on one internal stream; beyond that its reader is too slow
 LINK_CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
 )
+MAX_DESCRIPTORS = 1 << 16  # open files that a process counts on, also if it may open more
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-LOCAL_PREFILL_BURST_STEPS = 8  # steps of a decode node whose share of prompts may be taken at once
+# Steps of a decode node whose shares of prefill tokens may be used up in one step.
+LOCAL_PREFILL_BURST_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What the served model and the cluster's cache allow, and which model that is. Both lengths
-    are those of one node, the one that can hold the longest request, or could before it left a
-    moment ago."""
+    """What the served model and the cluster's cache allow.
+
+    `max_model_len` and `cache_tokens` are those of the node that can hold the longest request, also
+    if it has just left the cluster.
+    """
 
     vocab_size: int
-    max_model_len: int  # prompt plus output, tokens
-    cache_tokens: int  # tokens that its cache can hold
-    model_digest: str = ""  # of its weights and architecture, in hex
+    max_model_len: int  # prompt plus output, in tokens
+    cache_tokens: int  # tokens that the node's cache can hold
+    model_digest: str = ""  # of weights and architecture, in hex
     dtype: str = ""
-    current_max_context: int = (
-        0  # the longest request that the nodes which are here can hold, tokens; 0: not known
-    )
+    # Tokens of the longest request that the present nodes can hold; 0 if that is not known.
+    current_max_context: int = 0
 
     @property
     def max_context(self) -> int:
+        """Most tokens of prompt plus output."""
         return min(self.max_model_len, self.cache_tokens)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of output that fit behind such a prompt now; if that is none, those that usually
-        do."""
-        now = self.current_max_context - prompt_tokens
-        return now if now > 0 else self.max_context - prompt_tokens
+        """Most output tokens after such a prompt, on the present nodes if they can hold it."""
+        present_room = self.current_max_context - prompt_tokens
+        return present_room if present_room > 0 else self.max_context - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """At most `max_tokens` of one text, because of `reason`. Checked before a text is worked on,
-    and while it is."""
+    """Most tokens of one text. Checked before the text is tokenized, and meanwhile."""
 
     max_tokens: int
-    reason: str
+    reason: str  # of the limit, for the error message
 
     def check_byte_count(self, size: int, longest_token: int | None) -> None:
-        """Raises TooLong if no tokenizing can make `size` bytes fit. `longest_token` is in bytes,
-        None if a token may stand for any length."""
+        """Raise ContextLengthExceeded if `size` bytes exceed the limit in any tokenization.
+
+        `longest_token` is in bytes, or None if a token may stand for text of any length.
+        """
         if longest_token is not None and size > self.max_tokens * longest_token:
             raise ContextLengthExceeded(
-                f"prompt has {size} bytes of text: no token has more than {longest_token}, and the limit is "
-                f"{self.max_tokens} tokens ({self.reason})",
+                f"prompt has {size} bytes of text: no token has more than {longest_token}, "
+                f"and the limit is {self.max_tokens} tokens ({self.reason})",
                 param="prompt",
             )
 
     def check_token_count(self, tokens: int) -> None:
-        """Raises TooLong."""
+        """Raise ContextLengthExceeded for more than `max_tokens` tokens."""
         if tokens > self.max_tokens:
             raise self.length_exceeded_error(tokens)
 
     def length_exceeded_error(self, tokens: int, more: str = "") -> ContextLengthExceeded:
-        """`more` is "more than " if not all of them were counted."""
+        """Build the error. `more` is "more than " if counting stopped before the end."""
         return ContextLengthExceeded(
             f"prompt has {more}{tokens} tokens: the limit is {self.max_tokens} ({self.reason})",
             param="prompt",
@@ -119,19 +121,19 @@ class TextLimit:
 
 
 def get_prompt_limit(bounds: ModelBounds) -> TextLimit:
-    """Of a prompt, which leaves room for at least one token of output."""
+    """Return the limit of a prompt, which leaves room for one output token."""
     return TextLimit(bounds.max_context - 1, _limit_reason(bounds))
 
 
 def get_tokenize_limit(bounds: ModelBounds) -> TextLimit:
-    """Of what /tokenize and /detokenize work on: what the context holds, or more."""
+    """Return the limit of one /tokenize or /detokenize call, which is at least the context."""
     if bounds.max_context >= MAX_TOKENIZE_TOKENS:
         return TextLimit(bounds.max_context, _limit_reason(bounds))
     return TextLimit(MAX_TOKENIZE_TOKENS, "of one call")
 
 
 def check_prompt_length(tokens: int, bounds: ModelBounds) -> None:
-    """Raises TooLong for a prompt that leaves no room for output."""
+    """Raise ContextLengthExceeded for a prompt that leaves no room for output."""
     if tokens >= bounds.max_context:
         raise ContextLengthExceeded(
             f"prompt has {tokens} tokens: with at least one token of output the limit is "
@@ -141,8 +143,11 @@ def check_prompt_length(tokens: int, bounds: ModelBounds) -> None:
 
 
 def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
-    """Raises InvalidRequest for an empty prompt or an id out of range, TooLong for one that leaves
-    no room."""
+    """Check the token ids and length of a prompt.
+
+    Raises InvalidRequest for an empty prompt or an id out of range, and ContextLengthExceeded for a
+    prompt that leaves no room for output.
+    """
     if not prompt:
         raise InvalidRequest("prompt is empty: it needs at least one token", param="prompt")
     check_prompt_length(len(prompt), bounds)
@@ -155,7 +160,7 @@ def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
 
 
 def check_choices(n: int, first: int, prompts: int) -> None:
-    """Raises InvalidRequest naming the field, the value and the bound."""
+    """Check the numbers of choices and prompts. Raises InvalidRequest."""
     _check_int_range("n", n, 1, MAX_CHOICES)
     _check_int_range("first_choice", first, 0, MAX_CHOICE_INDEX - MAX_CHOICES)
     check_prompt_count(prompts)
@@ -167,13 +172,15 @@ def check_choices(n: int, first: int, prompts: int) -> None:
 
 
 def check_prompt_logprobs(tokens: int, logprobs: int) -> None:
-    """`tokens` of all prompts that are to be echoed with scores. Raises InvalidRequest naming the
-    value and the bound."""
-    told = tokens * (1 + logprobs)
-    if told > MAX_PROMPT_LOGPROBS:
+    """Check how many log probabilities of prompts a response would have. Raises InvalidRequest.
+
+    `tokens` counts the tokens of all prompts that are echoed with `logprobs` alternatives each.
+    """
+    count = tokens * (1 + logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: that is {told} log probabilities, the "
-            f"limit is {MAX_PROMPT_LOGPROBS} a request",
+            f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: "
+            f"that is {count} log probabilities, the limit is {MAX_PROMPT_LOGPROBS} a request",
             param="logprobs",
         )
 
@@ -187,15 +194,14 @@ _MAX_ENTRIES = {
 
 
 def check_entry_count(field: str, count: int) -> None:
-    """Of one of the fields that have many entries, before anything is done for each of them. Raises
-    InvalidRequest."""
-    unit, most = _MAX_ENTRIES[field]
-    if count > most:
-        raise InvalidRequest(f"{field} has {count} {unit}: at most {most}", param=field)
+    """Check the length of a list field before its entries are read. Raises InvalidRequest."""
+    unit, limit = _MAX_ENTRIES[field]
+    if count > limit:
+        raise InvalidRequest(f"{field} has {count} {unit}: at most {limit}", param=field)
 
 
 def check_message_count(count: int) -> None:
-    """Raises InvalidRequest."""
+    """Check the number of messages of a conversation. Raises InvalidRequest."""
     if not 1 <= count <= MAX_CHAT_MESSAGES:
         raise InvalidRequest(
             f"messages has {count} messages: it must have 1 to {MAX_CHAT_MESSAGES}",
@@ -204,7 +210,7 @@ def check_message_count(count: int) -> None:
 
 
 def check_prompt_count(prompts: int) -> None:
-    """Raises InvalidRequest."""
+    """Check the number of prompts of a request. Raises InvalidRequest."""
     if not 1 <= prompts <= MAX_PROMPTS:
         raise InvalidRequest(
             f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt"
@@ -212,18 +218,19 @@ def check_prompt_count(prompts: int) -> None:
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
-    """Raises InvalidRequest naming the value and the bound."""
+    """Check the number and the lengths of stop strings. Raises InvalidRequest."""
     check_entry_count("stop", len(strings))
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_STRING_CHARACTERS:
             raise InvalidRequest(
-                f"stop has a string of {len(string)} characters: each must have 1 to {MAX_STOP_STRING_CHARACTERS}",
+                f"stop has a string of {len(string)} characters: "
+                f"each must have 1 to {MAX_STOP_STRING_CHARACTERS}",
                 param="stop",
             )
 
 
 def check_token_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
-    """Raises InvalidRequest for a token id out of range."""
+    """Raise InvalidRequest for a token id out of range."""
     if ids and not (min(ids) >= 0 and max(ids) < bounds.vocab_size):
         bad = next(token for token in ids if not 0 <= token < bounds.vocab_size)
         raise InvalidRequest(
@@ -232,7 +239,7 @@ def check_token_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None
 
 
 def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
-    """Raises TooLong naming the values, the bound and the setting that is in the way."""
+    """Raise ContextLengthExceeded if prompt and output exceed the context or the cache."""
     if prompt_tokens + max_tokens > bounds.max_context:
         raise ContextLengthExceeded(
             f"max_tokens is {max_tokens} after a prompt of {prompt_tokens}: together the limit is "
@@ -242,7 +249,7 @@ def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBound
 
 
 def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
-    """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
+    """Check all sampling parameters. Raises InvalidRequest or ContextLengthExceeded."""
     if params.max_tokens < 1:
         raise InvalidRequest(
             f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens"

@@ -1,13 +1,13 @@
-"""A linear cost learned online: seconds = coefficients . features, with no coefficient below zero.
+"""A linear cost model learned online: seconds = coefficients . features, coefficients >= 0.
 
-Exponentially weighted least squares of the *relative* error, solved by cyclic coordinate descent on
-the non-negative orthant (Franc, Hlavac, Navara, "Sequential coordinate-wise algorithm for the
-non-negative least squares problem",
-2005), which costs O(features**2) for each of a fixed number of sweeps. An observation weighs
-1 / max(seen, predicted)**2, so that long prompts do not drown short ones; one that is further off
-than usual weighs less in proportion (Huber's weights), so that a step that a page fault made slow
-moves little. The prior counts as `PRIOR_WEIGHT` observations that fade like all others; the first
-observation scales it, since a prior knows the shape of a cost and not the machine.
+It minimizes the exponentially weighted squares of the *relative* error, by cyclic coordinate
+descent on the non-negative orthant (Franc, Hlavac, Navara, "Sequential coordinate-wise algorithm
+for the non-negative least squares problem", 2005), which costs O(features**2) for each of a fixed
+number of sweeps. An observation has the weight 1 / max(observed, predicted)**2, so that long
+prompts do not outweigh short ones. An observation with an unusually large error has a smaller
+weight in proportion (Huber's weights), so that a step slowed down by a page fault changes little.
+The prior counts as `PRIOR_WEIGHT` observations, which decay like all others. The first observation
+scales it, because a prior gives the shape of a cost and does not know the machine.
 """
 
 import math
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from baton.prediction_error import DECAY_OBSERVATIONS, MeanRelativeError
 
 PRIOR_WEIGHT = 2.0  # observations
-MIN_OBSERVED_SECONDS, MAX_OBSERVED_SECONDS = (
-    1e-9,
-    3600.0,
-)  # seconds: what is not between them is no observation
+MIN_OBSERVED_SECONDS, MAX_OBSERVED_SECONDS = 1e-9, 3600.0  # others are ignored
 _SWEEPS = 8
-_HUBER_ERRORS = 3.0  # an error of so many times the usual one is still believed in full
+_HUBER_ERRORS = 3.0  # errors of up to so many times the usual one have full weight
 
 
 class OnlineLinearFit:
+    """Learns the coefficients from observations of (features, seconds)."""
+
     def __init__(self, prior: Sequence[float]) -> None:
+        """`prior` are coefficients of the right proportions."""
         self.coefficients = tuple(prior)
         self.mean_error = MeanRelativeError()
         self._gram = [[0.0] * len(prior) for _ in prior]
@@ -36,9 +36,11 @@ class OnlineLinearFit:
         return sum(map(float.__mul__, self.coefficients, features))
 
     def add_observation(self, features: Sequence[float], seconds: float) -> float | None:
-        """Learn from one observation; None, and nothing learned, if it is none. Returns the
-        relative error that the prediction had, between 0 and 1: the difference as a share of the
-        greater of the two."""
+        """Learn from one observation. Returns the relative error of its prediction.
+
+        That is the difference as a share of the greater value, between 0 and 1. Returns None and
+        learns nothing if `seconds` is out of range.
+        """
         if not (math.isfinite(seconds) and MIN_OBSERVED_SECONDS <= seconds < MAX_OBSERVED_SECONDS):
             return None
         predicted = max(self.predict(features), MIN_OBSERVED_SECONDS)
@@ -53,16 +55,18 @@ class OnlineLinearFit:
         return error
 
     def reset(self) -> None:
-        """Forget what was learned. The next observation scales the coefficients as the first one
-        did."""
+        """Forget all observations. The next one scales the coefficients like the first."""
         self.mean_error = MeanRelativeError()
         self._gram = [[0.0] * len(self.coefficients) for _ in self.coefficients]
         self._moment = [0.0] * len(self.coefficients)
         self._usual_error = 1.0
 
     def _scale_prior(self, features: Sequence[float], seconds: float, scale: float) -> None:
-        """A coefficient's prior is as wide as itself, or as a tenth of what was seen if that is
-        more."""
+        """Scale the prior to the first observation.
+
+        The standard deviation of a coefficient is its value, or the one that explains a tenth of
+        the observed seconds if that is more.
+        """
         self.coefficients = tuple(coefficient * scale for coefficient in self.coefficients)
         for place, (coefficient, feature) in enumerate(
             zip(self.coefficients, features, strict=True)
@@ -72,14 +76,13 @@ class OnlineLinearFit:
             self._moment[place] = PRIOR_WEIGHT / width**2 * coefficient
 
     def _accumulate(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        keep = 1.0 - max(
-            1.0 / DECAY_OBSERVATIONS, self._usual_error / 8.0
-        )  # a machine that has changed is learned anew within a few
-        for row, one in enumerate(features):
-            self._moment[row] = keep * self._moment[row] + weight * one * seconds
-            line = self._gram[row]
+        # Large errors shorten the memory, so that a changed machine is learned in a few steps.
+        decay = 1.0 - max(1.0 / DECAY_OBSERVATIONS, self._usual_error / 8.0)
+        for row, feature in enumerate(features):
+            self._moment[row] = decay * self._moment[row] + weight * feature * seconds
+            gram_row = self._gram[row]
             for column, other in enumerate(features):
-                line[column] = keep * line[column] + weight * one * other
+                gram_row[column] = decay * gram_row[column] + weight * feature * other
 
     def _solve(self) -> None:
         found = list(self.coefficients)

@@ -12,7 +12,7 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class RoleSplit:
-    """Numbers of nodes."""
+    """Numbers of prefill and decode nodes, written P:D."""
 
     prefill_nodes: int
     decode_nodes: int
@@ -29,7 +29,7 @@ class RoleSplit:
 
 
 def parse_split(text: str) -> RoleSplit:
-    """`P:D`. Raises InvalidRequest."""
+    """Parse `P:D`. Raises InvalidRequest."""
     match = _SPLIT_PATTERN.fullmatch(text)
     if match is None:
         raise InvalidRequest(f"ratio {text[:64]!r} is not P:D, as in 3:1", param="ratio")
@@ -37,8 +37,11 @@ def parse_split(text: str) -> RoleSplit:
 
 
 def list_possible_splits(nodes: int, mode: str) -> list[RoleSplit]:
-    """Of so many nodes in this mode (`--mode`): decode is needed in every one, prefill in
-    `disaggregated`, and of no use in `colocated`."""
+    """Return the splits of `nodes` nodes that the mode (`--mode`) allows.
+
+    Every mode needs a decode node, `disaggregated` a prefill node as well, and `colocated` has
+    none.
+    """
     if mode == "colocated":
         return [RoleSplit(0, nodes)] if nodes else []
     return [
@@ -47,8 +50,8 @@ def list_possible_splits(nodes: int, mode: str) -> list[RoleSplit]:
 
 
 def format_splits(splits: list[RoleSplit]) -> str:
-    """In words: all of them, or the ends of a long list."""
-    named = [str(split) for split in splits]
-    if len(named) > _MAX_LISTED:
-        named = [*named[:2], "...", named[-1]]
-    return ", ".join(named) or "none"
+    """Format splits for a message: all of them, or the first and last of a long list."""
+    texts = [str(split) for split in splits]
+    if len(texts) > _MAX_LISTED:
+        texts = [*texts[:2], "...", texts[-1]]
+    return ", ".join(texts) or "none"

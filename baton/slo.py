@@ -1,4 +1,4 @@
-"""Service-level objectives as they are written on a command line."""
+"""Service-level objectives: bounds of TTFT and TPOT, and their text form."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Upper bounds in seconds; None is no bound."""
+    """Upper bounds of time to first token and time per output token; None is no bound."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -25,15 +25,14 @@ class Slo:
         )
 
     def is_met(self, ttft: float, tpot: float | None) -> bool:
-        """Whether one request was good. A request of one token has no TPOT and passes that
-        bound."""
+        """Whether a request met the bounds. One with a single token has no TPOT and meets that."""
         return (self.ttft_seconds is None or ttft <= self.ttft_seconds) and (
             self.tpot_seconds is None or tpot is None or tpot <= self.tpot_seconds
         )
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft=500ms,tpot=50ms`, either or both. Raises InvalidRequest."""
+    """Parse `ttft=500ms,tpot=50ms`, either or both. Raises InvalidRequest."""
     found: dict[str, float] = {}
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
@@ -43,4 +42,4 @@ def parse_slo(text: str) -> Slo:
                 param="slo",
             )
         found[match["name"]] = float(match["value"]) * _UNITS[match["unit"]]
-    return Slo(found.get("ttft"), found.get("tpot"))
+    return Slo(ttft_seconds=found.get("ttft"), tpot_seconds=found.get("tpot"))

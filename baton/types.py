@@ -1,9 +1,9 @@
-"""The nouns of the system. One meaning each; docs/architecture.md has the table of owners.
+"""Types that several processes share. docs/architecture.md has the table of owners.
 
-*Request* is what the client asked: frozen, crosses the wire. *Attempt* is one try at serving it; everything that
-happens inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped.
-*Ticket* is the decode node's promise "write these blocks, here, for so long". A node's own work on
-an attempt is a `Sequence` (node_engine/core/sequences/sequence.py) and never leaves the process.
+A *request* is one choice that a client asked for. An *attempt* is one try at serving it: everything
+inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped. A *ticket*
+is the decode node's permission to write certain blocks for some time. A node's own work on an
+attempt is a `Sequence` (node_engine/core/sequences/sequence.py), which never leaves the process.
 """
 
 import secrets
@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
-RequestId = NewType(
-    "RequestId", str
-)  # 128 random bits in hex, minted by the coordinator, never by a client
-TicketId = NewType("TicketId", str)  # 128 random bits in hex, minted by the decode node
-Incarnation = NewType(
-    "Incarnation", str
-)  # 64 random bits in hex, minted by the coordinator at each join
+# 128 random bits in hex, minted by the coordinator, never by a client.
+RequestId = NewType("RequestId", str)
+# 128 random bits in hex, minted by the decode node.
+TicketId = NewType("TicketId", str)
+# 64 random bits in hex, minted by the coordinator at each join of a node.
+Incarnation = NewType("Incarnation", str)
 NodeName = NewType("NodeName", str)
-BlockIndex = NewType("BlockIndex", int)  # index of a block in this process's arena
+BlockIndex = NewType("BlockIndex", int)  # of a block in this process's address range
 
 
 def mint_id(bits: int = 128) -> str:
-    """A random id in hex from the operating system's generator."""
+    """Return a random id in hex from the operating system's generator."""
     return secrets.token_hex(bits // 8)
 
 
@@ -33,14 +32,14 @@ class Role(Enum):
 
 
 class FinishReason(Enum):
-    """Why a generation ended well. Everything else is an error."""
+    """Why a generation ended normally. Any other end is an error."""
 
-    STOP = "stop"
-    LENGTH = "length"
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
 
 
 class AttemptKey(NamedTuple):
-    """What tokens, tickets, sequences and cancels are keyed by."""
+    """The key of tokens, tickets, sequences and cancellations."""
 
     request_id: RequestId
     attempt_number: int
@@ -52,43 +51,36 @@ class AttemptKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen; validated at admission (baton/limits.py) and again by the node.
-
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0 switch those filters off. `seed`
-    is always set: the coordinator mints one when the client gave none, so that a resumed attempt
-    draws the same noise. Presence and frequency penalties count the output, the repetition penalty
-    the prompt as well. `logit_bias` is (token id, bias) pairs, added to the logits. `logprobs`:
-    score every token of the output, beside so many of the most likely ones; None is off.
-    `prompt_logprobs`: likewise of the prompt, which is then computed without a look at any prefix
-    cache.
-    """
+    """How tokens are chosen. Checked at admission (baton/limits.py) and again by the node."""
 
     max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    # The coordinator mints a seed if the client gives none, so that a resumed attempt draws the
+    # same noise.
     seed: int = 0
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_p: float = 0.0  # 0 is off
+    presence_penalty: float = 0.0  # counts output tokens
+    frequency_penalty: float = 0.0  # counts output tokens
+    repetition_penalty: float = 1.0  # counts prompt and output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), added to the logits
+    # Number of most likely tokens to report with each output token's log probability; None: off.
     logprobs: int | None = None
+    # Likewise for prompt tokens. The prompt is then computed without any prefix cache.
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """On whose account a request runs. `tenant_class` labels metrics and device seconds;
-    `priority_level` is the place of that class in the strict order, 0 is served first. It follows
-    from the credential, never from the body alone."""
+    """The tenant that a request is charged to. It follows from the credential, not the body."""
 
     tenant: str = "default"
-    tenant_class: str = "default"
-    priority_level: int = 0
+    tenant_class: str = "default"  # labels metrics and device seconds
+    priority_level: int = 0  # of the class, in strict order; 0 is served first
 
 
 DEFAULT_PRINCIPAL = Principal()
@@ -96,13 +88,12 @@ DEFAULT_PRINCIPAL = Principal()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, one choice of it: several choices are requests of their own.
-    `timeout_seconds` is seconds left at the moment of sending: clocks are never compared."""
+    """One choice of what a client asked for. Several choices are separate requests."""
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    timeout_seconds: float
+    timeout_seconds: float  # time left when it is sent: clocks of hosts are never compared
     cache_salt: bytes = b""
     choice_index: int = 0
     principal: Principal = DEFAULT_PRINCIPAL
@@ -110,18 +101,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpec:
-    """One attempt as a node receives it. `emitted_token_ids` are tokens that the client already
-    has: they are part of the context, count towards max_tokens and are never sent again.
-    `prefill_charged_class` is the class that the computing of the context is charged to, "" for the
-    request's own: whoever preempted the attempt before pays for computing it again.
-    `identity_digest` is the digest of the identity that the request is bound to
-    (baton/models/model_identity.py).
-    """
+    """One attempt as a node receives it."""
 
     key: AttemptKey
     request: Request
+    # Tokens that the client already has. They are part of the context, count towards max_tokens
+    # and are never sent again.
     emitted_token_ids: tuple[int, ...] = ()
+    # The class that is charged for computing the context: the one that preempted the attempt
+    # before, or "" for the request's own class.
     prefill_charged_class: str = ""
+    # Digest of the model identity that the request is bound to (baton/models/model_identity.py).
     identity_digest: bytes = b""
 
     @property
@@ -132,7 +122,7 @@ class AttemptSpec:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A node as another node sees it. Identity is the incarnation; the address alone never is."""
+    """A node or pool as its peers address it. The incarnation identifies it, not the address."""
 
     name: NodeName
     incarnation: Incarnation
@@ -142,54 +132,49 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """A shared-memory segment on the wire: its file name in the segment folder and the incarnation
-    that holds it."""
+    """A shared-memory segment in a message."""
 
-    name: str
-    incarnation: Incarnation
+    name: str  # file name in the segment folder
+    incarnation: Incarnation  # of the node that created it
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Decode's promise: this writer may write these blocks, for so long.
-
-    Logical blocks `first_block .. first_block + len(offsets)` of the context are to be written;
-    those before `first_block` are already on the decode node. `block_offsets` are byte offsets of
-    those blocks in the decode arena `segment`. `ttl_seconds` is seconds from receipt. `fence_byte`
-    is the byte of the arena's fence file that a one-sided writer locks for as long as it may write
-    (docs/protocol.md). `transport` names the backend that decode chose.
-    """
+    """A decode node's permission for one writer to write certain blocks for a limited time."""
 
     id: TicketId
     key: AttemptKey
     decode_peer: PeerAddress
     writer_incarnation: Incarnation
+    # Logical block of the context that is written first. The decode node has those before it.
     first_block: int
-    block_offsets: tuple[int, ...]
+    block_offsets: tuple[int, ...]  # byte offsets in `segment` of the blocks to write
     num_tokens: int
-    ttl_seconds: float
-    transport: str
-    segment: SegmentRef
+    ttl_seconds: float  # from receipt
+    transport: str  # the backend that the decode node chose
+    segment: SegmentRef  # the decode node's arena
+    # Byte of the fence file that a one-sided writer locks while it writes (docs/protocol.md).
     fence_byte: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities under the model's own distribution: log softmax of its
-    logits, before bias, penalties, temperature and filters. `top_logprobs` holds the most likely
-    (token id, log probability), the best first."""
+    """Log probabilities of one token and of the most likely ones at its position.
+
+    They are the natural log softmax of the model's logits, before bias, penalties, temperature and
+    filters.
+    """
 
     logprob: float
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log probability), best first
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `output_index` is its place in the request's output, so that a gap or a
-    repeat is seen. `logprobs` is there if `logprobs` asks for it."""
+    """One generated token."""
 
     key: AttemptKey
-    output_index: int
+    output_index: int  # position in the request's output, by which gaps and repeats are detected
     token_id: int
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None  # set on the last token
+    logprobs: TokenLogprobs | None = None  # set if the request asks for it

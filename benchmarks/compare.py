@@ -29,7 +29,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.config.settings import read_secret
+from baton.config.resolve import read_secret
 from baton.pb import cluster_pb2, cluster_pb2_grpc
 from baton.slo import Slo
 from benchmarks.clusters.local_cluster import start_local_cluster

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.config.settings import read_secret
+from baton.config.resolve import read_secret
 from baton.slo import Slo, parse_slo
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import DEMO_SHAPE

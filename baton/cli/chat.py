@@ -45,7 +45,7 @@ def chat(
     the oldest turns are forgotten.
     """
     from baton.cli.client.chat_completions import ChatClient
-    from baton.config.settings import read_secret
+    from baton.config.resolve import read_secret
 
     client = ChatClient(url, read_secret(api_key, "api_key"))
     options: dict[str, Any] = {"model": model or client.get_first_model()}

@@ -7,7 +7,7 @@ import typer
 
 from baton.cli.common.errors import CommandFailed
 from baton.cli.supervisor.restart_policy import max_stop_seconds
-from baton.config.settings import resolve_config
+from baton.config.resolve import resolve_config
 
 _STOP_MARGIN_SECONDS = 5.0  # seconds beyond what the supervisor may need
 

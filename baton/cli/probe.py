@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from baton.cli.client.grpc_channel import CHANNEL_OPTIONS
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable, exit_code
 from baton.cli.supervisor.ports import cluster_endpoints, dial_address
-from baton.config.settings import Config, resolve_config
+from baton.config.resolve import resolve_config
+from baton.config.settings import Config
 from baton.errors import BatonError, ConfigError
 from baton.network.bind_policy import get_endpoint_host
 

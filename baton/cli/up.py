@@ -12,7 +12,8 @@ import typer
 from baton.cli.common.errors import exit_code, print_error
 from baton.cli.common.options import add_config_options
 from baton.cli.common.unavailable import not_available_error
-from baton.config.settings import Config, find_unknown_variables
+from baton.config.resolve import find_unknown_variables
+from baton.config.settings import Config
 from baton.errors import BatonError
 
 UNAVAILABLE_OPTIONS = ("quantize",)

@@ -1,16 +1,15 @@
-"""A member's end of its one stream to the coordinator: join, heartbeat, commands in, reports out,
-and joining again.
+"""The stream of a node or pool to the coordinator: join, heartbeats, commands, reports, rejoin.
 
 The life of a link:
 
-    dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
-                 -> Refusal: the process ends with one line saying which field differs, unless it was a member before
-                 -> Refusal that names a time: the process says why and dials again then
+    dial -> Join -> Welcome(incarnation) -> commands and reports -> broken or silent -> dial again
+                 -> Refusal: the process ends with a line that names the field that differs,
+                    or keeps trying if it was a member before
+                 -> Refusal with a retry time: the process logs the reason and dials again then
 
-A stream that broke is dialled again at once, then with growing pauses. The work of the old
-incarnation is dropped when the new Welcome arrives, or after `silence` seconds without one,
-whichever is first. Everything here runs on the member's event loop; grpc errors go no further than
-this file.
+After a broken stream the member dials at once, then with growing pauses. It drops the work of the
+old incarnation when the new Welcome arrives, or after `silence` seconds without one, whichever is
+first. Everything here runs on the member's event loop. gRPC errors do not leave this file.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from typing import Protocol
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import stream as link_stream
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
@@ -30,13 +29,13 @@ from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation, mint_id
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
-_REFUSED_PAUSE = 5.0  # seconds between dials to a coordinator that refuses this node, at most
-_REMINDERS_PER_SECOND = 1 / 30  # a second: of a coordinator that stays away or refuses this node
+_REFUSED_PAUSE = 5.0  # longest pause in seconds between dials to a coordinator that refuses us
+_REMINDERS_PER_SECOND = 1 / 30  # log lines about a coordinator that is unreachable or refuses us
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
 
 
 class _JoinDeferred(Exception):
-    """The coordinator refuses this node for now, `seconds` at least."""
+    """The coordinator refuses this member for at least `seconds`."""
 
     def __init__(self, reason: str, seconds: float) -> None:
         super().__init__(reason)
@@ -45,35 +44,35 @@ class _JoinDeferred(Exception):
 
 
 class _MemberChanged(Exception):
-    """This node is not what its Join said any more."""
+    """The member has changed since it sent its Join."""
 
 
 class LinkMember(Protocol):
-    """Who is linked. Called on the event loop, in the order of the stream."""
+    """What the link calls, on the event loop and in the order of the stream's messages."""
 
     def build_join(self) -> cluster_pb2.Join:
-        """What it is now."""
+        """Describe the member as it is now."""
         ...
 
     def build_stats(self) -> cluster_pb2.NodeStats:
-        """What a heartbeat carries."""
+        """Return the statistics that the next heartbeat carries."""
         ...
 
     def on_joined(self, incarnation: Incarnation) -> None:
-        """Under a new incarnation: what was held for the one before is to be dropped."""
+        """Drop the work of the previous incarnation: the member has joined under a new one."""
         ...
 
     def on_coordinator_lost(self) -> None:
-        """None for too long: the same."""
+        """Drop the work of the last incarnation: the coordinator has been silent for too long."""
         ...
 
     def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Anything else that the coordinator says, but for what the link itself carries out."""
+        """Handle a message of the coordinator that the link does not handle itself."""
         ...
 
 
 class CoordinatorLink:
-    """Owns the stream."""
+    """Keeps one member joined to the coordinator. Owns the stream."""
 
     def __init__(self, member: LinkMember, *, address: str, token: str, silence: float) -> None:
         self._member = member
@@ -83,10 +82,10 @@ class CoordinatorLink:
         self._incarnation = Incarnation("")
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT_MESSAGES)
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
-        self._member_changed = asyncio.Event()  # what the last Join said is not so any more
+        self._member_changed = asyncio.Event()  # the last Join is out of date
         self._was_member = False
-        self._process_id = mint_id(64)  # tells this process from another one of the same name
-        self._heard_at = 0.0  # when the coordinator last said anything, on the loop's clock
+        self._process_id = mint_id(64)  # distinguishes processes of equal name
+        self._heard_at = 0.0  # time of the coordinator's last message, on the loop's clock
         self._lost_timer: asyncio.TimerHandle | None = None
         self._log = log.get_logger("link")
         self._rate_limited_log = RateLimitedLogger(burst=1, per_second=_REMINDERS_PER_SECOND)
@@ -96,7 +95,7 @@ class CoordinatorLink:
         return bool(self._incarnation)
 
     def send(self, message: cluster_pb2.NodeMessage) -> None:
-        """Queue a report. One that speaks for an incarnation that is over is dropped."""
+        """Queue a report. A report of another incarnation than the present one is dropped."""
         if not self.is_joined or message.incarnation != self._incarnation:
             return
         try:
@@ -105,20 +104,17 @@ class CoordinatorLink:
             self._overflow.set()
 
     async def wait_until_flushed(self) -> None:
-        """Return when all that was sent until now is written, or belongs to a stream that is
-        over."""
+        """Wait until every queued message is written, or its stream has ended."""
         await self._unsent.join()
 
     def rejoin(self) -> None:
-        """This node has changed: end the stream, if there is one, and join again as what it is
-        now."""
+        """End the stream, if there is one, and join again: the member has changed."""
         self._member_changed.set()
 
     async def run(self) -> None:
-        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this
-        node."""
+        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses us."""
         pause = _FIRST_PAUSE
-        self._heard_at = asyncio.get_running_loop().time()  # it has as long to come as to be silent
+        self._heard_at = asyncio.get_running_loop().time()  # silence is counted from here
         while True:
             longest, least = _LONGEST_PAUSE, 0.0
             try:
@@ -139,23 +135,22 @@ class CoordinatorLink:
                     "coordinator silent", address=self._address, seconds=self._silence
                 )
             except _MemberChanged:
-                self._log.info("this node has changed: joining anew")
+                self._log.info("node changed: rejoining")
             if self.is_joined:
                 self._on_disconnected()
                 pause = _FIRST_PAUSE
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                # a task group that has an error of its own to raise forgets the cancel
+                # A task group that raises an error of its own forgets the cancellation.
                 raise asyncio.CancelledError
-            await asyncio.sleep(
-                max(least, pause * random.uniform(0.5, 1.0))
-            )  # a redial's pause, not a poll
+            await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))
             pause = min(pause * 2, longest)
 
     def _on_unreachable(self, error: grpc.aio.AioRpcError) -> None:
-        """Raises ConfigError if no later dial would fare better."""
+        """Log a failed dial. Raises ConfigError if dialling again cannot succeed."""
         if is_token_mismatch(error):
             self._on_refused(
-                f"coordinator {self._address}: wrong cluster token: give this process its --cluster-token"
+                f"coordinator {self._address}: wrong cluster token: "
+                "give this process its --cluster-token"
             )
         elif error.code() in _REFUSED_CODES:
             self._on_refused(
@@ -165,27 +160,31 @@ class CoordinatorLink:
             self._log_unreachable(describe_link_failure(error))
 
     def _log_unreachable(self, code: str) -> None:
-        """A coordinator that starts, is restarted or stops before us is away for a moment, which is
-        no warning."""
-        away = asyncio.get_running_loop().time() - self._heard_at
-        if away < self._silence:
-            self._log.debug("coordinator not there", address=self._address, code=code)
+        """Log at debug level at first: a coordinator that restarts is away for a moment."""
+        seconds_away = asyncio.get_running_loop().time() - self._heard_at
+        if seconds_away < self._silence:
+            self._log.debug("coordinator unreachable", address=self._address, code=code)
             return
-        say, seconds = self._log.warning, round(away, 1)
         self._rate_limited_log.log_event(
-            say, "coordinator unreachable", address=self._address, code=code, seconds=seconds
+            self._log.warning,
+            "coordinator unreachable",
+            address=self._address,
+            code=code,
+            seconds=round(seconds_away, 1),
         )
 
     def _on_refused(self, reason: str) -> None:
-        """A node that was a member once goes on trying: its coordinator may be being replaced, or
-        the link be bad."""
+        """Raise ConfigError, unless this process was a member before.
+
+        A former member keeps trying: the coordinator may be being replaced, or the link be damaged.
+        """
         if not self._was_member:
             raise ConfigError(reason)
-        self._log_refusal("may not join anew", reason)
+        self._log_refusal("may not rejoin", reason)
 
-    def _log_refusal(self, what: str, reason: str) -> None:
+    def _log_refusal(self, event: str, reason: str) -> None:
         """Log a refusal at a bounded rate."""
-        self._rate_limited_log.log_event(self._log.error, what, reason=reason)
+        self._rate_limited_log.log_event(self._log.error, event, reason=reason)
 
     def _on_disconnected(self) -> None:
         self._incarnation = Incarnation("")
@@ -195,38 +194,42 @@ class CoordinatorLink:
         )
 
     async def _run_session(self, call: grpc.aio.StreamStreamCall) -> None:
-        """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it
-        ends."""
+        """Run one stream from Join to its end.
+
+        Raises AioRpcError, TimeoutError or _MemberChanged when it ends for that reason, and what
+        `_receive_welcome` raises.
+        """
         self._member_changed.clear()
         try:
             join = self._member.build_join()
             join.process = self._process_id
             await call.write(cluster_pb2.NodeMessage(join=join))
-            numbers = link_codec.SequenceNumbers()
+            numbers = link_stream.SequenceNumbers()
             heartbeat = await self._receive_welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
-                others = (
+                loops = (
                     self._wait_for_change(),
                     self._send_queued(call),
                     self._send_heartbeats(heartbeat),
                     self._wait_for_overflow(),
                 )
-                running = [tasks.create_task(other) for other in others]
+                running = [tasks.create_task(loop) for loop in loops]
                 await self._receive_messages(call, numbers)
                 for task in running:
                     task.cancel()
-        except* (
-            grpc.aio.AioRpcError,
-            TimeoutError,
-            _MemberChanged,
-        ) as group:  # or several at once: one says enough
+        except* (grpc.aio.AioRpcError, TimeoutError, _MemberChanged) as group:
             raise _first_error(group) from None
         finally:
             call.cancel()
 
     async def _receive_welcome(
-        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+        self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
     ) -> float:
+        """Wait for the Welcome and start the new incarnation. Returns the heartbeat in seconds.
+
+        Raises ConfigError for a refusal, _JoinDeferred for one with a retry time, and TimeoutError
+        if there is no Welcome.
+        """
         async with asyncio.timeout(self._silence):
             first = await call.read()
         if first is grpc.aio.EOF or first is None:
@@ -237,7 +240,7 @@ class CoordinatorLink:
                 raise _JoinDeferred(reason, seconds)
             raise ConfigError(f"the coordinator refused this node: {reason}")
         if first.WhichOneof("message") != "welcome":
-            self._log.warning("the welcome was lost: joining anew")
+            self._log.warning("welcome lost: rejoining")
             raise TimeoutError
         self._heard_at = asyncio.get_running_loop().time()
         numbers.accept_message(first)
@@ -256,7 +259,7 @@ class CoordinatorLink:
         return heartbeat
 
     async def _receive_messages(
-        self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers
+        self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
     ) -> None:
         while True:
             async with asyncio.timeout(self._silence):
@@ -264,27 +267,27 @@ class CoordinatorLink:
             if message is grpc.aio.EOF:
                 return
             if message is None:
-                self._log.warning("a damaged message: joining anew")
+                self._log.warning("damaged message: rejoining")
                 return
             self._heard_at = asyncio.get_running_loop().time()
             try:
-                fresh = numbers.accept_message(message)
-            except link_codec.MessagesLost as error:
-                self._log.warning("messages lost: joining anew", error=str(error))
+                is_new = numbers.accept_message(message)
+            except link_stream.MessagesLost as error:
+                self._log.warning("messages lost: rejoining", error=str(error))
                 return
-            if fresh and message.HasField("arm"):
+            if is_new and message.HasField("arm"):
                 FAILPOINTS.arm(message.arm.spec)
-            elif fresh:
+            elif is_new:
                 self._member.on_message(message)
 
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
-        numbers = link_codec.SequenceNumbers()
+        numbers = link_stream.SequenceNumbers()
         while True:
             message = await self._unsent.get()
             numbers.number_message(message)
             try:
-                await link_codec.send_message(call.write, message, "link.node.send")
-            except asyncio.InvalidStateError:  # the call has ended: the reader is told how
+                await link_stream.send_message(call.write, message, "link.node.send")
+            except asyncio.InvalidStateError:  # the call has ended: the reader gets the error
                 return
             finally:
                 self._unsent.task_done()
@@ -302,7 +305,7 @@ class CoordinatorLink:
         while True:
             beat = cluster_pb2.Heartbeat(stats=self._member.build_stats())
             self.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, heartbeat=beat))
-            await asyncio.sleep(seconds)  # the heartbeat's own period
+            await asyncio.sleep(seconds)
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:

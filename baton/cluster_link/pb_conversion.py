@@ -1,4 +1,7 @@
-"""Types to protobuf and back. Nobody else reads a field of a message that carries these types."""
+"""Converts domain types to protobuf and back.
+
+No other code reads fields of the messages that carry these types.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -116,18 +119,18 @@ def _sampling_from_pb(params: cluster_pb2.Sampling) -> SamplingParams:
     )
 
 
-def attempt_spec_to_pb(work: AttemptSpec) -> cluster_pb2.Work:
+def attempt_spec_to_pb(spec: AttemptSpec) -> cluster_pb2.Work:
     return cluster_pb2.Work(
-        key=attempt_key_to_pb(work.key),
-        prompt=common_pb2.TokenIds(ids=work.request.prompt_token_ids),
-        emitted=common_pb2.TokenIds(ids=work.emitted_token_ids),
-        sampling=_sampling_to_pb(work.request.sampling),
-        timeout_seconds=work.request.timeout_seconds,
-        cache_salt=work.request.cache_salt,
-        tenant_class=work.request.principal.tenant_class,
-        level=work.request.principal.priority_level,
-        prefill_payer=work.prefill_charged_class,
-        model=work.identity_digest,
+        key=attempt_key_to_pb(spec.key),
+        prompt=common_pb2.TokenIds(ids=spec.request.prompt_token_ids),
+        emitted=common_pb2.TokenIds(ids=spec.emitted_token_ids),
+        sampling=_sampling_to_pb(spec.request.sampling),
+        timeout_seconds=spec.request.timeout_seconds,
+        cache_salt=spec.request.cache_salt,
+        tenant_class=spec.request.principal.tenant_class,
+        level=spec.request.principal.priority_level,
+        prefill_payer=spec.prefill_charged_class,
+        model=spec.identity_digest,
     )
 
 
@@ -165,12 +168,12 @@ def peer_from_pb(message: cluster_pb2.Peer) -> PeerAddress:
     )
 
 
-def remote_prefix_to_pb(elsewhere: RemotePrefix | None) -> cluster_pb2.Elsewhere | None:
-    if elsewhere is None:
+def remote_prefix_to_pb(prefix: RemotePrefix | None) -> cluster_pb2.Elsewhere | None:
+    if prefix is None:
         return None
-    pool = peer_to_pb(elsewhere.pool)
+    pool = peer_to_pb(prefix.pool)
     return cluster_pb2.Elsewhere(
-        pool=pool, tokens=elsewhere.prefix_tokens, token_seconds=elsewhere.compute_seconds_per_token
+        pool=pool, tokens=prefix.prefix_tokens, token_seconds=prefix.compute_seconds_per_token
     )
 
 
@@ -217,13 +220,12 @@ def token_event_to_pb(event: TokenEvent) -> cluster_pb2.Token:
         if event.finish_reason
         else common_pb2.FINISH_REASON_UNSPECIFIED
     )
-    score = logprobs_to_pb(event.logprobs) if event.logprobs else None
     return cluster_pb2.Token(
         key=attempt_key_to_pb(event.key),
         index=event.output_index,
         token=event.token_id,
         finish=finish,
-        score=score,
+        score=logprobs_to_pb(event.logprobs) if event.logprobs else None,
     )
 
 
@@ -237,11 +239,11 @@ def token_event_from_pb(message: cluster_pb2.Token) -> TokenEvent:
     )
 
 
-def logprobs_to_pb(score: TokenLogprobs) -> common_pb2.Score:
+def logprobs_to_pb(logprobs: TokenLogprobs) -> common_pb2.Score:
     return common_pb2.Score(
-        logprob=score.logprob,
-        top_ids=[token for token, _ in score.top_logprobs],
-        top_logprobs=[logprob for _, logprob in score.top_logprobs],
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top_logprobs],
+        top_logprobs=[logprob for _, logprob in logprobs.top_logprobs],
     )
 
 
@@ -251,17 +253,15 @@ def logprobs_from_pb(message: common_pb2.Score) -> TokenLogprobs:
     )
 
 
-def cache_events_to_pb(
-    change: CacheEventBatch, incarnation: Incarnation
-) -> cluster_pb2.NodeMessage:
+def cache_events_to_pb(batch: CacheEventBatch, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
     message = cluster_pb2.NodeMessage(incarnation=incarnation)
-    if change.is_reset:
-        message.cache_snapshot.sequence = change.sequence_number
-        message.cache_snapshot.names.extend(change.inserted_hashes)
+    if batch.is_reset:
+        message.cache_snapshot.sequence = batch.sequence_number
+        message.cache_snapshot.names.extend(batch.inserted_hashes)
     else:
-        message.cache_events.sequence = change.sequence_number
-        message.cache_events.inserted.extend(change.inserted_hashes)
-        message.cache_events.evicted.extend(change.evicted_hashes)
+        message.cache_events.sequence = batch.sequence_number
+        message.cache_events.inserted.extend(batch.inserted_hashes)
+        message.cache_events.evicted.extend(batch.evicted_hashes)
     return message
 
 
@@ -269,9 +269,9 @@ def ledger_to_pb(
     query: int,
     node: str,
     incarnation: Incarnation,
-    total: int,  # blocks; whoever reads it holds the counts against it
-    counts: Mapping[str, int],  # by state
-    owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, seconds since the first
+    total: int,  # blocks; the reader compares it with the sum of `counts`
+    counts: Mapping[str, int],  # blocks by state
+    owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, age in seconds
 ) -> cluster_pb2.NodeMessage:
     ledger = common_pb2.Ledger(
         node=node,

@@ -1,11 +1,10 @@
-"""The node link on the wire: NodeLink.Attach, each message of which ends in a checksum of all bytes
-before it.
+"""The node link on the wire: NodeLink.Attach with checked and numbered messages.
 
-gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped
-bit in a token id or a prompt would still make a valid message, and a wrong answer with status 200.
-Both ends read None for a message that is not whole, and end the stream. Messages are numbered as
-well: one that comes twice is skipped, and one that is missing ends the stream as soon as the next
-arrives, so that nothing waits for a word that was said and lost.
+Each message ends in a checksum of all bytes before it. gRPC leaves integrity to TCP, whose 16-bit
+checksum middleboxes rewrite and memory errors bypass. A flipped bit in a token id or a prompt would
+still make a valid message, and a wrong answer with status 200. Both ends read None for a damaged
+message, and end the stream. Messages are numbered as well: a repeated one is skipped, and a missing
+one ends the stream as soon as the next arrives, so that nothing waits for a lost message.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ M = TypeVar("M", bound=Message)
 
 
 def encode_checked(message: Message) -> bytes:
-    """Serialized, with its checksum as the last field."""
+    """Serialize a message with its checksum (XXH3, 64 bits) as the last field."""
     body = message.SerializeToString()
     return body + _TAG + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
 def decode_checked(kind: type[M], data: bytes) -> M | None:
-    """The message, None if it is not what was sealed."""
+    """Parse a message that `encode_checked` made. None if it is damaged."""
     body, tag, checksum = data[:-9], data[-9:-8], data[-8:]
     if tag != _TAG or xxhash.xxh3_64_intdigest(body) != int.from_bytes(checksum, "little"):
         return None
@@ -45,11 +44,11 @@ def decode_checked(kind: type[M], data: bytes) -> M | None:
 
 
 class MessagesLost(Exception):
-    """A number was skipped."""
+    """One or more message numbers were skipped."""
 
 
 class SequenceNumbers:
-    """One direction of one stream, at one of its ends."""
+    """Message numbers of one direction of one stream, at one of its ends."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -63,23 +62,22 @@ class SequenceNumbers:
     def accept_message(
         self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage
     ) -> bool:
-        """False for one that came before. Raises MessagesLost."""
+        """Whether the message is new. Raises MessagesLost if messages before it are missing."""
         if message.number > self._last + 1:
             raise MessagesLost(f"message {message.number} follows {self._last}")
-        fresh: bool = message.number == self._last + 1
-        self._last += fresh
-        return fresh
+        is_new: bool = message.number == self._last + 1
+        self._last += is_new
+        return is_new
 
 
 async def send_message(
     put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str
 ) -> None:
-    """Put a stamped message on the stream, or do with it what `failpoint` says."""
+    """Write a numbered message to the stream, or drop or duplicate it as `failpoint` demands."""
     action = None
     if FAILPOINTS.is_armed(failpoint):
-        action = await asyncio.to_thread(
-            FAILPOINTS.hit, failpoint
-        )  # a delay must not hold the event loop
+        # On a thread, because a delay must not hold the event loop.
+        action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)
     if action is not FailpointAction.DROP:
         await put(message)
     if action is FailpointAction.DUPLICATE:
@@ -89,7 +87,7 @@ async def send_message(
 def open_link_stream(
     channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]
 ) -> grpc.aio.StreamStreamCall:
-    """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
+    """Open a node's stream: it writes NodeMessages and reads CoordinatorMessages or None."""
     attach = channel.stream_stream(
         f"/{_SERVICE.full_name}/{_METHOD.name}",
         request_serializer=encode_checked,
@@ -99,7 +97,7 @@ def open_link_stream(
 
 
 def add_link_service(server: grpc.aio.Server, attach: Callable[[Any, Any], Any]) -> None:
-    """Serve `attach(iterator, context)`, the coordinator's end."""
+    """Serve NodeLink.Attach with `attach(iterator, context)`, the coordinator's end."""
     handler = grpc.stream_stream_rpc_method_handler(
         attach,
         request_deserializer=lambda data: decode_checked(cluster_pb2.NodeMessage, data),

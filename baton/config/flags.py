@@ -1,8 +1,7 @@
-"""Command-line flags made from the fields of `Config`, so that flag, variable and file cannot drift
-apart.
+"""Command-line flags generated from the fields of `Config`.
 
-A flag that is not given leaves no trace in the namespace: `given` returns only what the user typed,
-and `baton.config.settings.resolve` merges that with environment, file and defaults.
+A flag that is not given is absent from the namespace. `get_typed_settings` returns only what the
+user typed, and `baton.config.resolve` merges that with environment, file and defaults.
 """
 
 import argparse
@@ -10,7 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.config import settings as config
+from baton.config.resolve import (
+    get_field_choices,
+    get_field_help,
+    parse_assignment,
+    resolve_config,
+)
 from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
@@ -19,8 +23,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Confi
 
 
 def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
-    """Add one flag per named field (all of them by default), `--config FILE` and the repeatable
-    `--set KEY=VALUE`."""
+    """Add a flag for each named field (by default all), `--config FILE` and `--set KEY=VALUE`."""
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)", dest="config_file"
     )
@@ -40,11 +43,13 @@ def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | No
 
 
 def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
-    """The settings that were typed. Raises ConfigError for a malformed `--set` or one that
-    contradicts its flag."""
+    """Return the settings that the user typed.
+
+    Raises ConfigError for a malformed `--set`, or one that contradicts a flag.
+    """
     typed = {field: value for field, value in vars(namespace).items() if field in _DEFAULTS}
     for assignment in namespace.config_assignments:
-        key, value = config.parse_assignment(assignment)
+        key, value = parse_assignment(assignment)
         if key in typed and typed[key] != value:
             shown = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
             raise ConfigError(f"{key} is given {shown}: say it once", param=key)
@@ -55,18 +60,20 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
 def load_config(
     argv: Sequence[str] | None, *, prog: str, description: str, fields: Iterable[str] | None = None
 ) -> Config:
-    """The settings of a command that has no flags but settings. Raises ConfigError; exits with 2 on
-    unknown flags."""
+    """Resolve the settings of a command whose only flags are settings.
+
+    Raises ConfigError. Exits with 2 on unknown flags.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_config_flags(parser, fields)
     namespace = parser.parse_args(argv)
-    return config.resolve_config(get_typed_settings(namespace), file=namespace.config_file)
+    return resolve_config(get_typed_settings(namespace), file=namespace.config_file)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:
     flag = "--" + field.replace("_", "-")
     default = _DEFAULTS[field]
-    text = config.get_field_help(field).replace("%", "%%")
+    text = get_field_help(field).replace("%", "%%")
     if default not in ("", False):
         text = f"{text} (default {default})".strip()
     if isinstance(default, bool):
@@ -82,7 +89,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:
         flag,
         dest=field,
         default=argparse.SUPPRESS,
-        choices=config.get_field_choices(field) or None,
-        metavar=None if config.get_field_choices(field) else _METAVARS.get(type(default), "TEXT"),
+        choices=get_field_choices(field) or None,
+        metavar=None if get_field_choices(field) else _METAVARS.get(type(default), "TEXT"),
         help=text,
     )

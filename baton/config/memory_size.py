@@ -1,4 +1,4 @@
-"""Amounts of memory as settings write them."""
+"""Parses amounts of memory in settings."""
 
 import math
 
@@ -6,25 +6,30 @@ from baton.errors import ConfigError
 from baton.shared_memory.available_memory import AvailableMemory
 
 AUTO = "auto"
-MAX_AUTO_POOL_TOKENS = (
-    1 << 17
-)  # what a pool left to auto holds at most: a small model needs no gigabytes
+# Tokens that a pool of size auto can hold at most, because a small model needs no gigabytes.
+MAX_AUTO_POOL_TOKENS = 1 << 17
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_AUTO_SHARE = 0.1  # of the memory that is left for segments
-_MAX_AUTO_BYTES = {"kv_memory": 1 << 30, "pool_memory": 4 << 30}  # what auto takes at most
+_AUTO_SHARE = 0.1  # of the memory that is available for segments
+_MAX_AUTO_BYTES = {"kv_memory": 1 << 30, "pool_memory": 4 << 30}  # upper bounds of auto
 
 
 def resolve_memory_size(text: str, room: AvailableMemory, field: str = "kv_memory") -> int:
-    """`text` where `room` is what there is: a share is one of what may be used, auto a tenth of
-    what is left, and never more than may be used."""
+    """Convert `text` to bytes where `room` is available.
+
+    A share refers to the usable bytes. auto is a tenth of the free bytes, and at most the usable
+    ones.
+    """
     if text == AUTO:
         return min(parse_memory_size(text, room.free_bytes, field), room.usable_bytes)
     return parse_memory_size(text, room.usable_bytes, field)
 
 
 def parse_memory_size(text: str, free: int, field: str = "kv_memory") -> int:
-    """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto: a
-    tenth of them, and no more than what is usual for `field`."""
+    """Convert `text` to bytes. Raises ConfigError.
+
+    It is `4GiB`, `512MiB`, a number of bytes, a share of `free` bytes such as 0.5, or auto: a tenth
+    of them, up to a bound for `field`.
+    """
     if text == AUTO and field in _MAX_AUTO_BYTES:
         return min(_MAX_AUTO_BYTES[field], int(_AUTO_SHARE * free))
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")

@@ -1,29 +1,24 @@
-"""One table of every setting, and the one place where flag, environment, file and default meet.
+"""The table of every setting.
 
-Every field is `--field-name`, `BATON_FIELD_NAME` and a TOML key `field_name`; flag > environment >
-file > default. A `Config` is frozen: "auto" is resolved where it is used and logged there.
+Every field of `Config` is a flag `--field-name`, a variable `BATON_FIELD_NAME` and a TOML key
+`field_name`; `baton.config.resolve` merges them. A `Config` is frozen: a value of "auto" is
+resolved and logged where it is used.
 """
 
-import difflib
-import os
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError
-
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
-MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
+MAX_SECONDS = 1e6  # eleven days; timers cannot wait for ever
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
-NO_POOL = "0"  # as --pool-memory, and as --pool-disk
+NO_POOL = "0"  # value of --pool-memory and --pool-disk for no pool, no disk
 
 
 def _help_text(text: str) -> Meta:
@@ -31,7 +26,7 @@ def _help_text(text: str) -> Meta:
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of every process. A process ignores what does not concern it."""
+    """Settings of every process. A process ignores those that do not concern it."""
 
     # the model
     model: Annotated[
@@ -67,7 +62,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mode: Annotated[
         Literal["disaggregated", "colocated", "auto"],
         _help_text(
-            "Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"
+            "Who computes prompts: prefill nodes, decode nodes, or auto: "
+            "whichever is predicted to be sooner"
         ),
     ] = "disaggregated"
     max_model_len: Annotated[
@@ -89,20 +85,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     preemption: Annotated[
         Literal["most_blocks", "cheapest"],
         _help_text(
-            "Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"
+            "Who of the lowest class gives way when blocks run out: most blocks held, "
+            "or cheapest to resume"
         ),
     ] = "most_blocks"
     local_prefill_share: Annotated[
         float,
         Meta(gt=0, le=10),
         _help_text(
-            "Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"
+            "Mode auto: what prompts that a decode node computes may add to its steps, "
+            "as a share of them"
         ),
     ] = 0.5
     degrade_wait: Annotated[
         Seconds,
         _help_text(
-            "Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"
+            "Seconds a request may wait, where its class has no max_wait, "
+            "before service is degraded step by step"
         ),
     ] = 5.0
     degraded_max_tokens: Annotated[
@@ -118,7 +117,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unknown_fields: Annotated[
         Literal["error", "ignore"],
         _help_text(
-            "Fields of a request that Baton does not know: refuse the request, or drop and count them"
+            "Fields of a request that Baton does not know: "
+            "refuse the request, or drop and count them"
         ),
     ] = "error"
     max_queue: Annotated[
@@ -163,13 +163,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: Annotated[
         NonNegativeInt,
         _help_text(
-            "Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files"
+            "Connections that the HTTP port may hold, and the gRPC port; "
+            "0: by the limit of open files"
         ),
     ] = 0
     max_connections_per_address: Annotated[
         NonNegativeInt,
         _help_text(
-            "Connections to one port from one address that is not loopback; 0: half of what the port may hold"
+            "Connections to one port from one address that is not loopback; "
+            "0: half of what the port may hold"
         ),
     ] = 0
     state_dir: Annotated[
@@ -195,14 +197,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allowed_origins: Annotated[
         str,
         _help_text(
-            "Origins whose web pages may call the HTTP port, as https://chat.example, comma-separated"
+            "Origins whose web pages may call the HTTP port, as https://chat.example, "
+            "comma-separated"
         ),
     ] = ""
     insecure: Annotated[bool, _help_text("Allow non-loopback binds without keys")] = False
     core_dumps: Annotated[
         bool,
         _help_text(
-            "Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there"
+            "Let processes be dumped and traced (core files, gdb, py-spy); "
+            "prompts and keys are in there"
         ),
     ] = False
     failpoints_rpc: Annotated[
@@ -218,7 +222,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     advertise: Annotated[
         str,
         _help_text(
-            "HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen"
+            "HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; "
+            "else that of --listen"
         ),
     ] = ""
     health_port: Annotated[
@@ -243,13 +248,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool_memory: Annotated[
         str,
         _help_text(
-            "Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool"
+            "Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; "
+            "0 is no pool"
         ),
     ] = "auto"
     pool_disk: Annotated[
         str,
         _help_text(
-            "Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; 0 is none"
+            "Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; "
+            "0 is none"
         ),
     ] = "0"
     pool_disk_dir: Annotated[
@@ -299,11 +306,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     liveness_timeout: Annotated[
         float,
-        Meta(
-            ge=5, le=MAX_SECONDS
-        ),  # a sign of life comes every second, and a busy machine delays some
+        # A process sends a liveness signal every second, and a busy machine delays some.
+        Meta(ge=5, le=MAX_SECONDS),
         _help_text(
-            "Seconds without a sign of life after which `up` ends a process and starts it again; at least 5"
+            "Seconds without a sign of life after which `up` ends a process and starts it again; "
+            "at least 5"
         ),
     ] = 30.0
     flip_timeout: Annotated[
@@ -352,12 +359,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def has_pool_disk(self) -> bool:
+        """Whether the pool has a disk behind its memory."""
         return self.pool_disk.strip() != NO_POOL
 
 
 SECRET_FIELDS = frozenset({"api_key", "cluster_token", "admin_token"})
 ENV_PREFIX = "BATON_"
-# Variables that are no settings: of commands, of tests, and between a supervisor and its children.
+# Variables that are not settings: for commands, for tests, and from a supervisor to its children.
 NON_SETTING_VARIABLES = frozenset(
     {
         *(
@@ -370,121 +378,8 @@ NON_SETTING_VARIABLES = frozenset(
         *("BATON_SUPERVISOR_PID", "BATON_LIVENESS_FD"),
     }
 )
-_FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
-
-
-def get_field_help(field: str) -> str:
-    """The help text of a field, "" if it has none."""
-    return next(
-        (m.description for m in getattr(_FIELD_TYPES[field], "__metadata__", ()) if m.description),
-        "",
-    )
-
-
-def get_field_choices(field: str) -> tuple[str, ...]:
-    """The words a field accepts, () if it is not a choice."""
-    hint = _FIELD_TYPES[field]
-    literal = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return get_args(literal) if get_origin(literal) is Literal else ()
-
-
-def resolve_config(
-    flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None
-) -> Config:
-    """Merge flags (those given), BATON_* variables, the TOML file and the defaults.
-
-    Raises ConfigError naming the field, the value and where it came from.
-    """
-    merged: dict[str, object] = {}
-    sources: dict[str, str] = {}
-    path = file or environ.get("BATON_CONFIG")
-    layers = [(_read_config_file(path), f"file {path}")] if path else []
-    layers += [(_read_environment(environ), "environment"), (dict(flags), "command line")]
-    for values, source in layers:
-        for key, value in values.items():
-            if key not in Config.__struct_fields__:
-                raise ConfigError(f"there is no setting {key!r} ({source})")
-            merged[key], sources[key] = value, source
-    for key in merged:
-        try:
-            merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)
-        except msgspec.ValidationError as error:
-            shown = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
-            reason = (
-                f"it must be one of {', '.join(words)}"
-                if (words := get_field_choices(key))
-                else str(error)
-            )
-            raise ConfigError(f"{key} is {shown}: {reason} ({sources[key]})", param=key) from None
-    for key in SECRET_FIELDS & merged.keys():
-        merged[key] = read_secret(str(merged[key]), key)
-    return Config(**merged)  # type: ignore[arg-type]
-
-
-def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One notice for each BATON_* variable that nothing reads, with the name it may have been meant
-    as. They are no error: other programs may set some, as Kubernetes does for a service that is
-    called baton."""
-    known = {
-        ENV_PREFIX + field.upper() for field in Config.__struct_fields__
-    } | NON_SETTING_VARIABLES
-    notices = []
-    for name in sorted(key for key in environ if key.startswith(ENV_PREFIX) and key not in known):
-        alike = difflib.get_close_matches(
-            name, known - {"BATON_LIVENESS_FD", "BATON_SUPERVISOR_PID"}, n=1, cutoff=0.8
-        )
-        hint = f": did you mean {alike[0]}?" if alike else ""
-        notices.append(f"{name} is set, and no setting is called so: it has no effect{hint}")
-    return notices
 
 
 def get_served_model_name(config: Config) -> str:
-    """What clients call the model: --served-model-name, or the last part of --model."""
+    """Return the name that clients use: --served-model-name, or the last part of --model."""
     return config.served_model_name or Path(config.model).name or config.engine
-
-
-def parse_assignment(text: str) -> tuple[str, str]:
-    """`--set KEY=VALUE`."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"--set {text!r} is not KEY=VALUE")
-    return key.strip().replace("-", "_"), value
-
-
-def read_secret(value: str, field: str) -> str:
-    """A secret itself, or what the file that `@FILE` names holds, without the white space around
-    it. An empty file is no key that happens to let everybody in: it raises ConfigError, as one that
-    cannot be read does."""
-    if not value.startswith("@"):
-        return value
-    try:
-        secret = Path(value[1:]).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(
-            f"{field} names {value[1:]!r}, which cannot be read: {reason}", param=field
-        ) from None
-    if not secret:
-        raise ConfigError(
-            f"{field} names {value[1:]!r}, which is empty: write the key into it", param=field
-        )
-    return secret
-
-
-def _read_config_file(path: str) -> dict[str, object]:
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path!r} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path!r} is not TOML: {error}") from None
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    fields = set(Config.__struct_fields__)
-    found: dict[str, object] = {}
-    for key, value in environ.items():
-        field = key.removeprefix("BATON_").lower()
-        if key.startswith("BATON_") and field in fields:
-            found[field] = value
-    return found

@@ -1,4 +1,4 @@
-"""The BlockHashes of a growing token list, each computed once and only when asked for."""
+"""The block hashes of a growing token list, each computed once and on demand."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,10 @@ from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHash, block_hash, 
 
 
 class HashChain:
-    """Names of the full blocks of `tokens` after `root_hash`. `tokens` may be appended to; named
-    tokens never change."""
+    """Block hashes of the full blocks of `tokens` after `root_hash`.
+
+    The owner may append to `tokens`, and never changes tokens that are hashed.
+    """
 
     def __init__(self, root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
         self.tokens = tokens
@@ -21,7 +23,7 @@ class HashChain:
         return self._hashes[0]
 
     def parent_hash(self, block: int) -> BlockHash:
-        """Name of what precedes logical block `block`: the root for block 0."""
+        """Return the hash of the block before logical block `block`: the root for block 0."""
         while len(self._hashes) <= block:
             self._hashes.append(
                 block_hash(self._hashes[-1], self.block_tokens(len(self._hashes) - 1))
@@ -35,8 +37,10 @@ class HashChain:
         return tuple(self.tokens[block * self.block_size : (block + 1) * self.block_size])
 
     def packed_prefix(self, blocks: int) -> tuple[bytes, bytes]:
-        """Names and packed tokens of the first so many full blocks, as the pool is asked about
-        them. What was joined before is not joined again."""
+        """Return the packed hashes and packed tokens of the first `blocks` full blocks.
+
+        A pool look-up sends them. Packed bytes are kept, so that each block is packed once.
+        """
         known, size = len(self._packed_hashes) // HASH_BYTES, self.block_size
         if blocks > known:
             self._packed_hashes += b"".join(

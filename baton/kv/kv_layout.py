@@ -9,8 +9,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Memory order `[block][layer][k|v][kv_head][token][dim]`: a block is contiguous, and so is one
-    layer's piece of it (a *slab*), and so is a range of heads inside K or V."""
+    """Shape and memory order `[block][layer][k|v][kv_head][token][dim]` of the KV cache.
+
+    A block is contiguous, and so is one layer's part of it (a *slab*), and so is a range of heads
+    inside K or V.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -20,7 +23,7 @@ class KVLayout:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of one layer's K and V of one block."""
+        """Bytes of one layer's K and V in one block."""
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -32,7 +35,7 @@ class KVLayout:
         return self.block_bytes // self.block_size
 
     def count_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def slab_offset(self, block_offset: int, layer: int) -> int:
@@ -40,7 +43,7 @@ class KVLayout:
         return block_offset + layer * self.slab_bytes
 
     def require_equal(self, other: "KVLayout", whose: str) -> None:
-        """Raise LayoutMismatch naming the first field that differs and both values."""
+        """Raise LayoutMismatch that names the first field that differs and both values."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:

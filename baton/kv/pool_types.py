@@ -1,4 +1,4 @@
-"""What a node and its host's pool tell each other about blocks, as plain values."""
+"""Values that a node and its host's shared pool exchange about blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,50 +9,43 @@ from baton.types import BlockIndex, PeerAddress
 
 @dataclass(frozen=True, slots=True)
 class PoolPin:
-    """The right to read what a look-up found, until it is released. `attachment_number` counts the
-    node's attachments; `pin_number` is the pool's."""
+    """The right to read the blocks that a look-up found, until it is released."""
 
-    attachment_number: int
-    pin_number: int
+    attachment_number: int  # counts the node's attachments to its pool
+    pin_number: int  # chosen by the pool
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHit:
-    """Full blocks 0, 1, ... of a chain by their global block indices, and the block that goes on
-    from there with how many of its first tokens agree. `pin` is None exactly if there is neither.
-    The last `remote_blocks` of the blocks have come from another host's pool for this look-up."""
+    """The blocks of a hash chain that the pool has."""
 
-    pin: PoolPin | None
-    blocks: tuple[BlockIndex, ...]
+    pin: PoolPin | None  # None exactly if there are neither blocks nor a partial block
+    blocks: tuple[BlockIndex, ...]  # full blocks 0, 1, ... of the chain, as global indices
+    # The block that continues the chain, and how many of its first tokens match.
     partial_block: tuple[BlockIndex, int] | None = None
-    remote_blocks: int = 0
+    remote_blocks: int = 0  # the last so many blocks were fetched from another host for this hit
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefix:
-    """Another host's pool that seems to have the first `prefix_tokens` of a context, which is more
-    than there is on this host. Its endpoint is the HOST:PORT where it answers. Computing one of the
-    tokens that lack here takes `compute_seconds_per_token` on the node that is to compute them, as
-    far as is known."""
+    """Another host's pool that seems to have more of a context than this host."""
 
-    pool: PeerAddress
-    prefix_tokens: int
-    compute_seconds_per_token: float
+    pool: PeerAddress  # its endpoint is the HOST:PORT where the pool listens
+    prefix_tokens: int  # the first so many tokens of the context
+    compute_seconds_per_token: float  # estimated cost of computing a missing token on this node
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Full blocks of a chain, to be copied into the pool. `packed_hashes` (32 bytes a block) and
-    `packed_tokens` (packed) are those of the whole chain up to the last block to publish;
-    `source_blocks` are the own blocks of its blocks `first_block` and following, on which the
-    caller holds references until `on_done` is called, once, on the event loop: with the chain's
-    blocks in the pool, pinned, or with None if they were not published. `is_rate_limited`: it keeps
-    to a rate and goes last."""
+    """Full blocks of a hash chain, to be copied into the pool."""
 
     root_hash: BlockHash
-    packed_hashes: bytes
-    packed_tokens: bytes
-    first_block: int
+    packed_hashes: bytes  # 32 bytes a block, of the whole chain up to the last block to publish
+    packed_tokens: bytes  # 4 bytes a token, of the same blocks
+    first_block: int  # place in the chain of the first block to publish
+    # The node's blocks from `first_block` on. The caller keeps references on them until `on_done`.
     source_blocks: tuple[int, ...]
+    # Called once, on the event loop: with the chain's blocks in the pool, pinned, or with None if
+    # they were not published.
     on_done: Callable[[PoolHit | None], None]
-    is_rate_limited: bool = False
+    is_rate_limited: bool = False  # keeps to --pool-publish-rate, and goes after all others

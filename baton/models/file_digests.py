@@ -1,8 +1,8 @@
 """Digests of a model folder's files, cheap enough for a process that never loads the model.
 
-The coordinator compares them with those of each node, so that no node serves another model under
-its name and no prompt is encoded with another tokenizer's ids. Two folders of equal files have
-equal digests wherever they lie.
+The coordinator compares its digests with those of each node, so that no node serves another model
+under the same name and no prompt is encoded with another tokenizer. Folders of equal files have
+equal digests on every host.
 """
 
 import hashlib
@@ -13,41 +13,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DUMMY_WEIGHTS_DIGEST = (
-    "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
-)
+DUMMY_WEIGHTS_DIGEST = "dummy"  # the weights are random (--load-format dummy)
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-# What says where a file came from, or words a conversation, changes no token id and no arithmetic.
+# Keys that change neither token ids nor arithmetic.
 _IGNORED_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "chat_template"}
 )
 _SINGLE_WEIGHTS_FILE, _WEIGHTS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 << 20  # the bound that the safetensors library has
-_SAMPLE_BYTES = 256  # of each tensor, at its beginning, in its middle and at its end
+_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+_SAMPLE_BYTES = 256  # sampled at the beginning, in the middle and at the end of each tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFileDigests:
-    """Digests in hex, "" for what is not there or cannot be read.
+    """Digests in hex; "" for files that are missing or cannot be read."""
 
-    `config_digest` is over config.json. `tokenizer_digest` is over the files that map text to token
-    ids, chat templates left out. `weights_digest` is over the name, dtype and shape of every stored
-    tensor and samples of its bytes.
-    """
-
-    config_digest: str = ""
-    tokenizer_digest: str = ""
-    weights_digest: str = ""
+    config_digest: str = ""  # of config.json
+    tokenizer_digest: str = ""  # of the files that map text to token ids, not of chat templates
+    weights_digest: str = ""  # of name, dtype, shape and samples of the bytes of every tensor
 
 
 UNKNOWN_DIGESTS = ModelFileDigests()
 
 
 def compute_file_digests(folder: Path, *, dummy: bool = False) -> ModelFileDigests:
-    """Reads a few kilobytes a tensor at most, and none of them for `dummy` weights."""
+    """Compute the digests of a folder. Reads at most 768 bytes of each tensor.
+
+    With `dummy` no weights are read.
+    """
     return ModelFileDigests(
         config_digest=_config_digest(folder),
         tokenizer_digest=_tokenizer_digest(folder),
@@ -61,8 +57,7 @@ def _config_digest(folder: Path) -> str:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Where tokenizer.json lies it is loaded alone, so other forms of the same tokenizer beside it
-    do not count."""
+    """Digest the tokenizer files that are used: tokenizer.json alone if it exists."""
     names = (_TOKENIZER,) if (folder / _TOKENIZER).exists() else _SLOW_TOKENIZER_FILES
     parts = {name: _read_or_none(folder / name) for name in names}
     if all(content is None for content in parts.values()):
@@ -82,7 +77,7 @@ def _canonical_json(path: Path) -> bytes | None:
         return None
     try:
         read = json.loads(content)
-    except ValueError:  # whoever uses the file says what is wrong with it
+    except ValueError:  # the code that uses the file reports the error
         return content
     if isinstance(read, dict):
         read = {key: value for key, value in read.items() if key not in _IGNORED_KEYS}
@@ -97,8 +92,7 @@ def _read_or_none(path: Path) -> bytes | None:
 
 
 def _weights_digest(folder: Path) -> str:
-    """The same for every cut of the tensors into files. "" unless all of them are there and
-    whole."""
+    """Digest all tensors, whichever files they are split into. "" unless all can be read."""
     tensors: dict[str, str] = {}
     try:
         for name in _weight_files(folder):
@@ -120,8 +114,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _sampled_tensors(path: Path) -> Iterator[tuple[str, str]]:
-    """The tensors of one safetensors file. Raises ValueError or OSError for one that is no such
-    file."""
+    """Yield (name, description and digest) of each tensor of one safetensors file.
+
+    Raises ValueError or OSError for an invalid file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = int.from_bytes(_read_exactly(descriptor, 8, 0), "little")

@@ -1,5 +1,7 @@
-"""What a model's generation_config.json says: the tokens that end an answer, and how to sample when
-a client does not say. Read by the nodes (EOS) and by the coordinator (defaults)."""
+"""Reads generation_config.json: end-of-sequence tokens and default sampling parameters.
+
+Nodes use the end-of-sequence tokens, the coordinator the defaults.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +17,11 @@ _MAX_PENALTY = 100.0
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None where the file is silent. `temperature` is 0 (greedy) where it says `do_sample: false`;
-    a `top_k` of 0 is off."""
+    """Defaults of a model; None for fields that the file does not set."""
 
     eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_k: int | None = None
+    temperature: float | None = None  # 0 (greedy) if the file has `do_sample: false`
+    top_k: int | None = None  # 0 is off
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -28,7 +29,10 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Read the file of a model folder; one without it has no defaults. Raises ConfigError."""
+    """Read the file of a model folder. Without the file there are no defaults.
+
+    Raises ConfigError.
+    """
     path = folder / GENERATION_CONFIG_FILE
     return (
         parse_generation_defaults(read_json_object(path)) if path.exists() else GenerationDefaults()
@@ -36,8 +40,10 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
-    """Fields that are not of GenerationDefaults are ignored. Raises ConfigError naming the field,
-    its value and what it may be."""
+    """Convert the JSON object; fields that GenerationDefaults lacks are ignored.
+
+    Raises ConfigError that names the field, its value and the allowed values.
+    """
     sampled = raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise _invalid_field_error("do_sample", sampled, "true or false")
@@ -56,8 +62,10 @@ def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
 
 
 def parse_eos_token_ids(raw: JsonObject, file: str) -> tuple[int, ...]:
-    """`eos_token_id` of config.json or generation_config.json: one id, a list or null. Raises
-    ConfigError."""
+    """Read `eos_token_id` of config.json or generation_config.json: one id, a list or null.
+
+    Raises ConfigError.
+    """
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):

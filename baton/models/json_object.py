@@ -11,7 +11,7 @@ JsonObject = Mapping[str, Any]
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """The JSON object in `path`. Raises ConfigError."""
+    """Read the JSON object in `path`. Raises ConfigError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -26,8 +26,10 @@ def read_json_object(path: Path) -> JsonObject:
 
 
 def get_int_field(raw: JsonObject, key: str, least: int, file: str = "config.json") -> int | None:
-    """The value of `key`, None where it is absent or null. Raises ConfigError unless it is an
-    integer of at least `least`."""
+    """Return the value of `key`, or None if it is absent or null.
+
+    Raises ConfigError unless it is an integer of at least `least`.
+    """
     value = raw.get(key)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Which model a node serves, in every respect that its tokens and its KV blocks depend on."""
+"""The identity of the model that a node serves: everything its tokens and KV blocks depend on."""
 
 import hashlib
 import json
@@ -13,23 +13,18 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Nodes of equal identity give the same tokens for the same request, within the rounding of
-    their devices.
+    """Nodes of equal identity give the same tokens for a request, up to rounding by the device."""
 
-    `implementation` names the code that runs the model. `dtype` is that of its arithmetic,
-    `layout.dtype` that of its KV. `model_digest` is over weights and architecture, in hex.
-    """
-
-    implementation: str
-    model_digest: str
-    dtype: str
+    implementation: str  # the code that runs the model
+    model_digest: str  # of weights and architecture, in hex
+    dtype: str  # of the arithmetic
     quantization: str
-    layout: KVLayout
+    layout: KVLayout  # its dtype is that of the KV cache
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def named_fields(self) -> dict[str, object]:
-        """Every fact by its name, in the order in which two identities are compared."""
+        """Return all fields by name, in the order in which two identities are compared."""
         found: dict[str, object] = {
             "implementation": self.implementation,
             "dtype": self.dtype,
@@ -43,5 +38,5 @@ class ModelIdentity:
         return found
 
     def digest(self) -> bytes:
-        """The 32 bytes that a request is bound to and that every order carries."""
+        """Return the 32-byte digest that requests are bound to and that every order carries."""
         return hashlib.sha256(json.dumps(self.named_fields(), sort_keys=True).encode()).digest()

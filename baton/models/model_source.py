@@ -1,9 +1,8 @@
-"""From what --model says to a folder on this machine: a folder is itself, `org/name` a model of the
-Hugging Face hub.
+"""Resolves --model to a local folder, downloading it from the Hugging Face hub if needed.
 
-A process resolves once, before it starts others or loads anything: the nodes of `baton up` find a
-folder, and do not download in a crowd. The local cache is asked first, so that a start without a
-network works, and a restart never changes the model.
+A process does so once, before it starts other processes or loads anything, so that the nodes of
+`baton up` do not download the same model. The local cache is tried first: a start without a network
+works, and a restart never changes the model.
 """
 
 import json
@@ -30,9 +29,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """`config` with a folder of this machine as its model, and with the name that clients know it
-    by. `weights` False leaves the tensors of a hub's model where they are. May download for
-    minutes; raises ConfigError."""
+    """Return `config` with a local folder as `model`, and with the name that clients use.
+
+    With `weights` False the tensors of a hub model are not downloaded. May take minutes. Raises
+    ConfigError.
+    """
     if config.engine != "model":
         return config
     if not is_hub_id(config.model):
@@ -50,13 +51,13 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
 
 
 def is_hub_id(model: str) -> bool:
+    """Whether `model` has the form org/name and is not an existing path."""
     return not Path(model).exists() and _HUB_ID.fullmatch(model) is not None
 
 
 def _download_from_hub(name: str, weights: bool) -> Path:
-    from huggingface_hub import (
-        snapshot_download,  # half a second: only a process that needs the hub pays it
-    )
+    # The import takes half a second, so only a process that needs the hub does it.
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*_METADATA_FILES, *(_WEIGHT_FILE_PATTERNS if weights else ())]
@@ -76,9 +77,7 @@ def _download_from_hub(name: str, weights: bool) -> Path:
             return cached
     try:
         folder = snapshot(local=False)
-    except (
-        Exception
-    ) as error:  # also what the hub's HTTP library raises, and that differs between its versions
+    except Exception as error:  # includes errors of the hub's HTTP library, which change with it
         raise ConfigError(
             f"--model {name}: no such folder here, and {_describe_download_error(error)}",
             param="model",
@@ -86,7 +85,8 @@ def _download_from_hub(name: str, weights: bool) -> Path:
     lacking = _find_missing_file(folder, weights)
     if lacking:
         raise ConfigError(
-            f"--model {name}: {folder} lacks {lacking}: connect this machine, or choose another model"
+            f"--model {name}: {folder} lacks {lacking}: "
+            "connect this machine, or choose another model"
         )
     return folder
 
@@ -96,8 +96,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _find_missing_file(folder: Path, weights: bool) -> str:
-    """A file that is needed and not there, "" for none: others put single files of a model into the
-    cache."""
+    """Return a needed file that is missing, or "". Other programs may cache single files."""
     needed = ["config.json", *(_needed_weight_files(folder) if weights else ())]
     return next((file for file in needed if not (folder / file).exists()), "")
 
@@ -109,11 +108,11 @@ def _needed_weight_files(folder: Path) -> list[str]:
     except FileNotFoundError:
         return ["model.safetensors"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []  # whoever loads the weights says what is wrong with the index
+        return []  # the code that loads the weights reports the error
 
 
 def _describe_download_error(error: Exception) -> str:
-    """The cause and its fix, in one line."""
+    """Return the cause and its fix in one line."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -131,13 +130,19 @@ def _describe_download_error(error: Exception) -> str:
         return "the hub shows no such model: check the name, or set HF_TOKEN if it is private"
     if isinstance(error, LocalEntryNotFoundError):
         if isinstance(error.__cause__, OfflineModeIsEnabled):
-            return f"HF_HUB_OFFLINE forbids to download it: unset that, or put the model into the cache {HF_HUB_CACHE}"
+            return (
+                "HF_HUB_OFFLINE forbids to download it: unset that, "
+                f"or put the model into the cache {HF_HUB_CACHE}"
+            )
         return (
-            f"the hub cannot be reached ({_first_line(error.__cause__ or error)}): connect this machine, put the model "
-            f"into the cache {HF_HUB_CACHE}, or name a folder"
+            f"the hub cannot be reached ({_first_line(error.__cause__ or error)}): "
+            f"connect this machine, put the model into the cache {HF_HUB_CACHE}, or name a folder"
         )
     if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError):
-        return f"it cannot be written to the cache {HF_HUB_CACHE} ({_first_line(error)}): set HF_HOME to another folder"
+        return (
+            f"it cannot be written to the cache {HF_HUB_CACHE} ({_first_line(error)}): "
+            "set HF_HOME to another folder"
+        )
     return f"it cannot be downloaded ({_first_line(error)}): try again, or name a folder"
 
 

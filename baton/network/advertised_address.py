@@ -1,7 +1,7 @@
-"""Where peers dial this node, if nobody has said: the address of the interface by which it reaches
-the coordinator.
+"""Finds the address that peers dial when the settings name none.
 
-A wildcard is nobody's address, and a container does not know its own before it runs.
+It is the address of the interface that reaches the coordinator. Peers cannot dial a wildcard, and
+the address of a container is not known before it runs.
 """
 
 import asyncio
@@ -17,16 +17,15 @@ from baton.process import log
 
 AUTO = "auto"
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts
 
 
 async def with_advertised_address(config: Config, stop: asyncio.Event) -> Config:
-    """`config` with an address in `advertise` if that was `auto`, or empty beside a wildcard in
-    `listen`.
+    """Return `config` with an address in `advertise`.
 
-    Waits as long as the coordinator's name does not resolve, as a node waits for a coordinator that
-    is not there yet; returns `config` as it is once `stop` is set. Raises ConfigError for a
-    coordinator that is no HOST:PORT.
+    Replaces `auto`, and an empty value if `listen` has a wildcard. Waits until the coordinator's
+    name resolves, as a node waits for a coordinator that has not started. Returns `config`
+    unchanged once `stop` is set. Raises ConfigError unless the coordinator is HOST:PORT.
     """
     if config.advertise != AUTO and (
         config.advertise or get_endpoint_host(config.listen) not in _WILDCARDS
@@ -39,7 +38,9 @@ async def with_advertised_address(config: Config, stop: asyncio.Event) -> Config
             address = await find_own_address(host, port)
         except OSError as error:
             log.get_logger("node").warning(
-                "coordinator unknown", address=config.coordinator, reason=error.strerror
+                "coordinator's name does not resolve",
+                address=config.coordinator,
+                reason=error.strerror,
             )
         else:
             log.get_logger("node").info("advertising", address=address)
@@ -52,14 +53,16 @@ async def with_advertised_address(config: Config, stop: asyncio.Event) -> Config
 
 
 async def find_own_address(host: str, port: int) -> str:
-    """The address that packets from here to `host` carry, in brackets if it is IPv6. Nothing is
-    sent: connecting a datagram socket only asks the kernel's routes. Raises OSError when the name
-    is unknown or no route leads there."""
+    """Return the source address of packets to `host`, in brackets if it is IPv6.
+
+    Nothing is sent: connecting a datagram socket only looks up the kernel's routes. Raises OSError
+    when the name does not resolve or there is no route.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)
-        own = str(asking.getsockname()[0])
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
     return f"[{own}]" if ":" in own else own
 
 

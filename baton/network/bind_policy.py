@@ -1,4 +1,4 @@
-"""Where one may listen without a key: on this machine only."""
+"""Rules for listening without a key: only on loopback addresses."""
 
 import ipaddress
 
@@ -7,7 +7,7 @@ from baton.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Of an address or the name localhost; any other name counts as reachable from outside."""
+    """Whether `host` is a loopback address or the name localhost. Any other name is not."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_numeric_or_local(host: str) -> bool:
-    """An address or the name localhost: what no name server has a say in."""
+    """Whether `host` is an address or the name localhost, so that no name server is asked."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -28,8 +28,7 @@ def is_numeric_or_local(host: str) -> bool:
 def require_key_unless_loopback(
     flag: str, host: str, key_field: str, key: str, *, insecure: bool
 ) -> None:
-    """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that
-    would keep them out. Raises ConfigError."""
+    """Raise ConfigError if other hosts can reach `host`, the value of `flag`, without a key."""
     if key or insecure or is_loopback(host):
         return
     wanted = "--" + key_field.replace("_", "-")
@@ -41,12 +40,12 @@ def require_key_unless_loopback(
 
 
 def get_endpoint_host(endpoint: str) -> str:
-    """The HOST of HOST:PORT, without the brackets of an IPv6 address."""
+    """Return the HOST of HOST:PORT, without the brackets of an IPv6 address."""
     return endpoint.rpartition(":")[0].strip("[]")
 
 
 def check_coordinator_binds(settings: Config) -> None:
-    """Every port of the coordinator has its key. Raises ConfigError."""
+    """Check that every port of the coordinator has its key. Raises ConfigError."""
     if settings.tenants and settings.api_key:
         raise ConfigError(
             "--api-key and --tenants are both set: with tenants, keys stand in their file",

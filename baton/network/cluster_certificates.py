@@ -1,11 +1,10 @@
-"""TLS between the processes of a cluster, from the cluster token alone: whoever has the token can
-make a certificate that the others believe, nobody else can. docs/design/0003 and docs/design/0006
-say why this way.
+"""Certificates for mutual TLS between the processes of a cluster, derived from the cluster token.
 
-The token gives the key of the cluster's own authority. Each process makes that authority's
-certificate for itself, and with it one for a fresh key of its own, so no key or certificate ever
-lies in a file. Both ends show a certificate (TLS calls it mutual), and it says which end it is for:
-a writer cannot pass for a decode node, nor a decode node for the coordinator.
+Only a process with the token can make a certificate that the others accept. docs/design/0003 and
+docs/design/0006 have the reasons. The key of the cluster's certificate authority is derived from
+the token. Each process makes the authority's certificate and one for a fresh key, so that no key or
+certificate is in a file. A certificate says which end it is for: a writer cannot act as a decode
+node, nor a decode node as the coordinator.
 """
 
 import datetime
@@ -20,22 +19,21 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.network.cluster_secret import derive_secret
 
-DECODE_CERTIFICATE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dials
-COORDINATOR_CERTIFICATE_NAME = "coordinator.baton.internal"  # whom a node or a pool expects
+DECODE_CERTIFICATE_NAME = "decode.baton.internal"  # what a writer expects, at any address
+COORDINATOR_CERTIFICATE_NAME = "coordinator.baton.internal"  # what a node or a pool expects
 _NODE_CERTIFICATE_NAME = "node.baton.internal"
 _WRITER_CERTIFICATE_NAME = "writer.baton.internal"
 _AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
-# The token says how long it is good for, not a calendar; clocks of different hosts are never
-# compared. A host whose clock was never set begins at the epoch.
+# Certificates are valid as long as the token is used: clocks of hosts are never compared, and the
+# clock of a host may still be at the epoch.
 _VALID_FROM = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_VALID_UNTIL = datetime.datetime(
-    9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC
-)  # RFC 5280: no defined end
+# RFC 5280, 4.1.2.5: no well-defined expiration date.
+_VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
 def decode_server_credentials(token: str) -> grpc.ServerCredentials:
-    """Of the end that listens: writers have to show a certificate of this cluster."""
+    """Credentials of a decode node's server, which requires a certificate of this cluster."""
     authority = _derive_authority_key(token)
     shown = _issue_certificate(authority, DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
     return grpc.ssl_server_credentials(
@@ -56,8 +54,10 @@ def _channel_credentials(token: str, name: str) -> grpc.ChannelCredentials:
 def coordinator_server_credentials(
     token: str, on_handshake: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """Of the cluster port. gRPC calls `on_handshake`, on a thread of its own, whenever a connection
-    begins one."""
+    """Credentials of the cluster port.
+
+    gRPC calls `on_handshake` on one of its threads whenever a connection begins a handshake.
+    """
     authority = _derive_authority_key(token)
     shown = _issue_certificate(
         authority, COORDINATOR_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH
@@ -66,7 +66,7 @@ def coordinator_server_credentials(
         [shown], _authority_certificate(authority)
     )
 
-    def fetch() -> None:  # gRPC asks for a newer configuration here: there is none
+    def fetch() -> None:  # gRPC asks for a newer configuration; None keeps the present one
         on_handshake()
 
     return grpc.dynamic_ssl_server_credentials(
@@ -75,21 +75,27 @@ def coordinator_server_credentials(
 
 
 def node_channel_credentials(token: str) -> grpc.ChannelCredentials:
-    """Of a node or a pool that dials the coordinator."""
+    """Credentials of a node or a pool that dials the coordinator."""
     return _channel_credentials(token, _NODE_CERTIFICATE_NAME)
 
 
 @lru_cache(maxsize=8)
 def _derive_authority_key(token: str) -> ec.EllipticCurvePrivateKey:
-    """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP
-    800-186, extra bits)."""
+    """Derive the authority's private key from the token.
+
+    40 bytes are derived for a number of 32 bytes, so that all values are equally likely (FIPS
+    186-5, A.2.1, extra random bits).
+    """
     seed = int.from_bytes(derive_secret(token, b"baton cluster authority v1", 40), "big")
     return ec.derive_private_key(seed % (_CURVE_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def _authority_certificate(authority: ec.EllipticCurvePrivateKey) -> bytes:
-    """The authority's certificate. Another process's differs in serial number and signature, which
-    is no matter: name and key are what a chain is checked against."""
+    """Return the authority's certificate as PEM.
+
+    It has another serial number and signature in each process. That does not matter, because chains
+    are checked against its name and key.
+    """
     use = _key_usage(certificates=True)
     built = _certificate_builder(_AUTHORITY, authority.public_key(), authority)
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -99,7 +105,7 @@ def _authority_certificate(authority: ec.EllipticCurvePrivateKey) -> bytes:
 def _issue_certificate(
     authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier
 ) -> tuple[bytes, bytes]:
-    """A fresh private key and its certificate, both PEM."""
+    """Return a fresh private key and its certificate, both as PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     built = _certificate_builder(subject, key.public_key(), authority)
@@ -130,7 +136,7 @@ def _certificate_builder(
 
 
 def _key_usage(*, certificates: bool) -> x509.KeyUsage:
-    """To sign certificates, or handshakes."""
+    """Return the key usage for signing certificates, or else handshakes."""
     return x509.KeyUsage(
         digital_signature=not certificates,
         key_cert_sign=certificates,

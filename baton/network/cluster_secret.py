@@ -1,5 +1,4 @@
-"""Secret bytes that every process of a cluster derives from the cluster token, for one purpose
-each."""
+"""Derives secrets from the cluster token, one for each purpose."""
 
 import hashlib
 from functools import lru_cache
@@ -9,13 +8,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 
 def derive_secret(token: str, purpose: bytes, size: int) -> bytes:
-    """`size` bytes that say nothing about the token, nor about the bytes of another purpose (RFC
-    5869)."""
+    """Return `size` bytes that reveal neither the token nor another secret (HKDF, RFC 5869)."""
     return HKDFExpand(algorithm=SHA256(), length=size, info=purpose).derive(_stretch_token(token))
 
 
 @lru_cache(maxsize=8)
 def _stretch_token(token: str) -> bytes:
-    """The token after scrypt (16 MiB, about 50 ms, once in the life of a process), so that recorded
-    traffic of a cluster with a poor token is no cheap oracle for guessing it."""
+    """Apply scrypt to the token (16 MiB, about 50 ms, once per process).
+
+    This makes it expensive to guess a weak token from recorded traffic.
+    """
     return hashlib.scrypt(token.encode(), salt=b"baton cluster v1", n=1 << 14, r=8, p=1, dklen=32)

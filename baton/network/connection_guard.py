@@ -1,9 +1,8 @@
-"""Holds the ports of this process to their limits where a library accepts connections and tells
-nobody: gRPC, libzmq.
+"""Enforces the connection limits of ports whose library accepts connections itself: gRPC, libzmq.
 
-It looks at the descriptors of the process, which the kernel lists, and shuts down what is beyond a
-port's limit; the library sees a connection that has ended. It closes no descriptor, as it owns
-none.
+A thread lists the descriptors of the process and shuts down connections beyond a port's limit. The
+library then sees a connection that the peer has closed. The guard closes no descriptor, because it
+owns none.
 """
 
 import os
@@ -24,15 +23,13 @@ from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.process.log_rate_limit import RateLimitedLogger
 
-_CHECK_SECONDS = 0.5  # seconds between two looks at how many descriptors there are
-_MIN_PAUSE_SECONDS = 0.02  # seconds, also when connections come all the time
-_RECOUNT_SECONDS = 5.0  # seconds after which connections are counted although there are few
-_MAX_CPU_SHARE = 0.02  # of a core that looking may take
+_CHECK_SECONDS = 0.5  # between two checks of the number of descriptors
+_MIN_PAUSE_SECONDS = 0.02  # between two checks when connections arrive all the time
+_RECOUNT_SECONDS = 5.0  # after which connections are counted although there are few
+_MAX_CPU_SHARE = 0.02  # of one core, for counting
 _DESCRIPTOR_FOLDER = "/proc/self/fd"
-_TCP_INFO_BYTES, _BYTES_RECEIVED = (
-    136,
-    128,
-)  # struct tcp_info of linux/tcp.h: its size, and where tcpi_bytes_received is
+# struct tcp_info of linux/tcp.h: its size, and the offset of tcpi_bytes_received.
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
 
 _log = log.get_logger("connections")
 
@@ -42,15 +39,16 @@ class _GuardedPort:
     name: str
     limit: PortLimit
     connection_count: int = 0
+    # Time of the first check that saw it, by descriptor, peer address and peer port.
     first_seen: dict[tuple[int, str, int], float] = field(default_factory=dict)
 
 
 class ConnectionGuard:
-    """Of one process. `close` ends its thread."""
+    """Enforces the limits of the watched ports of one process. `close` ends its thread."""
 
     def __init__(self, clock: Clock = monotonic_clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards _ports and _refused_counts
         self._ports: dict[int, _GuardedPort] = {}
         self._refused_counts: dict[str, int] = {}
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -58,7 +56,7 @@ class ConnectionGuard:
         self._thread: threading.Thread | None = None
 
     def watch_port(self, name: str, port: int, limit: PortLimit) -> None:
-        """Hold the TCP port on which this process listens to its limit. Once for each is enough."""
+        """Enforce the limit of a TCP port on which this process listens. Idempotent."""
         with self._lock:
             if port not in self._ports:
                 self._ports[port] = _GuardedPort(name, limit)
@@ -68,7 +66,7 @@ class ConnectionGuard:
             self._thread.start()
 
     def get_connection_counts(self) -> dict[str, int]:
-        """Connections by the name of the port, as they were counted a few seconds ago at most."""
+        """Return the number of connections by port name, at most a few seconds old."""
         found: dict[str, int] = {}
         with self._lock:
             for port in self._ports.values():
@@ -76,12 +74,12 @@ class ConnectionGuard:
         return found
 
     def get_refused_counts(self) -> dict[str, int]:
-        """How many were shut down, by the name of the port."""
+        """Return the number of connections that were shut down, by port name."""
         with self._lock:
             return dict(self._refused_counts)
 
     def check_soon(self) -> None:
-        """There is a new connection."""
+        """Check the limits without waiting for the next regular check."""
         self._wake.set()
 
     def close(self) -> None:
@@ -110,33 +108,33 @@ class ConnectionGuard:
             pause = max(_CHECK_SECONDS, (self._clock() - began) / _MAX_CPU_SHARE)
 
     def _lowest_limit(self) -> int:
-        """With fewer descriptors than that, no port can be beyond its limit."""
+        """Return the smallest limit. With fewer descriptors no port can exceed its limit."""
         with self._lock:
             return min(
                 (
-                    min(one.limit.max_connections, one.limit.max_per_address)
-                    for one in self._ports.values()
+                    min(port.limit.max_connections, port.limit.max_per_address)
+                    for port in self._ports.values()
                 ),
                 default=0,
             )
 
     def close_excess_connections(self) -> None:
-        """Count the connections of every port, and shut down what is beyond its limit."""
+        """Count the connections of every port, and shut down those beyond its limit."""
         with self._lock:
             ports = dict(self._ports)
         found = _list_connections(set(ports))
         now = self._clock()
         for number, port in ports.items():
-            seen = {one[:3]: port.first_seen.get(one[:3], now) for one in found[number]}
-            held = [PortConnection(*one, seen[one[:3]]) for one in found[number]]
+            first_seen = {row[:3]: port.first_seen.get(row[:3], now) for row in found[number]}
+            connections = [PortConnection(*row, first_seen[row[:3]]) for row in found[number]]
             closed = [
-                one
-                for one in choose_connections_to_close(held, port.limit)
-                if _shut_down(one, number)
+                connection
+                for connection in choose_connections_to_close(connections, port.limit)
+                if _shut_down(connection, number)
             ]
             with self._lock:
-                port.first_seen = seen
-                port.connection_count = len(held) - len(closed)
+                port.first_seen = first_seen
+                port.connection_count = len(connections) - len(closed)
                 self._refused_counts[port.name] += len(closed)
             if closed:
                 self._log_closed(port, len(closed))
@@ -155,8 +153,7 @@ class ConnectionGuard:
 
 @contextmanager
 def _borrow_socket(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor of somebody else, who goes on owning it. Raises OSError for
-    no socket."""
+    """A socket object for a descriptor that its owner keeps. Raises OSError if it is no socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -165,51 +162,53 @@ def _borrow_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _list_connections(ports: set[int]) -> dict[int, list[tuple[int, str, int, bool]]]:
-    """Of each of these local ports: descriptor, address and port of the other end, whether it was
-    silent."""
+    """Return the connections of each of these local ports.
+
+    Each is (descriptor, peer address, peer port, whether nothing was received).
+    """
     found: dict[int, list[tuple[int, str, int, bool]]] = {port: [] for port in ports}
     for name in os.listdir(_DESCRIPTOR_FOLDER):
         try:
-            with _borrow_socket(int(name)) as one:
-                local = _local_port(one)
+            with _borrow_socket(int(name)) as sock:
+                local = _local_port(sock)
                 if local in ports:
-                    address, port = one.getpeername()[:2]
+                    address, port = sock.getpeername()[:2]
                     found[local].append(
-                        (int(name), _without_ipv4_mapping(address), port, _is_silent(one))
+                        (int(name), _without_ipv4_mapping(address), port, _is_silent(sock))
                     )
-        except OSError:  # no socket, one that listens, or one that is closed by now
+        except OSError:  # not a socket, a listening one, or closed in the meantime
             continue
     return found
 
 
 def _shut_down(connection: PortConnection, port: int) -> bool:
-    """Whether it was still the same connection."""
+    """Shut a connection down. False if the descriptor belongs to another connection by now."""
     try:
-        with _borrow_socket(connection.descriptor) as one:
-            address, remote = one.getpeername()[:2]
-            if _local_port(one) != port or (_without_ipv4_mapping(address), remote) != (
+        with _borrow_socket(connection.descriptor) as sock:
+            address, remote = sock.getpeername()[:2]
+            if _local_port(sock) != port or (_without_ipv4_mapping(address), remote) != (
                 connection.peer_address,
                 connection.peer_port,
             ):
                 return False
-            one.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False
     return True
 
 
-def _local_port(one: socket.socket) -> int | None:
-    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+def _local_port(sock: socket.socket) -> int | None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
         return None
-    port: int = one.getsockname()[1]
+    port: int = sock.getsockname()[1]
     return port
 
 
-def _is_silent(one: socket.socket) -> bool:
-    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+def _is_silent(sock: socket.socket) -> bool:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return len(info) == _TCP_INFO_BYTES and struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0] == 0
 
 
 def _without_ipv4_mapping(address: str) -> str:
-    """An IPv4 address in IPv6's clothes as itself."""
+    """Return an IPv4-mapped IPv6 address as an IPv4 address, and any other unchanged."""
     return address.removeprefix("::ffff:")

@@ -1,8 +1,7 @@
-"""How many connections each port of a process may hold, and which are closed when there are more.
+"""How many connections each port of a process may have, and which are closed when there are more.
 
-Every connection is a descriptor, and descriptors are the process's: without shares, idle
-connections to one port would leave none for the others, for files, and for what the process dials
-itself.
+Every connection uses one of the descriptors of the process. Without a share for each port, idle
+connections to one port would leave none for other ports, files and outgoing connections.
 """
 
 from collections import Counter
@@ -10,15 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
+from baton.limits import MAX_DESCRIPTORS
 from baton.network.bind_policy import is_loopback
 
 COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
-LOG_LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
-MAX_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
-_MIN_RESERVE, _MAX_RESERVE = (
-    64,
-    4096,
-)  # descriptors that no port gets: files, memory, dialling, this process's own
+LOG_LINES_PER_SECOND = 0.1  # log lines of one kind about closed connections
+_MIN_RESERVE, _MAX_RESERVE = 64, 4096  # descriptors for files, memory and outgoing connections
+# Share of each port in the descriptors that are not reserved. The shares of the ports of one
+# process, with the room above the limit of a gRPC port (`max_accepted`), stay below twelve.
 _PORT_TWELFTHS = {
     "http": 4,
     "grpc": 3,
@@ -27,30 +25,31 @@ _PORT_TWELFTHS = {
     "transfer": 4,
     "pool": 4,
     "health": 1,
-}  # of what the reserve leaves; the ports of one process, with the room above a gRPC port's limit, stay below twelve
-_CLIENT_PORTS = frozenset({"http", "grpc"})  # that --max-connections is about
+}
+_CLIENT_PORTS = frozenset({"http", "grpc"})  # ports that --max-connections applies to
 
 
 @dataclass(frozen=True, slots=True)
 class PortLimit:
-    max_connections: int  # connections
-    max_per_address: (
-        int  # of one address that is not loopback: all users of this machine share that one
-    )
+    """How many connections a port may have."""
+
+    max_connections: int
+    max_per_address: int  # from one address; loopback is exempt, as all local users share it
 
     @property
     def max_accepted(self) -> int:
-        """Where a library accepts by itself, what it may hold until the oldest silent ones have
-        been closed."""
+        """Connections that a library may accept before the guard has closed the excess ones."""
         return self.max_connections + max(8, self.max_connections // 4)
 
 
 def compute_port_limit(
     port: str, descriptors: int, *, most: int = 0, per_address: int = 0
 ) -> PortLimit:
-    """Of the port of this name in a process that may open `descriptors`. `most` and `per_address`
-    are what was configured, 0 for what follows from the limit. Raises ConfigError for more than
-    there can be."""
+    """Return the limit of the port of this name in a process that may open `descriptors` files.
+
+    `most` and `per_address` are the configured limits, 0 for the default. Raises ConfigError if
+    `most` exceeds the port's share.
+    """
     counted = min(descriptors, MAX_DESCRIPTORS)
     reserve = min(max(_MIN_RESERVE, counted // 8), _MAX_RESERVE)
     possible = max(8, (counted - reserve) * _PORT_TWELFTHS[port] // 12)
@@ -58,8 +57,9 @@ def compute_port_limit(
         most = 0
     if most > possible:
         raise ConfigError(
-            f"max_connections is {most}: a limit of {descriptors} open files leaves {possible} for the {port} port: "
-            f"raise the limit (ulimit -n) or lower --max-connections",
+            f"max_connections is {most}: a limit of {descriptors} open files "
+            f"leaves {possible} for the {port} port: "
+            "raise the limit (ulimit -n) or lower --max-connections",
             param="max_connections",
         )
     granted = most or possible
@@ -68,30 +68,33 @@ def compute_port_limit(
 
 @dataclass(frozen=True, slots=True)
 class PortConnection:
-    """One that a port holds."""
+    """One connection of a port."""
 
     descriptor: int
-    peer_address: str  # of the other end
-    peer_port: int  # of the other end
+    peer_address: str
+    peer_port: int
     is_silent: bool  # nothing was ever received
-    first_seen_at: float  # when it was first seen, on a steady clock
+    first_seen_at: float  # time of the first check that saw it, on a steady clock
 
 
 def choose_connections_to_close(
-    held: Sequence[PortConnection], limit: PortLimit
+    connections: Sequence[PortConnection], limit: PortLimit
 ) -> list[PortConnection]:
-    """What is beyond the limit. The first to go are those that never sent anything, the oldest
-    first; then the newest: who was here before is not pushed out."""
-    silent = sorted((one for one in held if one.is_silent), key=lambda one: one.first_seen_at)
-    spoke = sorted((one for one in held if not one.is_silent), key=lambda one: -one.first_seen_at)
-    order = [*silent, *spoke]
-    per_address = Counter(one.peer_address for one in held if not is_loopback(one.peer_address))
+    """Return the connections beyond the limit.
+
+    Those that never sent anything are closed first, the oldest first. Of the others the newest are
+    closed first, so that newcomers do not displace clients at work.
+    """
+    silent = sorted((c for c in connections if c.is_silent), key=lambda c: c.first_seen_at)
+    active = sorted((c for c in connections if not c.is_silent), key=lambda c: -c.first_seen_at)
+    order = [*silent, *active]
+    per_address = Counter(c.peer_address for c in connections if not is_loopback(c.peer_address))
     closed = []
-    for one in order:
-        if per_address[one.peer_address] > limit.max_per_address:
-            per_address[one.peer_address] -= 1
-            closed.append(one)
+    for connection in order:
+        if per_address[connection.peer_address] > limit.max_per_address:
+            per_address[connection.peer_address] -= 1
+            closed.append(connection)
     chosen = set(closed)
-    excess = len(held) - len(closed) - limit.max_connections
-    rest: Iterable[PortConnection] = (one for one in order if one not in chosen)
-    return [*closed, *(one for one, _ in zip(rest, range(excess), strict=False))]
+    excess = len(connections) - len(closed) - limit.max_connections
+    rest: Iterable[PortConnection] = (c for c in order if c not in chosen)
+    return [*closed, *(c for c, _ in zip(rest, range(excess), strict=False))]

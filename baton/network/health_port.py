@@ -1,4 +1,4 @@
-"""A node's own gRPC port: standard health, and reflection."""
+"""A node's gRPC port for the standard health service and reflection."""
 
 import asyncio
 
@@ -13,11 +13,14 @@ from baton.network.grpc_options import grpc_server_options
 from baton.network.health_service import MAX_STREAMS, BoundedHealthServicer, add_health_service
 from baton.process.descriptors import get_descriptor_limit
 
-NO_PORT = -1  # as --health-port: none
+NO_PORT = -1  # value of --health-port for no port
 
 
 class HealthPort:
-    """Serving from `start` to `stop`; grpc ends a server that nobody holds on to."""
+    """Serves health from `start` to `stop`.
+
+    Keeps a reference to the server: gRPC stops a server that is garbage collected.
+    """
 
     def __init__(self, config: Config) -> None:
         self.port = NO_PORT
@@ -31,7 +34,7 @@ class HealthPort:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Raises ConfigError when the port cannot be had."""
+        """Listen on the port. Raises ConfigError if it cannot be bound."""
         if not self._is_enabled:
             return
         server = self._server = grpc.aio.server(
@@ -42,7 +45,8 @@ class HealthPort:
             self.port = server.add_insecure_port(self._endpoint)
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen on {self._endpoint}: choose another --health-port, 0 for any, {NO_PORT} for none",
+                f"cannot listen on {self._endpoint}: choose another --health-port, "
+                f"0 for any, {NO_PORT} for none",
                 param="health_port",
             ) from None
         await server.start()
@@ -50,7 +54,7 @@ class HealthPort:
         await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def announce_shutdown(self) -> None:
-        """Health checks hear of the end before it comes."""
+        """Answer health checks with NOT_SERVING from now on."""
         if self._servicer is not None:
             await self._servicer.enter_graceful_shutdown()
 

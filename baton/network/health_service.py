@@ -1,5 +1,7 @@
-"""gRPC's health and reflection services, which anybody may call, with bounds on the streams that
-stay open."""
+"""gRPC's health and reflection services with bounds on open streams.
+
+They need no key, so any client may call them.
+"""
 
 import asyncio
 from collections import Counter
@@ -11,19 +13,19 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-MAX_STREAMS_PER_CONNECTION, MAX_STREAMS = 16, 128  # at a time, of both services together
-MAX_WATCH_SECONDS = 3600.0  # then a watcher is told to ask again
+MAX_STREAMS_PER_CONNECTION, MAX_STREAMS = 16, 128  # open at once, of both services together
+MAX_WATCH_SECONDS = 3600.0  # after which a watcher gets UNAVAILABLE and must watch again
 MAX_REFLECTION_SECONDS = 60.0
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
 
 class TooManyStreams(Exception):
-    """With the bound that was reached."""
+    """A bound of open streams is reached. The message names it."""
 
 
 class StreamLimiter:
-    """Counts the streams of one server."""
+    """Counts and bounds the open streams of one server."""
 
     def __init__(
         self, most: int = MAX_STREAMS, per_connection: int = MAX_STREAMS_PER_CONNECTION
@@ -37,10 +39,11 @@ class StreamLimiter:
 
     @contextmanager
     def open_stream(self, peer: str) -> Iterator[None]:
-        """A stream of the connection that gRPC calls `peer`. Raises TooManyStreams."""
+        """Count a stream of the connection `peer` while it is open. Raises TooManyStreams."""
         if self._open[peer] >= self._max_per_connection:
             raise TooManyStreams(
-                f"this connection has {self._max_per_connection} streams of health and reflection open"
+                f"this connection has {self._max_per_connection} streams "
+                "of health and reflection open"
             )
         if len(self) >= self._max_streams:
             raise TooManyStreams(f"{self._max_streams} streams of health and reflection are open")
@@ -49,10 +52,12 @@ class StreamLimiter:
             yield
         finally:
             self._open[peer] -= 1
-            self._open += Counter()  # drops who has none
+            self._open += Counter()  # removes peers without streams
 
 
 class BoundedHealthServicer(health.aio.HealthServicer):
+    """The standard health service with bounded watches."""
+
     def __init__(self, streams: StreamLimiter) -> None:
         super().__init__()
         self._streams = streams
@@ -91,8 +96,10 @@ class _BoundedReflectionServicer(reflection.aio.ReflectionServicer):
 
 
 def add_health_service(server: grpc.aio.Server, *services: str) -> BoundedHealthServicer:
-    """Put health and reflection on `server`, which also serves `services`. Returns the one that is
-    told who is well."""
+    """Add health and reflection to `server`, which also serves `services`.
+
+    Returns the health servicer, on which the caller sets the status of services.
+    """
     streams = StreamLimiter()
     servicer = BoundedHealthServicer(streams)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

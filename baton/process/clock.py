@@ -1,5 +1,4 @@
-"""Time. Pure cores take `now` as an argument; shells get it here. Steady clock only: wall time is
-for logs."""
+"""The steady clock. Pure cores take `now` as an argument; shells read it here."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ monotonic_clock: Clock = time.monotonic
 
 
 class FakeClock:
-    """A clock that a test turns by hand."""
+    """A clock that a test advances."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -2,11 +2,11 @@
 
 import resource
 
-from baton.network.connection_limits import MAX_DESCRIPTORS
+from baton.limits import MAX_DESCRIPTORS
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one, as far as it is of use. Returns what it is now."""
+    """Raise the soft limit to the hard one, at most to MAX_DESCRIPTORS. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -16,6 +16,6 @@ def raise_descriptor_limit() -> int:
 
 
 def get_descriptor_limit() -> int:
-    """Without a limit, as many as are of use."""
+    """Return the soft limit, or MAX_DESCRIPTORS if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

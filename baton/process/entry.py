@@ -1,12 +1,12 @@
-"""What every process of ours does before it is itself: its supervisor, its settings, its log, its
-limits."""
+"""The start of every process of Baton: supervisor, settings, log, limits, event loop."""
 
 import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from baton.config.settings import Config, find_unknown_variables
+from baton.config.resolve import find_unknown_variables
+from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.process import log, log_capture, runtime
 from baton.process.descriptors import raise_descriptor_limit
@@ -18,8 +18,10 @@ STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
 def run_process(
     settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]
 ) -> int:
-    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its
-    supervisor."""
+    """Run `main(settings(), stop)` until it returns. Returns the exit code of the process.
+
+    The process is killed when its supervisor dies.
+    """
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
         runtime.exit_with_parent(int(supervisor))

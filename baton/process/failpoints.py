@@ -1,17 +1,17 @@
-"""Named points where a test may make Baton misbehave. Unarmed, a hit costs one dictionary look-up.
+"""Named points where tests inject faults. A hit costs one truth test unless something is armed.
 
-Armed by BATON_FAILPOINTS or, when the cluster runs with `--failpoints-rpc`, by the control stream.
-Grammar, entries separated by `;`:
+They are armed by BATON_FAILPOINTS or, in a cluster with `--failpoints-rpc`, by the node link.
+Grammar, with entries separated by `;`:
 
     NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]
 
-    transfer.write.before=delay(0.5)*1          once, half a second
-    decode.commit.before=error@0.1              one in ten, HandoffFailed
-    prefill.layer.after=exit+3                  the fourth hit kills the process
+    transfer.write.before=delay(0.5)*1          half a second, once
+    decode.commit.before=error@0.1              HandoffFailed in one of ten hits
+    prefill.layer.after=exit+3                  the fourth hit ends the process
 
-Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`,
-`duplicate` and `corrupt` are returned for the call site to carry out; a site that cannot refuses to
-be armed with them.
+Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `hit`
+returns `drop`, `duplicate` and `corrupt` for the call site to carry out; KNOWN_FAILPOINTS says
+which sites can.
 """
 
 import os
@@ -38,9 +38,10 @@ class FailpointAction(Enum):
     STOP = "stop"
 
 
+# For points where an operation cannot fail.
 _NON_FAILING_ACTIONS = frozenset(
     {FailpointAction.DELAY, FailpointAction.EXIT, FailpointAction.STOP}
-)  # where nothing may fail, only end or wait
+)
 _BASIC_ACTIONS = _NON_FAILING_ACTIONS | {FailpointAction.ERROR}
 _FRAME_ACTIONS = _BASIC_ACTIONS | {
     FailpointAction.DROP,
@@ -48,7 +49,7 @@ _FRAME_ACTIONS = _BASIC_ACTIONS | {
     FailpointAction.CORRUPT,
 }
 
-# Every point there is, and what it can do. A test walks this table.
+# Every failpoint with the actions that its call site supports. A test hits each of them.
 KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
     "decode.allocate.before": _BASIC_ACTIONS,
     "decode.allocate.after": _BASIC_ACTIONS,
@@ -64,9 +65,8 @@ KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
     "prefill.allocate.after": _BASIC_ACTIONS,
     "prefill.layer.before": _BASIC_ACTIONS,
     "prefill.layer.after": _BASIC_ACTIONS,
-    "prefill.layer.landed": frozenset(
-        {FailpointAction.DELAY}
-    ),  # hold the next layer until this one has landed
+    # Holds the next layer until this one has landed.
+    "prefill.layer.landed": frozenset({FailpointAction.DELAY}),
     "prefill.seal.before": _BASIC_ACTIONS,
     "prefill.seal.after": _NON_FAILING_ACTIONS,
     "prefill.free.before": _NON_FAILING_ACTIONS,
@@ -79,13 +79,14 @@ KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
     "transfer.seal.after": _BASIC_ACTIONS,
     "transfer.commit.before": _FRAME_ACTIONS,
     "transfer.commit.after": _BASIC_ACTIONS,
-    "pool.copy.before": _BASIC_ACTIONS | {FailpointAction.CORRUPT},  # in a publisher, of one block
-    "pool.find.before": _NON_FAILING_ACTIONS,  # in the pool, as the next two
+    "pool.copy.before": _BASIC_ACTIONS
+    | {FailpointAction.CORRUPT},  # in a publishing node, per block
+    "pool.find.before": _NON_FAILING_ACTIONS,  # in the pool, like the next two
     "pool.seal.before": _NON_FAILING_ACTIONS,
     "pool.seal.after": _NON_FAILING_ACTIONS,
-    "pool.promote.before": _BASIC_ACTIONS,  # in the pool that fetches from another
-    "pool.send.before": _BASIC_ACTIONS,  # in the other one, when it has pinned what it is to send
-    "pool.disk.read": _BASIC_ACTIONS,  # of one block; an error is the disk's
+    "pool.promote.before": _BASIC_ACTIONS,  # in the pool that fetches blocks
+    "pool.send.before": _BASIC_ACTIONS,  # in the pool that sends them, once they are pinned
+    "pool.disk.read": _BASIC_ACTIONS,  # per block; an error counts as a disk error
     "pool.disk.write": _BASIC_ACTIONS | {FailpointAction.CORRUPT},
     "link.node.send": frozenset(
         {
@@ -122,12 +123,11 @@ class _ArmedFailpoint:
     argument: float
     probability: float
     skips_left: int
-    times_left: int  # left; -1 is unlimited
+    times_left: int  # -1 is unlimited
 
 
 class Failpoints:
-    """The armed points of one process. Thread-safe: points are hit on the event loop, compute and
-    transfer threads."""
+    """The armed failpoints of one process. Thread-safe."""
 
     def __init__(self, spec: str = "", seed: int = 0) -> None:
         self._armed: dict[str, _ArmedFailpoint] = {}
@@ -137,7 +137,7 @@ class Failpoints:
         self.arm(spec)
 
     def arm(self, spec: str) -> None:
-        """Replace what is armed. Raises ConfigError naming the bad entry."""
+        """Replace the armed failpoints. Raises ConfigError that names the invalid entry."""
         parsed = dict(_parse_entry(entry.strip()) for entry in spec.split(";") if entry.strip())
         with self._lock:
             self._armed = parsed
@@ -146,39 +146,41 @@ class Failpoints:
         self._random.seed(seed)
 
     def release_delays(self) -> None:
-        """End every delay, those that come later too."""
+        """End all present and future delays."""
         self._delays_released.set()
 
     def is_armed(self, name: str) -> bool:
         return name in self._armed
 
     def hit(self, name: str) -> FailpointAction | None:
-        """Act on the calling thread, and say so in the log first. Returns DROP, DUPLICATE or
-        CORRUPT for the caller to carry out, else None."""
+        """Log and carry out the armed action, if there is one, on the calling thread.
+
+        Returns DROP, DUPLICATE or CORRUPT for the caller to carry out, else None. Raises
+        HandoffFailed for the action `error`.
+        """
         if not self._armed:
             return None
-        due = self._consume_hit(name)
-        if due is None:
+        armed = self._consume_hit(name)
+        if armed is None:
             return None
-        _log.warning("failpoint", point=name, action=due.action.value)
-        match due.action:
+        _log.warning("failpoint", point=name, action=armed.action.value)
+        match armed.action:
             case FailpointAction.DELAY:
-                self._delays_released.wait(due.argument)
+                self._delays_released.wait(armed.argument)
             case FailpointAction.ERROR:
                 raise HandoffFailed(f"failpoint {name}")
             case FailpointAction.EXIT:
                 os._exit(70)
             case FailpointAction.STOP:
-                # To this very thread, which so does not run another instruction; sent to the
-                # process, it might.
+                # Sent to this thread, which then runs no further instruction. A signal to the
+                # process may be delivered to another thread first.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case frame_action:
                 return frame_action
         return None
 
     def get_argument(self, name: str) -> float | None:
-        """The argument of an armed point whose site gives it a meaning of its own; None if it is
-        not armed."""
+        """Return the argument of a failpoint for a site that interprets it; None if not armed."""
         armed = self._armed.get(name)
         return armed.argument if armed is not None else None
 
@@ -222,11 +224,11 @@ def _parse_entry(entry: str) -> tuple[str, _ArmedFailpoint]:
     )
 
 
-FAILPOINTS = Failpoints()  # of this process
+FAILPOINTS = Failpoints()  # those of this process
 
 
 def arm_from_environment() -> None:
-    """BATON_FAILPOINTS and BATON_FAILPOINTS_SEED. Raises ConfigError naming the bad entry."""
+    """Arm BATON_FAILPOINTS with BATON_FAILPOINTS_SEED. Raises ConfigError for invalid values."""
     seed = os.environ.get("BATON_FAILPOINTS_SEED", "0")
     if not seed.isdecimal():
         raise ConfigError(f"BATON_FAILPOINTS_SEED is {seed!r}: it must be a number")

@@ -1,7 +1,7 @@
-"""Writes lines on a thread of its own, so that a sink which blocks or fails holds nobody up.
+"""Writes lines on a separate thread, so that a sink that blocks or fails delays no caller.
 
-A caller never waits and never gets an error. What the sink does not take is dropped and counted,
-and the first line that it takes again is preceded by one that says how many are missing.
+A caller never waits and never gets an error. Lines that the sink does not accept are dropped and
+counted. Before the next line that it accepts, the writer writes one with the number of lost lines.
 """
 
 import os
@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-MAX_LINES = 4096  # that wait for the sink
-MAX_LINE_BYTES = 16 << 10  # a longer line is cut
+MAX_LINES = 4096  # lines that may be queued
+MAX_LINE_BYTES = 16 << 10  # a longer line is truncated
 _BATCH_LINES = 256
-# seconds that the first line of a batch waits for others: one write then carries them all
+# The first line of a batch waits this long for others, so that one write carries all of them.
 _BATCH_DELAY_SECONDS = 0.005
 
 _writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
@@ -26,14 +26,15 @@ class LineSink(Protocol):
     """Where a LineWriter writes. Called on the writer's thread only."""
 
     def write(self, data: memoryview) -> int:
-        """Write the beginning of `data`, at least a byte; returns how many bytes. May block. Raises
-        OSError."""
+        """Write at least the first byte of `data`. Returns how many bytes were written.
+
+        May block. Raises OSError.
+        """
         ...
 
 
 class DescriptorSink:
-    """A file descriptor that somebody else opened. One that is full and does not block is waited
-    for."""
+    """Writes to an open file descriptor. Waits for a non-blocking one that is full."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -49,8 +50,11 @@ class DescriptorSink:
 
 
 class LineWriter:
-    """`write` may be called by any thread, also in a finalizer. The thread starts with the first
-    line, and again after a fork. It is a daemon: a process ends while its sink blocks."""
+    """Queues lines for a sink and writes them on a thread.
+
+    Any thread may call `write`, also in a finalizer. The writer's thread starts with the first
+    line, and again after a fork. It is a daemon thread: a process can end while its sink blocks.
+    """
 
     def __init__(
         self,
@@ -60,20 +64,20 @@ class LineWriter:
         name: str = "log",
         max_lines: int = MAX_LINES,
     ) -> None:
-        """`describe_drops` makes the line that says how many were dropped."""
+        """`describe_drops` formats the line that says how many lines were dropped."""
         self._sink = sink
         self._describe_drops = describe_drops
         self._name = name
         self._max_lines = max_lines
         self._dropped_lines = 0
-        self._reported_drops = 0  # of those dropped
-        self._is_line_torn = False  # the sink took the beginning of a line only
+        self._reported_drops = 0  # dropped lines that a notice was written for
+        self._is_line_torn = False  # the sink accepted only the beginning of the last line
         self._reset_thread()
         _writers.add(self)
 
     @property
     def dropped_lines(self) -> int:
-        """Lines that the sink never got."""
+        """Number of lines that were not written."""
         return self._dropped_lines
 
     def write(self, line: str) -> None:
@@ -89,8 +93,7 @@ class LineWriter:
             self._count_dropped(1)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was queued before has been written or dropped, for `timeout` seconds at
-        most."""
+        """Wait until the queued lines are written or dropped. False after `timeout` seconds."""
         if self._thread is None:
             return True
         reached = threading.Event()
@@ -98,8 +101,7 @@ class LineWriter:
         return reached.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Flush, and end the thread. False if the sink blocks: then the thread stays, and hurts
-        nobody."""
+        """Flush and end the thread. Returns False if the sink blocks; the thread then stays."""
         flushed = self.flush(timeout)
         self._lines.put(None)
         return flushed
@@ -109,7 +111,7 @@ class LineWriter:
             queue.SimpleQueue()
         )  # put() is reentrant
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # a finalizer may come between
+        self._lock = threading.RLock()  # reentrant: a finalizer may log on this thread
 
     def _start(self) -> None:
         with self._lock:
@@ -145,18 +147,18 @@ class LineWriter:
         if not lines:
             return
         notice = [_encode_line(self._describe_drops(missing))] if missing else []
-        mended = b"\n" if self._is_line_torn else b""
-        data = memoryview(mended + b"".join([*notice, *lines]))
+        line_end = b"\n" if self._is_line_torn else b""
+        data = memoryview(line_end + b"".join([*notice, *lines]))
         sent = self._write_to_sink(data)
-        whole = bytes(data[len(mended) : sent]).count(b"\n")
-        if notice and whole:
+        complete_lines = bytes(data[len(line_end) : sent]).count(b"\n")
+        if notice and complete_lines:
             self._reported_drops += missing
-        self._count_dropped(len(lines) - max(0, whole - len(notice)))
+        self._count_dropped(len(lines) - max(0, complete_lines - len(notice)))
         if sent:
             self._is_line_torn = data[sent - 1] != ord("\n")
 
     def _write_to_sink(self, data: memoryview) -> int:
-        """Write as much as the sink takes; returns how many bytes."""
+        """Write as much as the sink accepts. Returns how many bytes."""
         sent = 0
         try:
             while sent < len(data):
@@ -174,7 +176,7 @@ def _encode_line(line: str) -> bytes:
 
 
 def _reset_after_fork() -> None:
-    """In the child of a fork no thread lives on: what was queued is the parent's to write."""
+    """Start with an empty queue in the child of a fork: the parent's thread writes the old one."""
     for writer in _writers:
         writer._reset_thread()
 

@@ -1,33 +1,29 @@
-"""A process's sign of life for its supervisor: its event loop writes a byte into a pipe now and
-then."""
+"""The liveness signal of a process to its supervisor: its event loop writes bytes to a pipe."""
 
 import asyncio
 import contextlib
 import os
 
-LIVENESS_FD_VARIABLE = (
-    "BATON_LIVENESS_FD"  # the descriptor of the pipe, inherited from the supervisor
-)
-LIVENESS_PERIOD_SECONDS = 1.0  # seconds between signs of life
+# The variable with the number of the pipe's descriptor, inherited from the supervisor.
+LIVENESS_FD_VARIABLE = "BATON_LIVENESS_FD"
+LIVENESS_PERIOD_SECONDS = 1.0
 
 
 def take_inherited_pipe() -> int | None:
-    """The pipe that the supervisor gave this process, if it has one. It is not passed on to
-    children."""
+    """Return the descriptor of the supervisor's pipe, if any. Children do not inherit it."""
     number = os.environ.pop(LIVENESS_FD_VARIABLE, "")
     if not number.isdecimal():
         return None
     try:
         os.set_inheritable(int(number), False)
         os.set_blocking(int(number), False)
-    except OSError:  # not ours after all
+    except OSError:  # not a descriptor of this process
         return None
     return int(number)
 
 
 async def send_liveness_signals(pipe: int) -> None:
-    """Until cancelled. A supervisor that does not read, or is gone, is none of this process's
-    business."""
+    """Write a byte per period until cancelled. Errors of the pipe are ignored."""
     while True:
         with contextlib.suppress(OSError):
             os.write(pipe, b".")

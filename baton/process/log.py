@@ -1,8 +1,7 @@
-"""Structured logs on standard error: one line an event, with node and request ids, and never a
-prompt or an output.
+"""Structured logs on standard error: one line per event, and never a prompt or an output.
 
-A line is written by a thread of its own (baton/process/line_writer.py): nothing that logs waits for
-the reader of standard error or sees its errors.
+A separate thread writes the lines (baton/process/line_writer.py), so that no caller waits for the
+reader of standard error or gets its errors.
 """
 
 import atexit
@@ -18,16 +17,27 @@ import structlog
 from baton.errors import BatonError
 from baton.process.line_writer import DescriptorSink, LineSink, LineWriter
 
-_MAX_FRAMES = 8  # innermost frames that `places` names
+_MAX_FRAMES = 8  # innermost frames in the field `places`
 _WITHHELD_FIELDS = frozenset(
-    {"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"}
+    {
+        "body",
+        "context_token_ids",
+        "emitted",
+        "emitted_token_ids",
+        "messages",
+        "prompt",
+        "prompt_token_ids",
+        "text",
+        "token_ids",
+        "tokens",
+    }
 )
 _STDERR = 2
-_FINAL_FLUSH_SECONDS = 1.0  # seconds that the end of a process waits for its last lines
-_MAX_VALUE_CHARACTERS = 4096  # characters of a field
+_FINAL_FLUSH_SECONDS = 1.0  # longest wait for the last lines at the end of a process
+_MAX_VALUE_CHARACTERS = 4096
 
 _writer: LineWriter | None = None  # of this process
-_context: dict[str, str] = {}  # in every line, whatever thread speaks
+_context: dict[str, str] = {}  # fields of every line, of all threads
 
 
 def _add_context(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -37,8 +47,7 @@ def _add_context(_: Any, __: str, event: structlog.typing.EventDict) -> structlo
 def _withhold_content(
     _: Any, __: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Clients' content has no business in a log: a call that tries is a programming error, shown as
-    such."""
+    """Replace fields that hold clients' content. To log one is a programming error."""
     for key in _WITHHELD_FIELDS & event.keys():
         event[key] = "(withheld)"
     return event
@@ -47,7 +56,7 @@ def _withhold_content(
 def _replace_exception(
     _: Any, __: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Of an exception that is logged with `exc_info`, only what `describe_error` tells."""
+    """Replace an exception given as `exc_info` by the fields of `get_error_fields`."""
     raised = event.pop("exc_info", None)
     if isinstance(raised, tuple):
         raised = raised[1]
@@ -58,7 +67,7 @@ def _replace_exception(
 def _truncate_values(
     _: Any, __: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """A line that is too long would be cut, and be no JSON any more."""
+    """Truncate long values: a line that LineWriter truncates would not be valid JSON."""
     for key, value in event.items():
         if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS:
             event[key] = f"{value[:_MAX_VALUE_CHARACTERS]}... ({len(value)} characters)"
@@ -66,7 +75,7 @@ def _truncate_values(
 
 
 class _SafeRenderer:
-    """A renderer that does not raise, whatever a field's `repr` does."""
+    """A renderer that never raises, also if the `repr` of a field does."""
 
     def __init__(self, renderer: structlog.typing.Processor) -> None:
         self._renderer = renderer
@@ -81,7 +90,7 @@ class _SafeRenderer:
 
 
 class _LineWriterLogger:
-    """What structlog hands a rendered line to, whatever its level."""
+    """The logger that structlog passes rendered lines to, at every level."""
 
     def __init__(self, writer: LineWriter) -> None:
         self.debug = self.info = self.warning = self.error = self.critical = self.exception = (
@@ -93,8 +102,11 @@ class _LineWriterLogger:
 def configure_logging(
     level: str, fmt: str, *, sink: LineSink | None = None, **context: str
 ) -> None:
-    """Set up logging for this process. `context` (node name, role) is bound to every line. Lines go
-    to standard error unless the first call names another `sink`."""
+    """Set up logging for this process.
+
+    `context` (node name, role) is added to every line. Lines go to standard error unless the first
+    call names another `sink`.
+    """
     terminal = os.isatty(_STDERR)
     console = fmt == "console" or (fmt == "auto" and terminal)
     renderer: structlog.typing.Processor = (
@@ -121,14 +133,13 @@ def configure_logging(
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose lines say which part of the process speaks."""
+    """Return a logger whose lines have `name` as the field `part`."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(part=name)
     return logger
 
 
 def get_traceback_places(error: BaseException) -> list[str]:
-    """Where it came from, innermost last. An exception's message is not for the log: it may quote a
-    prompt."""
+    """Return the frames of a traceback as "file:line function", innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
     return [
         f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -137,8 +148,10 @@ def get_traceback_places(error: BaseException) -> list[str]:
 
 
 def get_error_fields(error: BaseException) -> dict[str, Any]:
-    """Fields that say what was raised and where. The message is told only of errors whose messages
-    are ours."""
+    """Return log fields that say what was raised and where.
+
+    The message is included only for a BatonError: others may quote a prompt.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     ours = {"reason": error.message} if isinstance(error, BatonError) else {}
@@ -146,24 +159,26 @@ def get_error_fields(error: BaseException) -> dict[str, Any]:
 
 
 def get_dropped_lines() -> int:
-    """Lines of this process that its standard error never took."""
+    """Return how many log lines of this process were lost."""
     return _writer.dropped_lines if _writer is not None else 0
 
 
 def get_log_counters() -> dict[str, float]:
-    """What a member of the cluster reports of its log by heartbeat."""
+    """Return the counters of the log that a node reports in its heartbeats."""
     return {"log_lines_dropped_total": float(get_dropped_lines())}
 
 
 def flush_log(timeout: float = _FINAL_FLUSH_SECONDS) -> None:
-    """Wait for what was logged up to now, at most so many seconds. To be called before `os._exit`,
-    which runs nothing of what a process does at its end."""
+    """Wait until the lines logged so far are written, for at most `timeout` seconds.
+
+    Call it before `os._exit`, which does not run exit handlers.
+    """
     if _writer is not None:
         _writer.flush(timeout)
 
 
 def write_plain_line(line: str) -> None:
-    """A line that is not structured, behind everything that was logged before."""
+    """Write a line that is not structured, after everything that was logged before."""
     if _writer is None:
         sys.stderr.write(f"{line}\n")
     else:
@@ -171,12 +186,12 @@ def write_plain_line(line: str) -> None:
 
 
 def log_fatal_error(reason: str) -> None:
-    """Why this process ends, as a line of its log."""
+    """Log why this process ends."""
     get_logger("runtime").error("ended by an error", reason=reason)
 
 
 def format_drop_notice(lines: int) -> str:
-    """The line that stands where so many were dropped."""
+    """Format the line that reports so many dropped lines."""
     event: Any = {"part": "log", "event": "log lines dropped", "lines": lines}
     for processor in structlog.get_config()["processors"]:
         event = processor(None, "warning", event)

@@ -1,5 +1,7 @@
-"""What Python itself and libraries have to say goes the way of our own lines: through structlog,
-never blocking, and without the messages of exceptions, which may quote a prompt."""
+"""Sends logs, warnings and uncaught errors of Python and libraries through Baton's own log.
+
+They never block, and have no messages of exceptions, which may quote a prompt.
+"""
 
 import asyncio
 import faulthandler
@@ -15,8 +17,7 @@ _MAX_MESSAGE = 300  # characters of a library's line
 
 
 class _StructlogHandler(logging.Handler):
-    """Lines of the standard library's loggers: their first line, since others quote what was being
-    worked on."""
+    """Forwards the first line of each record; further lines may quote a prompt."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -24,14 +25,14 @@ class _StructlogHandler(logging.Handler):
             error = record.exc_info[1] if record.exc_info else None
             fields = log.get_error_fields(error) if error is not None else {}
             log.get_logger(record.name).log(record.levelno, text, **fields)
-        except Exception:  # arguments that do not fit the format
+        except Exception:  # the arguments do not match the format
             log.get_logger(record.name).log(
                 record.levelno, "a library's log line could not be rendered"
             )
 
 
 def install_log_capture() -> None:
-    """For the whole process, once its own logging is configured."""
+    """Install the hooks for this process, after `configure_logging`."""
     logging.raiseExceptions = False
     logging.basicConfig(level=logging.WARNING, handlers=[_StructlogHandler()], force=True)
     logging.captureWarnings(True)
@@ -42,13 +43,12 @@ def install_log_capture() -> None:
 
 
 def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The handler of an event loop for errors that nobody awaited."""
-    what = str(context.get("message", "an error in the event loop")).partition("\n")[0][
-        :_MAX_MESSAGE
-    ]
+    """Log an error that the event loop reports, such as one of a task that was never awaited."""
+    message = str(context.get("message", "error in the event loop"))
     error = context.get("exception")
     log.get_logger("asyncio").error(
-        what, **(log.get_error_fields(error) if error is not None else {})
+        message.partition("\n")[0][:_MAX_MESSAGE],
+        **(log.get_error_fields(error) if error is not None else {}),
     )
 
 
@@ -58,16 +58,14 @@ def _on_uncaught_exception(
     if issubclass(kind, KeyboardInterrupt):
         return
     log.get_logger("process").critical(
-        "ended by an error that nobody foresaw", **log.get_error_fields(error)
+        "ended by an unexpected error", **log.get_error_fields(error)
     )
     log.flush_log()
 
 
 def _on_unraisable(raised: "sys.UnraisableHookArgs") -> None:
     fields = log.get_error_fields(raised.exc_value) if raised.exc_value is not None else {}
-    log.get_logger("process").error(
-        raised.err_msg or "an error in a finalizer or callback", **fields
-    )
+    log.get_logger("process").error(raised.err_msg or "error in a finalizer or callback", **fields)
 
 
 def _on_thread_exception(ended: threading.ExceptHookArgs) -> None:
@@ -75,5 +73,5 @@ def _on_thread_exception(ended: threading.ExceptHookArgs) -> None:
         return
     thread = ended.thread.name if ended.thread is not None else ""
     log.get_logger("process").error(
-        "a thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value)
+        "thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value)
     )

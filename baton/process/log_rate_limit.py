@@ -1,5 +1,4 @@
-"""Log lines that a stranger can cause are limited in their rate: a flood of refusals must not
-become one of lines."""
+"""Limits the rate of log lines that clients can cause, such as refused requests."""
 
 import threading
 from collections.abc import Callable
@@ -14,8 +13,10 @@ _OVERFLOW_KIND = "others"
 
 
 class RateLimitedLogger:
-    """A token bucket for each kind of line. The next line of a kind that is let through says how
-    many were left out before it, as `left_out`. Any thread may write."""
+    """Limits log lines with a token bucket for each kind of line. Thread-safe.
+
+    The field `left_out` of a line says how many of its kind were suppressed before it.
+    """
 
     def __init__(
         self,
@@ -27,25 +28,29 @@ class RateLimitedLogger:
         self._clock = clock
         self._burst = burst
         self._per_second = per_second
-        self._lock = threading.Lock()  # guards the next
+        self._lock = threading.Lock()  # guards _kinds
         self._kinds: dict[str, _LineBucket] = {}
 
     def log_event(
-        self, say: Callable[..., Any], event: str, *, per: str = "", **fields: Any
+        self, log_method: Callable[..., Any], event: str, *, per: str = "", **fields: Any
     ) -> None:
-        """Call `say(event, **fields)`, unless lines of this kind come too fast. `per` divides an
-        event into kinds."""
+        """Call `log_method(event, **fields)`, unless its kind has used up its rate.
+
+        Lines of equal `event` and `per` are of one kind.
+        """
         with self._lock:
             left_out = self._admit(f"{event} {per}")
         if left_out is None:
             return
         if left_out:
             fields["left_out"] = left_out
-        say(event, **fields)
+        log_method(event, **fields)
 
     def _admit(self, kind: str) -> int | None:
-        """How many of this kind were left out since the last one; None to leave this one out
-        too."""
+        """Return how many lines of this kind were suppressed since the last one.
+
+        Returns None if this line must be suppressed as well.
+        """
         now = self._clock()
         bucket = self._kinds.get(kind)
         if bucket is None:
@@ -67,7 +72,7 @@ class RateLimitedLogger:
 class _LineBucket:
     __slots__ = ("level", "suppressed", "updated_at")
 
-    def __init__(self, level: float, at: float) -> None:
-        self.level = level
-        self.updated_at = at
-        self.suppressed = 0
+    def __init__(self, level: float, now: float) -> None:
+        self.level = level  # lines that may be written now
+        self.updated_at = now
+        self.suppressed = 0  # lines since the last one that was written

@@ -1,4 +1,4 @@
-"""How a process of ours starts and stops: uvloop, signals, one task group, exit codes."""
+"""Runs a process on uvloop: signals, stopping, exit codes."""
 
 import asyncio
 import ctypes
@@ -17,10 +17,9 @@ from baton.process import liveness, log, log_capture
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_SWITCH_INTERVAL = (
-    0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
-)
-_FINAL_FLUSH_SECONDS = 0.2  # seconds to write them at a second signal
+# Seconds after which a thread gives Python's lock to another, so that the event loop waits little.
+_SWITCH_INTERVAL = 0.001
+_FINAL_FLUSH_SECONDS = 0.2  # for the last log lines after a second signal
 
 
 def run_event_loop(
@@ -29,13 +28,12 @@ def run_event_loop(
     longest_stop: float | None = None,
     structured: bool = False,
 ) -> int:
-    """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one
-    exits at once.
+    """Run `main(stop)` on uvloop until it returns. Returns the exit code.
 
-    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit
-    code 1. With `structured` that line is one of the log instead of plain words. A process that has
-    not ended `longest_stop` seconds after `stop` was set is ended, with exit code 1 and the stacks
-    of its threads on standard error: whatever hangs in it, nobody has to kill it.
+    SIGTERM and SIGINT set `stop`; a second signal ends the process at once. A ConfigError becomes
+    one line on standard error and exit code 2, any other BatonError exit code 1. With `structured`
+    that line is a log line instead of plain text. A process that still runs `longest_stop` seconds
+    after the signal ends with exit code 1 and the stacks of its threads on standard error.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
@@ -88,18 +86,23 @@ def _report_error(error: BaseException, code: int, *, structured: bool) -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when `parent`, which started it, dies: a supervisor killed
-    outright leaves nothing behind."""
+    """Ask Linux to kill this process when its parent dies.
+
+    `parent` is the process id of the supervisor that started it. So a supervisor that is killed
+    leaves no processes behind.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we could ask
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
 def disable_core_dumps() -> None:
-    """No core file of this process, and no tracer or reader of its memory among the user's other
-    processes: prompts and keys are in there. A program that this process starts inherits the limit
-    and leaves no core file either, but may be traced and read unless it asks for the same."""
+    """Forbid core files of this process, and that other processes of the user trace or read it.
+
+    Its memory holds prompts and keys. A program that it starts inherits the limit on core files,
+    but may be traced unless it calls this function, too.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

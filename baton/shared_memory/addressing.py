@@ -1,6 +1,7 @@
-"""Block addresses. On the wire a block is (segment, byte offset); inside a process it is one global
-index that reaches any segment mapped there: own, pool's and peers', side by side in one reserved
-range.
+"""Block addresses: (segment, byte offset) on the wire, one global index inside a process.
+
+A process maps its own segment, the pool's and its peers' side by side in one reserved address
+range, so that one index reaches a block of any of them.
 
     address  base            base + span[1].start * block_bytes
              |-- own arena --|-- pool --|-- peer A --|-- (free) ...
@@ -30,10 +31,10 @@ from baton.types import BlockIndex
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpan:
-    """A segment's place: global blocks start .. start + blocks."""
+    """The range of global block indices that a segment has."""
 
-    segment: str
-    start: int
+    segment: str  # file name in the segment folder
+    start: int  # global index of the first block
     num_blocks: int
 
     @property
@@ -43,22 +44,27 @@ class SegmentSpan:
 
 @dataclass(slots=True)
 class BlockAddressMap:
-    """The arithmetic: which global index is which block of which segment. First fit; a removed span
-    leaves a hole that a later segment may fill. `alignment_blocks` blocks is the grain at which
-    segments may start."""
+    """Maps global block indices to blocks of segments, and back. Does not map memory.
+
+    Spans are allocated first fit. A removed span leaves a hole that a later segment may fill.
+    """
 
     block_bytes: int
-    capacity_blocks: int  # blocks
-    alignment_blocks: int = 1
+    capacity_blocks: int
+    alignment_blocks: int = 1  # segments have, and start at, a multiple of so many blocks
     _spans: list[SegmentSpan] = field(default_factory=list)  # by start
 
     def add_segment(self, segment: str, size: int) -> SegmentSpan:
-        """Give `size` bytes of `segment` a span. Raises LayoutMismatch if that is no whole number
-        of units of blocks, and ConfigError if the range is full."""
+        """Allocate a span for a segment of `size` bytes.
+
+        Raises LayoutMismatch unless the size is a multiple of `alignment_blocks` blocks,
+        ConfigError if the range is full, and ValueError if the segment has a span already.
+        """
         blocks, rest = divmod(size, self.block_bytes)
         if rest or blocks <= 0 or blocks % self.alignment_blocks:
             raise LayoutMismatch(
-                f"segment {segment} has {size} bytes, no multiple of {self.alignment_blocks} x {self.block_bytes}"
+                f"segment {segment} has {size} bytes, "
+                f"no multiple of {self.alignment_blocks} x {self.block_bytes}"
             )
         if any(span.segment == segment for span in self._spans):
             raise ValueError(f"segment {segment} is mapped already")
@@ -69,7 +75,8 @@ class BlockAddressMap:
             start = span.end
         if start + blocks > self.capacity_blocks:
             raise ConfigError(
-                f"segment {segment} of {blocks} blocks does not fit in {self.capacity_blocks}: raise the range"
+                f"segment {segment} of {blocks} blocks does not fit "
+                f"in {self.capacity_blocks}: raise the range"
             )
         placed = SegmentSpan(segment, start, blocks)
         bisect.insort(self._spans, placed, key=lambda span: span.start)
@@ -81,15 +88,17 @@ class BlockAddressMap:
         return found
 
     def get_span(self, segment: str) -> SegmentSpan:
-        """Raises KeyError for a segment that is not mapped."""
+        """Return the span of a segment. Raises KeyError for a segment without one."""
         for span in self._spans:
             if span.segment == segment:
                 return span
         raise KeyError(segment)
 
     def get_block_index(self, segment: str, offset: int) -> BlockIndex:
-        """Global index of the block at byte `offset` of a segment. Raises LayoutMismatch unless it
-        is a block of it."""
+        """Return the global index of the block at byte `offset` of a segment.
+
+        Raises LayoutMismatch unless a block of the segment begins there.
+        """
         span = self.get_span(segment)
         block, rest = divmod(offset, self.block_bytes)
         if rest or not 0 <= block < span.num_blocks:
@@ -99,21 +108,23 @@ class BlockAddressMap:
         return BlockIndex(span.start + block)
 
     def locate_block(self, index: BlockIndex) -> tuple[str, int]:
-        """(segment, byte offset) of a global index. Raises LayoutMismatch where nothing is
-        mapped."""
-        at = bisect.bisect_right([span.start for span in self._spans], index) - 1
-        if at < 0 or index >= self._spans[at].end:
+        """Return (segment, byte offset) of a global index. Raises LayoutMismatch if it is free."""
+        place = bisect.bisect_right([span.start for span in self._spans], index) - 1
+        if place < 0 or index >= self._spans[place].end:
             raise LayoutMismatch(f"no segment is mapped at block {index}")
-        span = self._spans[at]
+        span = self._spans[place]
         return span.segment, (index - span.start) * self.block_bytes
 
 
 class BlockAddressSpace:
-    """The mapping itself. Thread-safe. A segment stays mapped, and keeps its indices, for as long
-    as its view or anything made over it lives; the reserved range goes with the last of them."""
+    """Maps segments into one reserved address range. Thread-safe.
+
+    A segment stays mapped, and keeps its indices, as long as its view or anything made over it
+    lives. The range is released after the last of them.
+    """
 
     def __init__(self, block_bytes: int, folder: Path, range_bytes: int = 256 << 30) -> None:
-        """`range_bytes` of addresses are reserved; they cost no memory."""
+        """Reserve `range_bytes` of addresses, which cost no memory. Raises ConfigError."""
         grain = round_up_segment_bytes(1, block_bytes)
         self._folder = folder
         self._block_bytes = block_bytes
@@ -121,11 +132,10 @@ class BlockAddressSpace:
         self.address_map = BlockAddressMap(
             block_bytes, capacity // block_bytes, grain // block_bytes
         )
-        self._lock = threading.RLock()  # a garbage collection inside may unmap, on this same thread
+        self._lock = threading.RLock()  # reentrant: a garbage collection may unmap on this thread
         try:
-            self.base_address, start, length = reserve_addresses(
-                capacity, HUGE_PAGE
-            )  # base: address of global block 0
+            # The base address is that of global block 0.
+            self.base_address, start, length = reserve_addresses(capacity, HUGE_PAGE)
         except OSError as error:
             raise ConfigError(
                 f"cannot reserve {capacity} bytes of addresses: {error.strerror} (ulimit -v?)"
@@ -133,9 +143,11 @@ class BlockAddressSpace:
         weakref.finalize(self, release_addresses, start, length).atexit = False
 
     def view_range(self) -> memoryview:
-        """The whole range, block 0 first: what is made over it keeps the range reserved. Touching
-        it where no segment is mapped is a fault, so whoever does has to know that the segment
-        stays."""
+        """Return a view of the whole range, from block 0 on, which keeps the range reserved.
+
+        Access where no segment is mapped is a fault, so the caller must ensure that the segments it
+        reads stay mapped.
+        """
         return view_memory(
             self.base_address,
             self.address_map.capacity_blocks * self._block_bytes,
@@ -143,13 +155,13 @@ class BlockAddressSpace:
         )
 
     def _keep_reserved(self) -> None:
-        """Being referred to by a view's finalizer is what keeps the range."""
+        """Do nothing: the finalizer of a view refers to this method, which keeps `self` alive."""
 
     def attach_segment(self, segment: str) -> memoryview:
         """Map a segment of the folder by its name, own or a peer's, and return its memory.
 
-        Raises PeerGone if it is not there and LayoutMismatch if it does not hold whole blocks of
-        this size.
+        Raises PeerUnreachable if it cannot be opened or mapped, and LayoutMismatch if it does not
+        hold whole blocks of this size.
         """
         fd, size = open_peer_segment(self._folder, segment)
         with self._lock:

@@ -1,8 +1,8 @@
-"""How much memory segments may take here now: the least of what the segment folder's file system,
-the machine and this process's control groups have left, without a reserve for everything else.
+"""Measures how much memory segments may use now.
 
-Whoever fills more than that is not told so: the kernel ends processes until the rest fits, a
-neighbour's too.
+That is the least of the free memory of the segment folder's file system, of the machine and of this
+process's control groups, less a reserve for everything else. A process that uses more gets no
+error: the kernel kills processes, also unrelated ones, until the rest fits.
 """
 
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 
-RESERVE_SHARE = 0.1  # of the memory that is left: for weights, buffers and other programs
-MAX_RESERVE_BYTES = 1 << 30  # bytes
+RESERVE_SHARE = 0.1  # of the free memory: for weights, buffers and other programs
+MAX_RESERVE_BYTES = 1 << 30
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _V1_LIMITS = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2_LIMITS = ("memory.max", "memory.current", "inactive_file")
@@ -21,23 +21,25 @@ _V2_LIMITS = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """`free_bytes` bytes, by the tightest bound, which `limited_by` describes; `reserve_bytes` of
-    them stay free."""
+    """Memory for segments, by the tightest of several bounds."""
 
     free_bytes: int
-    limited_by: str
-    reserve_bytes: int
+    limited_by: str  # describes the tightest bound, for messages
+    reserve_bytes: int  # of the free bytes, those that segments must leave free
 
     @property
     def usable_bytes(self) -> int:
+        """Bytes that segments may use."""
         return max(0, self.free_bytes - self.reserve_bytes)
 
 
 def measure_available_memory(
     folder: Path, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> AvailableMemory:
-    """What is left for segments in `folder`. `proc` and `groups` are where the kernel tells of
-    memory."""
+    """Measure the memory that is available for segments in `folder`.
+
+    `proc` and `groups` are the folders in which the kernel reports processes and control groups.
+    """
     stat = os.statvfs(folder)
     bounds = [(stat.f_bavail * stat.f_frsize, f"free in segment folder {folder}")]
     if not _is_memory_filesystem(folder, proc):
@@ -46,24 +48,29 @@ def measure_available_memory(
     if available is not None:
         bounds.append((available, "of the machine's memory available"))
     bounds += [
-        (left, f"left in control group {group}") for group, left in _cgroup_free_bytes(proc, groups)
+        (free, f"left in control group {group}") for group, free in _cgroup_free_bytes(proc, groups)
     ]
-    left, bound = min(bounds)
+    free, limited_by = min(bounds)
     return AvailableMemory(
-        left, bound, reserve_bytes=min(MAX_RESERVE_BYTES, int(RESERVE_SHARE * left))
+        free, limited_by, reserve_bytes=min(MAX_RESERVE_BYTES, int(RESERVE_SHARE * free))
     )
 
 
 def insufficient_memory_error(
-    folder: Path, wanted: int, room: AvailableMemory, knob: str, taken: int = 0
+    folder: Path, wanted: int, available: AvailableMemory, knob: str, promised: int = 0
 ) -> ConfigError:
-    """`taken`: what segments that others are filling in will still take."""
-    others = f", {format_size(taken)} promised to other segments" if taken else ""
-    most = max(0, room.usable_bytes - taken)
+    """Build the error for a segment of `wanted` bytes that does not fit.
+
+    `promised` is how many bytes other segments have reserved and not yet allocated.
+    """
+    others = f", {format_size(promised)} promised to other segments" if promised else ""
+    usable = max(0, available.usable_bytes - promised)
     return ConfigError(
-        f"segment folder {folder} cannot hold {wanted} bytes ({format_size(wanted)}): {format_size(room.free_bytes)} "
-        f"{room.limited_by}, {format_size(room.reserve_bytes)} kept in reserve{others}: lower {knob} to {format_size(most)} or less, "
-        "enlarge the folder (docker: --shm-size) or the memory limit, or choose another folder with --segment-dir"
+        f"segment folder {folder} cannot hold {wanted} bytes ({format_size(wanted)}): "
+        f"{format_size(available.free_bytes)} {available.limited_by}, "
+        f"{format_size(available.reserve_bytes)} kept in reserve{others}: "
+        f"lower {knob} to {format_size(usable)} or less, enlarge the folder (docker: --shm-size) "
+        "or the memory limit, or choose another folder with --segment-dir"
     )
 
 
@@ -79,7 +86,7 @@ def _meminfo_available(proc: Path) -> int | None:
 
 
 def _is_memory_filesystem(folder: Path, proc: Path) -> bool:
-    """Whether what lies there takes memory. What is not known does."""
+    """Whether files in the folder use memory. An unknown file system is assumed to."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in (proc / "self" / "mountinfo").read_text().splitlines():
@@ -90,8 +97,10 @@ def _is_memory_filesystem(folder: Path, proc: Path) -> bool:
 
 
 def _cgroup_free_bytes(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
-    """Bytes left in each control group, of either version, that this process is in and that has a
-    limit."""
+    """Yield (path, free bytes) of each control group of this process that has a memory limit.
+
+    Both versions of control groups are read.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -108,15 +117,18 @@ def _cgroup_free_bytes(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
             parts = [part for part in path.split("/") if part not in ("", "..")]
             for depth in range(len(parts), -1, -1):  # a container may see its own group as the root
                 folder = root.joinpath(*parts[:depth])
-                left = _free_bytes_of_cgroup(folder, *files)
-                if left is not None:
-                    yield "/" + "/".join(parts[:depth]), left
+                free = _free_bytes_of_cgroup(folder, *files)
+                if free is not None:
+                    yield "/" + "/".join(parts[:depth]), free
 
 
 def _free_bytes_of_cgroup(
     group: Path, limit_file: str, usage_file: str, cache_field: str
 ) -> int | None:
-    """None if it has no limit or is not to be seen. Page cache that nobody uses can be had."""
+    """Return the free bytes of a control group: None without a limit, or if it cannot be read.
+
+    Inactive page cache counts as free.
+    """
     try:
         limit = (group / limit_file).read_text().strip()
         if limit == "max":

@@ -1,15 +1,15 @@
-"""Fences: proof that a one-sided writer can write no more.
+"""Fences: proof that a one-sided writer cannot write any more.
 
-Beside each arena's segment lies a fence file, and each ticket names one byte of it. A writer holds
-an exclusive open-file-description lock on its byte while it writes, and the kernel drops the lock
-when the writer dies, however it dies. The arena's owner takes that same byte, and keeps it for
-ever, before it lets the ticket's blocks be used for anything else. So whoever holds the byte is
-alone with the blocks: a writer that comes late fails to lock and gives up, and no message, time-out
-or clock can stand in for the proof. docs/design/0001-fence-per-ticket.md has the reasoning.
+Each arena's segment has a fence file, and each ticket names one byte of it. A writer holds an
+exclusive open-file-description (OFD) lock on its byte while it writes, and the kernel releases the
+lock when the writer dies, however it dies. The arena's owner locks the same byte, and keeps it
+locked for ever, before the ticket's blocks are used for anything else. So only the holder of the
+byte can access the blocks: a late writer cannot lock it and gives up. A message, a time-out or a
+clock would not prove that. docs/design/0001-fence-per-ticket.md has the reasoning.
 
-OFD locks conflict between open file descriptions, not processes, so this holds between two planes
-of one process too. They are dropped when the last copy of the description closes, so descriptors
-must not be inherited: Python's are not.
+OFD locks conflict between open file descriptions, not between processes, so fences also work
+between two transfer planes of one process. The kernel releases a lock when the last copy of the
+description closes, so child processes must not inherit descriptors. Python's are not inheritable.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ def _try_lock_byte(fd: int, kind: int, byte: int) -> bool:
 
 
 class ArenaFences:
-    """The owner's end: makes the file, mints bytes, and takes them for good."""
+    """The arena owner's end: creates the fence file, allocates bytes, and closes them for good."""
 
     def __init__(self, segment_path: Path) -> None:
         self.path = segment_path.with_name(segment_path.name + FENCE_SUFFIX)
@@ -41,12 +41,15 @@ class ArenaFences:
         self._bytes = count()
 
     def allocate_byte(self) -> int:
-        """A byte that no ticket of this arena had before."""
+        """Return a byte that no ticket of this arena had before."""
         return next(self._bytes)
 
     def try_close_byte(self, byte: int) -> bool:
-        """Take the byte and keep it. True proves that its writer writes no more and never will
-        again; False means that a writer holds it now. Idempotent."""
+        """Lock the byte and keep it locked. Idempotent.
+
+        True proves that its writer does not write now and cannot write later. False means that a
+        writer holds the byte now.
+        """
         return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
     def close(self) -> None:
@@ -58,7 +61,7 @@ class WriterFences:
     """The writer's end of one arena's fence file."""
 
     def __init__(self, folder: Path, segment_name: str) -> None:
-        """Raises PeerGone when the file is not there."""
+        """Raises PeerUnreachable when the fence file does not exist."""
         fd, _ = open_peer_segment(folder, segment_name)  # validates the name and the owner
         os.close(fd)
         try:
@@ -67,14 +70,13 @@ class WriterFences:
             raise PeerUnreachable(f"fence of segment {segment_name}: {error.strerror}") from error
 
     def try_lock_byte(self, byte: int) -> bool:
-        """Before a write. False: the owner has closed the ticket off, and nothing may be
-        written."""
+        """Lock the byte before a write. False if the owner has closed it: do not write then."""
         return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
     def unlock_byte(self, byte: int) -> None:
-        """After a write."""
+        """Unlock the byte after a write."""
         _try_lock_byte(self._fd, fcntl.F_UNLCK, byte)
 
     def close(self) -> None:
-        """Drops every byte that is still held."""
+        """Unlock every byte that is still locked."""
         os.close(self._fd)

@@ -1,5 +1,7 @@
-"""The few memory calls that Python's mmap module cannot make: reserve a range, map a file at a
-place, collapse to huge pages. Addresses are plain integers. Linux only."""
+"""Memory calls that Python's mmap module lacks: reserve a range, map at an address, huge pages.
+
+Addresses are plain integers. Linux only.
+"""
 
 import ctypes
 import os
@@ -42,11 +44,14 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int
 
 
 def reserve_addresses(length: int, alignment: int) -> tuple[int, int, int]:
-    """Reserve address space without memory behind it. Returns (first address that is a multiple of
-    `alignment`, start and length of the whole reservation, for `release`)."""
-    whole = length + alignment
-    start = _mmap(None, whole, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-    return -(-start // alignment) * alignment, start, whole
+    """Reserve address space without memory behind it.
+
+    Returns (first address that is a multiple of `alignment`, start of the reservation, its length).
+    The last two are for `release_addresses`.
+    """
+    reserved = length + alignment
+    start = _mmap(None, reserved, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    return -(-start // alignment) * alignment, start, reserved
 
 
 def release_addresses(start: int, length: int) -> None:
@@ -56,13 +61,12 @@ def release_addresses(start: int, length: int) -> None:
 
 
 def map_file(address: int, length: int, fd: int) -> None:
-    """Map the first `length` bytes of a file, shared and writable, over an address inside a
-    reservation."""
+    """Map the first `length` bytes of a file, shared and writable, inside a reservation."""
     _mmap(address, length, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
 
 
 def unmap_into_reservation(address: int, length: int) -> None:
-    """Give a mapped piece of a reservation back to it: touching it is a fault again."""
+    """Unmap a part of a reservation and keep it reserved. Access to it is a fault again."""
     _mmap(
         address,
         length,
@@ -73,21 +77,27 @@ def unmap_into_reservation(address: int, length: int) -> None:
 
 
 def collapse_to_huge_pages(address: int, length: int) -> bool:
-    """Ask for huge pages now. False where the kernel cannot (before 6.1, or no memory in one
-    piece): only slower."""
+    """Ask the kernel for huge pages now. Returns whether it could.
+
+    It cannot before Linux 6.1, or without contiguous free memory. Access is then only slower.
+    """
     return bool(_libc.madvise(address, length, _MADV_COLLAPSE) == 0)
 
 
 def prefault(address: int, length: int) -> bool:
-    """Fill the page table for writing. False before kernel 5.14: pages are then faulted in as they
-    are touched."""
+    """Fill the page table for writing. Returns False before Linux 5.14.
+
+    Pages are then faulted in at their first use.
+    """
     return bool(_libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
 
 
 def view_memory(address: int, length: int, when_unused: Callable[[], None]) -> memoryview:
-    """A writable byte view of mapped memory. `when_unused` is called, on whatever thread, once the
-    view and everything made over it (arrays, tensors, other views) is gone: only then may the
-    memory be unmapped."""
+    """Return a writable byte view of mapped memory.
+
+    `when_unused` is called, on any thread, once the view and everything made over it (arrays,
+    tensors, other views) is deleted. Only then may the memory be unmapped.
+    """
     memory = (ctypes.c_char * length).from_address(address)
     weakref.finalize(memory, when_unused).atexit = False
     return memoryview(memory).cast("B")

@@ -1,13 +1,13 @@
-"""Shared-memory segments: files in the segment folder (/dev/shm by default) that a process creates,
-locks for life and maps, and that its peers on the same host map by name.
+"""Shared-memory segments: files that one process creates and locks, and that its peers map by name.
 
-A segment file is `flock`ed by its creator until the process ends, however it ends. So a file whose
-lock can be obtained belongs to nobody, and `sweep` removes it. Every byte is allocated before it is
-mapped, because a store to a page that a full tmpfs cannot provide is a SIGBUS, not an error.
+They lie in the segment folder, /dev/shm by default. The creator holds a `flock` on the file until
+the process ends, however it ends. So a file whose lock is free belongs to no living process, and
+`remove_stale_segments` removes it. Every byte is allocated before it is used, because a store to a
+page that a full tmpfs cannot provide raises SIGBUS instead of an error.
 
-A segment's size is promised to it before it is filled in, one segment at a time: two processes that
-start at once do not both get the same room. While it is filled in, what is left is looked at again
-before each piece.
+The size of a segment is reserved before its memory is allocated, by one process at a time, so that
+two processes that start at once do not use the same free memory. The memory is allocated in pieces,
+and the available memory is measured again before each.
 """
 
 import errno
@@ -36,35 +36,38 @@ from baton.shared_memory.memory_map import (
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
 DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
-_PIECE_BYTES = 32 * HUGE_PAGE  # filled in between two looks whether it is still wanted
+_PIECE_BYTES = 32 * HUGE_PAGE  # allocated between two calls of `wanted`
 _SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 
 
 def round_up_segment_bytes(wanted: int, block_bytes: int) -> int:
-    """`wanted` bytes rounded up to a multiple of lcm(block_bytes, huge page), so that segments
-    mapped side by side start at a whole block and at a huge page."""
+    """Round `wanted` bytes up to a multiple of lcm(block_bytes, huge page).
+
+    Segments that are mapped side by side then start at a whole block and at a huge page.
+    """
     unit = math.lcm(block_bytes, HUGE_PAGE)
     return max(1, -(-wanted // unit)) * unit
 
 
 def compute_host_id(folder: Path) -> str:
-    """Equal for two processes exactly if they run on the same kernel and see the same segment
-    folder, so that one can map what the other creates. It survives neither a reboot nor a different
-    mount."""
-    where = folder.stat()
+    """Return an id that is equal for processes that can map each other's segments.
+
+    Such processes run on the same kernel and see the same segment folder. The id changes with a
+    reboot and with another mount.
+    """
+    stat = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return hashlib.sha256(f"{boot}/{where.st_dev}/{where.st_ino}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{boot}/{stat.st_dev}/{stat.st_ino}".encode()).hexdigest()[:32]
 
 
 @dataclass(eq=False)
 class Segment:
-    """A segment that this process created and holds. `view` is its memory, mapped for as long as
-    anything made over it lives; `has_huge_pages` says whether it got huge pages."""
+    """A segment that this process created and holds."""
 
     path: Path
     size_bytes: int
-    has_huge_pages: bool
-    view: memoryview
+    has_huge_pages: bool  # whether all of its memory is in huge pages
+    view: memoryview  # its memory, mapped as long as the view or anything made over it lives
     _fd: int
     _is_open: bool = field(default=True)
 
@@ -73,7 +76,7 @@ class Segment:
         return self.path.name
 
     def close(self) -> None:
-        """Remove the file and unlock it. The memory goes when nothing uses it any more."""
+        """Remove the file and unlock it. The memory is unmapped once nothing uses it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -89,11 +92,11 @@ def create_segment(
     knob: str = "--kv-memory",
     wanted: Callable[[], bool] = lambda: True,
 ) -> Segment:
-    """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked
-    and pre-faulted. That takes seconds for each few GiB.
+    """Create a segment: zeroed, private to this user, locked and pre-faulted.
 
-    Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting that
-    its size follows from, and Draining once it is not `wanted` any more.
+    `size` is in bytes, rounded by `round_up_segment_bytes`. Pre-faulting takes seconds for a few
+    GiB. Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting
+    that determines its size, and ShuttingDown once `wanted()` is false.
     """
     path, fd = _create_locked(folder, kind, knob)
     address, start, whole = reserve_addresses(size, HUGE_PAGE)
@@ -120,15 +123,17 @@ def _pieces(size: int) -> Iterator[range]:
 
 
 def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
-    """Give a new segment its size, if there is room for it beside what was promised to others.
-    Raises ConfigError."""
+    """Set the size of a new segment if the memory that is free and not reserved suffices.
+
+    Raises ConfigError.
+    """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         promised = unfilled_bytes(folder)
         room = measure_available_memory(folder)
-        # A size that was cut to what was usable a moment ago may take a part of the reserve, as in
-        # `_fill`.
+        # A size that follows from an earlier measurement may take half of the reserve, as in
+        # `_fill_piece`.
         if size > room.free_bytes - room.reserve_bytes // 2 - promised:
             raise insufficient_memory_error(folder, size, room, knob, promised)
         os.ftruncate(fd, size)
@@ -137,7 +142,7 @@ def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
 
 
 def unfilled_bytes(folder: Path) -> int:
-    """What the segments there will still take: their sizes without what is filled in."""
+    """Return how many bytes the folder's segments have reserved and not yet allocated."""
     promised = 0
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
         if _SEGMENT_NAME.fullmatch(path.name):
@@ -152,10 +157,13 @@ def unfilled_bytes(folder: Path) -> int:
 def _fill_piece(
     folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]
 ) -> bool:
-    """Whether it consists of huge pages. Raises ConfigError if others have taken what was promised
-    to it."""
+    """Allocate and pre-fault one piece. Returns whether it consists of huge pages.
+
+    Raises ConfigError if other programs have used the memory that was reserved for it, and
+    ShuttingDown once `wanted()` is false.
+    """
     if not wanted():
-        raise ShuttingDown("what the memory was for has ended")
+        raise ShuttingDown("the process stops while it allocates memory")
     room = measure_available_memory(folder)
     if len(piece) > room.free_bytes - room.reserve_bytes // 2:
         raise insufficient_memory_error(folder, os.fstat(fd).st_size, room, knob)
@@ -167,8 +175,11 @@ def _fill_piece(
 
 
 def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
-    """A new, empty file that was never seen unlocked with its final name by anyone who then removed
-    it: `sweep` may win the race between creation and lock, and we then begin again."""
+    """Create an empty segment file and lock it. Returns (path, file descriptor).
+
+    `remove_stale_segments` of another process may remove the file before it is locked. It is then
+    created again.
+    """
     while True:
         path = folder / f"{SEGMENT_PREFIX}{kind}-{secrets.token_hex(16)}"
         if _SEGMENT_NAME.fullmatch(path.name) is None:
@@ -183,13 +194,16 @@ def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
 
 
 def _touch_huge_pages(fd: int, piece: range) -> None:
-    """Allocate one small page in each huge one: collapsing then has one page to copy, not 512
-    (measured: 7 times faster than collapsing a filled file)."""
+    """Allocate one small page in each huge page.
+
+    Collapsing then copies one page instead of 512, which was measured to be 7 times faster.
+    """
     for offset in piece[::HUGE_PAGE]:
         os.pwrite(fd, b"\0", offset)
 
 
 def free_bytes(folder: Path) -> int:
+    """Return the free space of the folder's file system, in bytes."""
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
 
@@ -205,8 +219,8 @@ def _creation_error(folder: Path, size: int, error: OSError, knob: str) -> Confi
 def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple[int, int]:
     """Open a peer's segment by the name that it sent. Returns (file descriptor, size in bytes).
 
-    Raises PeerGone when the name is not one of ours, the file is not there, is not this user's
-    regular file, or is not `size` bytes long.
+    Raises PeerUnreachable when the name is not a segment name, or the file does not exist, belongs
+    to another user, is a symbolic link, or does not have `size` bytes.
     """
     if _SEGMENT_NAME.fullmatch(name) is None:
         raise PeerUnreachable(f"{name[:80]!r} is not a segment name")
@@ -222,13 +236,14 @@ def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple
     ):
         os.close(fd)
         raise PeerUnreachable(
-            f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected"
+            f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, "
+            f"{size} of ours were expected"
         )
     return fd, stat.st_size
 
 
 def is_holder_alive(folder: Path, name: str) -> bool:
-    """Whether the process that created the segment still lives: its lock cannot be obtained."""
+    """Whether the process that created the segment still lives, and so holds its lock."""
     try:
         fd, _ = open_peer_segment(folder, name)
     except PeerUnreachable:
@@ -240,8 +255,7 @@ def is_holder_alive(folder: Path, name: str) -> bool:
 
 
 def remove_stale_segments(folder: Path) -> list[str]:
-    """Remove the segments, and the fence files beside them, whose holder is gone. Returns their
-    names."""
+    """Remove segments whose creator has ended, and their fence files. Returns the removed names."""
     removed = []
     for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*")):
         if (
@@ -255,7 +269,7 @@ def remove_stale_segments(folder: Path) -> list[str]:
 
 
 def list_stale_segments(folder: Path) -> list[str]:
-    """The segments of this user whose holder is gone: what `sweep` would remove."""
+    """Return the names of this user's segments whose creator has ended."""
     ours = [
         path.name
         for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*"))
@@ -269,8 +283,11 @@ def list_stale_segments(folder: Path) -> list[str]:
 
 
 def _remove_if_stale(path: Path) -> bool:
-    """A fence file is stale when its segment is gone; segments sort before their fence files, so
-    one pass takes both."""
+    """Remove one file if it is stale. Returns whether it was.
+
+    A fence file is stale when its segment is removed. Segments sort before their fence files, so
+    one pass removes both.
+    """
     if path.name.endswith(FENCE_SUFFIX):
         stale = not path.with_name(path.name.removesuffix(FENCE_SUFFIX)).exists()
         return stale and _unlink(path)

@@ -12,7 +12,8 @@ from baton.cli.checks.installation import reinstall_advice, setup_advice
 from baton.cli.supervisor.child_specs import threads_per_node
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.network.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
+from baton.limits import MAX_DESCRIPTORS
+from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
 
 MIN_PYTHON = (3, 11)
 PROBE_TIMEOUT = 120.0  # seconds: a cold import of torch

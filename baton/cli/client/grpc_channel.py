@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable
-from baton.config.settings import read_secret
+from baton.config.resolve import read_secret
 
 CONNECT_TIMEOUT = 5.0  # seconds for an endpoint that neither answers nor refuses
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))

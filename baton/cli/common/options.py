@@ -10,7 +10,8 @@ import msgspec
 import typer
 
 from baton.config import flags as config_flags
-from baton.config.settings import Config, get_field_choices, get_field_help, resolve_config
+from baton.config.resolve import get_field_choices, get_field_help, resolve_config
+from baton.config.settings import Config
 
 EndpointOption = Annotated[
     str,

@@ -7,7 +7,8 @@ import pytest
 import typer
 
 from baton.cli.main import app
-from baton.config.settings import Config, get_field_help
+from baton.config.resolve import get_field_help
+from baton.config.settings import Config
 from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
 from benchmarks.__main__ import make_parser
 

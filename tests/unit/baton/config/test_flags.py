@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import flags as config_flags
-from baton.config import settings as config
+from baton.config.resolve import resolve_config
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from coordinator.__main__ import COORDINATOR_FIELDS
@@ -127,7 +127,7 @@ def test_flag_beats_environment_beats_file_beats_default(
 
 def test_set_reaches_settings_without_a_flag_here() -> None:
     namespace = parse("--set", "block-size=32", fields=["port"])
-    assert config.resolve_config(config_flags.get_typed_settings(namespace)).block_size == 32
+    assert resolve_config(config_flags.get_typed_settings(namespace)).block_size == 32
 
 
 def test_invalid_slo_is_refused_at_start() -> None:

@@ -6,15 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.config.settings import (
-    SECRET_FIELDS,
-    Config,
+from baton.config.resolve import (
     find_unknown_variables,
     get_field_choices,
     get_field_help,
     parse_assignment,
     resolve_config,
 )
+from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
 
@@ -129,7 +128,7 @@ def test_unknown_variable_notice_suggests_the_nearest_name() -> None:
     }
     near, far = find_unknown_variables(environ)
     assert (
-        near
-        == "BATON_PREFIL is set, and no setting is called so: it has no effect: did you mean BATON_PREFILL?"
+        near == "BATON_PREFIL is set, and no setting is called so: it has no effect: "
+        "did you mean BATON_PREFILL?"
     )
     assert far == "BATON_SERVICE_HOST is set, and no setting is called so: it has no effect"

@@ -1,4 +1,4 @@
-"""Which differences between two model folders are seen without loading either."""
+"""Which differences between two model folders their digests show."""
 
 import json
 import shutil

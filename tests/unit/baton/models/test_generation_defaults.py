@@ -119,5 +119,8 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) ->
 
 
 def test_reading_it_needs_no_torch() -> None:
-    code = "import sys, baton.models.generation_defaults; sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, baton.models.generation_defaults; "
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""A node's health port answers for as long as the node lives."""
+"""A node's health port: serving, shutdown, bounds of its streams."""
 
 import asyncio
 import gc
@@ -96,13 +96,13 @@ async def test_watches_of_a_server_are_bounded_and_end_after_a_time(
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_port_in_use_is_told() -> None:
+async def test_a_port_in_use_is_a_config_error() -> None:
     async with serving() as health:
         with pytest.raises(ConfigError, match="--health-port"):
             await HealthPort(Config(health_port=health.port)).start()
 
 
-async def test_none_is_none() -> None:
+async def test_no_port_is_opened_without_one() -> None:
     health = HealthPort(Config(health_port=NO_PORT))
     await health.start()
     assert health.port == NO_PORT

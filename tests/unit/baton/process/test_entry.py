@@ -1,4 +1,4 @@
-"""What a process of ours does to itself before it does anything else."""
+"""Limits and core dumps of a process that `run_process` starts."""
 
 import os
 import subprocess
@@ -8,12 +8,13 @@ import pytest
 
 _PROCESS = """
 import asyncio, ctypes, os, resource, sys
-from baton.config.settings import resolve_config
+from baton.config.resolve import resolve_config
 from baton.process.entry import run_process
 
 async def main(config, stop):
     dumpable = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
-    print(resource.getrlimit(resource.RLIMIT_CORE)[0], dumpable, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    core, files = resource.RLIMIT_CORE, resource.RLIMIT_NOFILE
+    print(resource.getrlimit(core)[0], dumpable, resource.getrlimit(files)[0])
     print(len(os.listdir("/proc/self/fd")) > 0)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))

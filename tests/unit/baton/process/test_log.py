@@ -1,5 +1,4 @@
-"""What a process of ours writes to standard error, whoever in it speaks: JSON lines without
-anybody's prompt."""
+"""Standard error of a process: JSON lines without prompts, from Baton, Python and libraries."""
 
 import json
 import subprocess
@@ -46,18 +45,21 @@ def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
         ("threading.Thread(target=fail).start()", 0),
         (
             MAIN
-            + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run_event_loop(main)",
+            + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\n"
+            + "runtime.run_event_loop(main)",
             0,
         ),
         (
             MAIN
-            + " task = asyncio.create_task(asyncio.to_thread(fail))\n await asyncio.wait([task])\nruntime.run_event_loop(main)",
+            + " task = asyncio.create_task(asyncio.to_thread(fail))\n await asyncio.wait([task])\n"
+            + "runtime.run_event_loop(main)",
             0,
         ),
         ("async def main(stop): fail()\nruntime.run_event_loop(main)", 1),
         ("class Ends:\n def __del__(self): fail()\nEnds()", 0),
         (
-            "log.get_logger('x').error('group', **log.get_error_fields(ExceptionGroup(secret, [ValueError(secret)])))",
+            "group = ExceptionGroup(secret, [ValueError(secret)])\n"
+            "log.get_logger('x').error('group', **log.get_error_fields(group))",
             0,
         ),
         ("class Odd:\n def __repr__(self): fail()\nlog.get_logger('x').info('odd', it=Odd())", 0),
@@ -91,10 +93,11 @@ def test_a_long_field_is_cut_and_the_line_still_json() -> None:
 
 @pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
 def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
-    """The pipe holds 64 KiB, of which a thousand lines are more."""
+    """The lines exceed the 64 KiB that the pipe holds."""
     code = (
         START
-        + "for _ in range(20_000): log.get_logger('x').info('said', what='y' * 100)\nprint(log.get_dropped_lines() > 0)"
+        + "for _ in range(20_000): log.get_logger('x').info('said', what='y' * 100)\n"
+        + "print(log.get_dropped_lines() > 0)"
     )
     if target == "/dev/full":
         with open(target, "wb") as full:

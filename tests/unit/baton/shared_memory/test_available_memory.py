@@ -1,5 +1,4 @@
-"""How much memory segments may take: every bound counts, and what others were promised is
-theirs."""
+"""Memory that segments may use: the tightest bound counts, less what others have reserved."""
 
 import os
 import subprocess
@@ -19,14 +18,17 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 class FakeProcFiles:
-    """Files that say of memory what the test says, for a segment folder in memory unless `system`
-    is another."""
+    """Files of /proc and /sys/fs/cgroup with the memory that the test sets.
+
+    The segment folder is in memory, unless `system` is another file system.
+    """
 
     def __init__(self, folder: Path, segments: Path, system: str = "tmpfs") -> None:
         self.proc, self.groups = folder / "proc", folder / "groups"
         (self.proc / "self").mkdir(parents=True)
         device = segments.stat().st_dev
-        line = f"36 35 {os.major(device)}:{os.minor(device)} / /somewhere rw shared:1 - {system} none rw\n"
+        number = f"{os.major(device)}:{os.minor(device)}"
+        line = f"36 35 {number} / /somewhere rw shared:1 - {system} none rw\n"
         (self.proc / "self" / "mountinfo").write_text(line)
         self.write("proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {900 * GIB >> 10} kB\n", folder)
         self.write("proc/self/cgroup", "0::/\n", folder)
@@ -109,7 +111,7 @@ def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: FakeProc
 def test_memory_promised_to_other_segments_is_not_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has begun to fill in a segment, and has most of it still to do."""
+    """Another process has reserved a segment and allocated none of it."""
     other = tmp_path / ("baton-arena-" + "0" * 32)
     with other.open("wb") as file:
         file.truncate(40 * MIB)
@@ -129,7 +131,7 @@ def test_memory_promised_to_other_segments_is_not_available(
 def test_filling_stops_when_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs that are not ours promise nothing: what is left is looked at before every piece."""
+    """Other programs reserve nothing, so the free memory is measured before every piece."""
     lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
     monkeypatch.setattr(
         segment,
@@ -163,7 +165,7 @@ sys.stdin.readline()
 
 
 def test_concurrent_creations_do_not_overcommit(tmp_path: Path) -> None:
-    """There is room for one and a half."""
+    """There is memory for one and a half segments."""
     size = 32 * HUGE_PAGE
     racers = [
         subprocess.Popen(

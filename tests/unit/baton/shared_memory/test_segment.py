@@ -90,7 +90,9 @@ def test_a_full_folder_is_an_error_that_names_the_knobs(
 def test_a_really_full_tmpfs_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
     """In a mount namespace of its own, with 4 MiB of tmpfs."""
     code = (
-        "import sys; from pathlib import Path; from baton.shared_memory.segment import create_segment; from baton.errors import ConfigError\n"
+        "import sys; from pathlib import Path\n"
+        "from baton.shared_memory.segment import create_segment\n"
+        "from baton.errors import ConfigError\n"
         "try: create_segment(Path(sys.argv[1]), 'arena', 16 << 20)\n"
         "except ConfigError as error: print('refused:', error)\n"
     )

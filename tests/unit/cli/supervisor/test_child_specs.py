@@ -5,7 +5,8 @@ import pytest
 
 from baton.cli.supervisor import child_specs as plan
 from baton.cli.supervisor.ports import Endpoints
-from baton.config.settings import SECRET_FIELDS, Config, resolve_config
+from baton.config.resolve import resolve_config
+from baton.config.settings import SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
 WHERE = Endpoints(
