@@ -1,4 +1,4 @@
-"""`baton audit`: does every block ledger balance, and has every held block a live owner?"""
+"""`baton audit`: check that every block ledger balances and every held block has a live owner."""
 
 import json
 import threading
@@ -9,8 +9,6 @@ import typer
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 from baton.process import clock
-
-CALL_TIMEOUT = 15.0  # seconds
 
 
 def register(app: typer.Typer) -> None:
@@ -40,9 +38,8 @@ def audit(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         metadata = admin_metadata(admin_token)
         answer, suspects = _collect_suspects(stub, metadata)
-        if (
-            suspects
-        ):  # what a request that just ended left is given back within moments; a leak stays
+        if suspects:
+            # Blocks of a request that has just ended are released within moments; a leak stays.
             threading.Event().wait(settle)
             answer, again = _collect_suspects(stub, metadata)
             suspects &= again
@@ -60,8 +57,9 @@ def audit(
 
 
 def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
-    """The ledgers, and what is held on nodes that were idle before and after."""
+    """Return the ledgers, and the holdings on nodes that were idle before and after the call."""
     from baton.cli.checks.ledger import find_idle_nodes, find_ownerless_blocks, find_unowned_pins
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT
     from baton.pb import cluster_pb2
 
     started = clock.monotonic_clock()

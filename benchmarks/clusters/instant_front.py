@@ -1,9 +1,8 @@
-"""`python -m benchmarks.clusters.instant_front`: both front doors with nobody behind them, as cheap
-as they can be made.
+"""`python -m benchmarks.clusters.instant_front`: front ends that send canned answers at once.
 
-What a client sees here is what it costs to be a client of anything on this machine: its own time, a
-connection, the kernel and the framing. It is subtracted from what is seen of a coordinator. Prints
-its two ports on one line, and ends when it is terminated.
+What a client measures here is the cost of any client on this machine: its own time, a connection,
+the kernel and the framing. It is subtracted from what is measured at a coordinator. The process
+prints its HTTP and its gRPC port on one line, and ends when it is terminated.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class _InstantGenerationService(generation_pb2_grpc.GenerationServicer):
 
 
 async def serve_forever() -> None:
-    """For ever."""
+    """Serve until the process is terminated."""
     http = await asyncio.get_running_loop().create_server(_InstantHttpProtocol, "127.0.0.1", 0)
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServicer_to_server(_InstantGenerationService(), server)

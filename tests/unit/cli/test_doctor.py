@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton.cli.checks import machine, network, shared_memory
-from baton.cli.checks import model as model_folder
+from baton.cli.checks import model as model_checks
 from baton.cli.checks.finding import Finding
 from baton.config.settings import Config
 from baton.errors import ConfigError
@@ -220,13 +220,13 @@ def model(tmp_path: Path) -> Path:
 
 def check_model_in_process(config: Config) -> list[Finding]:
     """By the code that will load it, in this process."""
-    arguments = model_folder.probe_arguments(config)
+    arguments = model_checks.probe_arguments(config)
     found = (
         {"model": probe.check_model_folder(arguments[0], weights=len(arguments) == 1)}
         if arguments
         else {}
     )
-    return model_folder.check_model(config, found)
+    return model_checks.check_model(config, found)
 
 
 def test_valid_model(model: Path) -> None:
@@ -263,7 +263,7 @@ def test_broken_models(model: Path, tmp_path: Path) -> None:
 def test_no_model_is_needed() -> None:
     assert_finding(check_model_in_process(Config(engine="paced"))[0], "ok", "paced")
     assert_finding(check_model_in_process(Config())[0], "ok", "its own")
-    assert_finding(model_folder.check_model(Config(model="/"), {})[0], "bad", "see torch")
+    assert_finding(model_checks.check_model(Config(model="/"), {})[0], "bad", "see torch")
 
 
 # the network
