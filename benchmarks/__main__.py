@@ -29,17 +29,17 @@ BENCHMARK_MODULES = {
     "transfer": "benchmarks.transfer",
 }
 UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()
-_WIDTH = 160  # columns, where there is no terminal to ask
+_WIDTH = 160  # columns
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 measured, 1 not possible, 2 wrong usage."""
+    """Run the command line. Returns 0 if measured, 1 if not possible, 2 for wrong usage."""
     if arguments and arguments[0] in UNAVAILABLE_BENCHMARKS:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
     wanted = (
         arguments[:1] if set(arguments[:1]) & BENCHMARK_MODULES.keys() else list(BENCHMARK_MODULES)
-    )  # one may import much
+    )  # a benchmark may import much
     parts = {name: importlib.import_module(BENCHMARK_MODULES[name]) for name in wanted}
     options = make_parser(parts).parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -86,7 +86,7 @@ def make_parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
             name,
             help=part.HELP,
             description=part.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,  # some have lists in them
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # some docstrings contain lists
             allow_abbrev=False,
         )
         part.add_arguments(command)

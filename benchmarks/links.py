@@ -164,7 +164,7 @@ def _run_writer() -> None:
 
 
 def measure_socket(encrypted: bool, size: int) -> float:
-    """Return bytes per second of messages of `size` bytes from a DEALER to a ROUTER over loopback."""
+    """Return bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as reader:
         job = SocketJob(0, size, [])
         if encrypted:

@@ -1,10 +1,10 @@
 """`serve`: latency and throughput of any OpenAI-compatible endpoint, cell by cell.
 
 A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths, or a
-recorded trace. Every cell sends prompts that were never sent before, so that no cache answers for
-the model; the prompts of a trace share among themselves exactly the prefixes that the trace says.
-TTFT, TPOT and ITL are client-side; unless the loop is closed they count from the moment when a
-request was due. A sweep is closed loops of growing concurrency, and a picture.
+recorded trace. Every cell sends new prompts, so that no cache helps; the prompts of a trace share
+among themselves exactly the prefixes that the trace states. TTFT, TPOT and ITL are measured at the
+client; unless the loop is closed, they count from the time at which a request was due. A sweep is a
+series of closed loops with growing concurrency, drawn as a picture.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.scenarios import concurrency_sweep as sweep
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
-_WAVES_PER_CLIENT = 4  # requests of each client in a cell of a sweep, at least
+_WAVES_PER_CLIENT = 4  # least requests of each client in a cell of a sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run_cells(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
-    """Raises ValueError for options that make no sense or an endpoint that cannot be used."""
+    """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
     slo = parse_slo(options.slo)
     bound = parse_slo(f"ttft={options.ttft_slo}").ttft_seconds if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)
@@ -143,7 +143,7 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
 
 
 def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
-    """What is sent in each cell. Raises ValueError."""
+    """Return what each cell sends. Raises ValueError."""
     if options.trace:
         if options.sweep:
             raise ValueError(
@@ -170,11 +170,13 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
 
 
 def print_trace(console: Console, cell: ServeCell) -> None:
-    prompt = sum(one.prompt_tokens for one in cell.plan)
-    output = sum(one.output_tokens for one in cell.plan)
+    prompt_tokens = sum(request.prompt_tokens for request in cell.plan)
+    output_tokens = sum(request.output_tokens for request in cell.plan)
     console.print(
-        f"trace: {len(cell.plan)} requests in {cell.plan[-1].start_seconds:.1f} s, {prompt} prompt tokens "
-        f"({traces.repeated_prefix_share(cell.plan):.0%} in blocks sent before), {output} output tokens"
+        f"trace: {len(cell.plan)} requests in {cell.plan[-1].start_seconds:.1f} s, "
+        f"{prompt_tokens} prompt tokens "
+        f"({traces.repeated_prefix_share(cell.plan):.0%} in blocks sent before), "
+        f"{output_tokens} output tokens"
     )
 
 
@@ -186,7 +188,7 @@ def _sweep_rows(
     console: Console,
     command: str,
 ) -> list[ResultRow]:
-    """Draw the sweep; with a bound, print the ceiling and return it as a figure."""
+    """Draw the sweep. With a TTFT bound, print the ceiling and return it as a row."""
     loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.ClosedLoop)]
     points = [sweep.SweepPoint(load, result) for load, result in zip(loads, results, strict=True)]
     sweep.plot_sweep(
@@ -243,8 +245,10 @@ async def _connect_client(options: argparse.Namespace, url: str) -> CompletionsC
 
 
 def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
-    """Latencies in milliseconds; the p99 of TTFT and TPOT are held against the SLO, goodput against
-    the rate."""
+    """Return latencies in milliseconds, throughput and goodput.
+
+    The p99 of TTFT and of TPOT are compared with the SLO, goodput with the request rate.
+    """
     rows = []
     limits = {("ttft", "p99"): slo.ttft_seconds, ("tpot", "p99"): slo.tpot_seconds}
     for metric, summary in (("ttft", result.ttft), ("tpot", result.tpot), ("itl", result.itl)):

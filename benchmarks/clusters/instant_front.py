@@ -15,7 +15,10 @@ import uvloop
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 
-_RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+_RESPONSE_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+)
 _LAST_CHUNK = b"0\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"  # of a request's head
 

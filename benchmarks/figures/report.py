@@ -1,4 +1,4 @@
-"""Rows of figures: one shape for every benchmark, on a terminal and in a JSON file."""
+"""Rows of figures, the same for every benchmark, on a terminal and in a JSON file."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ def make_row(
 
 
 def reproducing_command(arguments: Sequence[str]) -> str:
-    """The command line of a run, without the key that it may carry."""
+    """Return the command line of a run, without the API key that it may contain."""
     shown = list(arguments)
     for place, word in enumerate(arguments):
         if word == _SECRET_OPTION and place + 1 < len(shown):

@@ -1,4 +1,4 @@
-"""Loads that change while they are served, with `baton ratio auto` and without."""
+"""Loads that change while they are served, with and without `baton ratio auto`."""
 
 import asyncio
 import time
@@ -15,9 +15,7 @@ from benchmarks.scenarios.ratio_workloads import RATIO_WORKLOADS, SLO, SWINGING_
 
 SWING_SECONDS = 20.0  # seconds of each load
 _BIN = 10.0  # seconds
-_FINAL_WINDOW = (
-    40.0  # seconds at the end of a turned load in which its objective is to be kept again
-)
+_FINAL_WINDOW = 40.0  # at the end of a turned load, in which the SLO should be met again
 
 NamedFigures = list[tuple[str, float, str]]  # name, value, unit
 
@@ -117,8 +115,7 @@ def _slo_share_between(
 
 
 def _recovery_seconds(course: LoadTimeline, turn: float) -> float:
-    """Seconds from the turn until 90% are within the objective and stay so to the end; infinite if
-    they do not."""
+    """Return the seconds from the turn until 90% meet the SLO for good, or infinity."""
     last_bad = max((at for at, kept in enumerate(course.slo_shares) if kept < 0.9), default=-1)
     return (
         (last_bad + 1) * course.bin_seconds - turn

@@ -70,7 +70,7 @@ def idle_latency(measurements: Sequence[RequestMeasurement]) -> IdleLatency:
     ]
     if failed or len(tpots) < len(measurements):
         raise ValueError(
-            f"a request on an idle system failed: {failed or 'it had measurement token'}"
+            f"a request on an idle system failed: {failed or 'it had one token'}"
         )
     return IdleLatency(
         percentile([measurement.ttft for measurement in measurements], 50), percentile(tpots, 50)

@@ -1,5 +1,4 @@
-"""A sweep over concurrency: throughput and TTFT on one picture, and the ceiling for a TTFT
-bound."""
+"""A sweep over concurrency: throughput, TTFT, and the ceiling for a TTFT bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ class SweepPoint:
     result: CellResult
 
     def meets_ttft(self, bound: float) -> bool:
-        """No request failed, and the p90 of TTFT is within `bound` seconds."""
+        """Return whether no request failed and the p90 of TTFT is within `bound` seconds."""
         seen = self.result
         return not seen.error_counts and seen.ttft is not None and seen.ttft.p90 <= bound
 
 
 def find_ceiling(points: Sequence[SweepPoint], bound: float) -> SweepPoint | None:
-    """The point with the most tokens a second that holds `bound`; None if no point does."""
+    """Return the point with the highest throughput that meets `bound`, or None."""
     return max(
         (one for one in points if one.meets_ttft(bound)),
         key=lambda one: one.result.tokens_per_second,
@@ -44,8 +43,10 @@ def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
 
 
 def check_plot_path(path: Path) -> None:
-    """Before anything is measured. Raises ValueError for a format that is none, or without the
-    library."""
+    """Check the plot's format before anything is measured.
+
+    Raises ValueError for an unknown format, or if matplotlib is missing.
+    """
     if path.suffix not in PLOT_FORMATS:
         raise ValueError(
             f"--plot {path}: a picture is a file that ends in {' or '.join(PLOT_FORMATS)}"
@@ -57,8 +58,10 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, title: str) -> None:
-    """Throughput on the left axis, the p50 and p90 of TTFT on the right one, over concurrency;
-    `bound` in seconds."""
+    """Plot throughput (left axis) and the p50 and p90 of TTFT (right axis) over concurrency.
+
+    `bound` is in seconds.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A cluster of paced nodes whose ratio is turned, and what its clients see of it."""
+"""A cluster of paced nodes whose ratio changes, and what its clients measure."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ class PacedCluster:
     )  # when which ratio was there, while it is watched
 
     async def set_ratio(self, split: RoleSplit) -> None:
-        """Returns when the nodes have their roles."""
+        """Set the ratio, and return when the nodes have their roles."""
         request = cluster_pb2.SetRatioRequest(
             prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=0.0
         )
@@ -58,14 +58,14 @@ class PacedCluster:
         await self.stub.ManualRatio(cluster_pb2.ManualRatioRequest(), timeout=_RPC_TIMEOUT)
 
     async def count_ratio_changes(self) -> int:
-        """Of the ratio by `enable_auto_ratio`, since the cluster's start."""
+        """Return how often `auto` has changed the ratio since the cluster's start."""
         status = await self.stub.Status(cluster_pb2.StatusRequest(), timeout=_RPC_TIMEOUT)
         return int(status.counters.get("baton_ratio_moves_total", 0.0))
 
     async def send_plan(
         self, plan: Sequence[PlannedRequest], seconds: float, salt: str
     ) -> list[RequestMeasurement]:
-        """Send it, with prompts that no cache has."""
+        """Send the plan, with prompts that no cache has."""
         return await run_load(
             self.client,
             _AS_PLANNED,
@@ -74,7 +74,7 @@ class PacedCluster:
         )
 
     async def record_ratio_changes(self) -> None:
-        """Write down the ratio whenever it changes, until cancelled."""
+        """Record the ratio whenever it changes, until cancelled."""
         async for status in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.5)):
             split = RoleSplit(status.ratio.prefill, status.ratio.decode)
             if not self.ratio_history or self.ratio_history[-1][1] != split:
@@ -97,13 +97,13 @@ async def paced_cluster(console: Console) -> AsyncIterator[PacedCluster]:
 
 
 async def _calibrate(cluster: PacedCluster) -> None:
-    """Let the coordinator learn what things take, as a cluster that has served for a while has."""
+    """Let the coordinator learn its cost model, as in a cluster that has served for a while."""
     for name, load in workloads.RATIO_WORKLOADS.items():
         await cluster.send_plan(load.plan_requests(name, 5.0), 5.0, "calibration")
 
 
 def slo_share(seen: Sequence[RequestMeasurement], slo: Slo) -> float:
-    """Of those that were sent, the share that was served within the objective."""
+    """Return the share of the sent requests that were served within the SLO."""
     return sum(meets_slo(one, slo) for one in seen) / len(seen) if seen else 0.0
 
 

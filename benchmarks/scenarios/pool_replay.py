@@ -1,12 +1,13 @@
-"""A trace through the pool's own index and eviction policies, and through what no policy can beat.
+"""Replay a trace through the pool's index and eviction policies, and through the optimum.
 
-Each request matches its prompt and publishes the blocks that are missing; who publishes holds on to
-the path. Blocks are the trace's, of 512 tokens; the last one of a prompt is mostly not full and
+Each request matches its prompt and publishes the missing blocks; the publisher pins the path.
+Blocks are those of the trace, of 512 tokens. The last block of a prompt is mostly not full and
 counts as a block all the same.
 
-Belady's optimum (1966) knows the future: of all blocks it evicts the one whose next use is farthest
-away, which is always a leaf, since whoever uses a block uses those before it. It may also evict
-what has just been published. So its hits are an upper bound for every policy, leaves first or not.
+Belady's optimum (1966) knows the future: it evicts the block whose next use is farthest away. That
+block is always a leaf, since a request that uses a block uses those before it. The optimum may also
+evict what has just been published. So its hits are an upper bound for every policy, whether or not
+it evicts leaves first.
 """
 
 from collections.abc import Sequence
@@ -29,15 +30,14 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HitRatios:
-    """`block_hit_ratio` of the blocks of all prompts; `saved_cost_share` of what computing all of
-    them would have cost, in which a token costs more the more stands before it."""
+    """The hits of one policy."""
 
     block_hit_ratio: float
     saved_cost_share: float
 
 
 class TracePrompts:
-    """The prompts of a trace, one token for a block."""
+    """The prompts of a trace, with one token for each block."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
         self.arrival_times = [one.arrival_seconds for one in trace]
@@ -49,14 +49,14 @@ class TracePrompts:
         self.total_cost = sum(prefill_cost(len(prompt)) for prompt in self.prompts)
 
     def compute_hit_ratios(self, found: Sequence[int]) -> HitRatios:
-        """`found`: of each prompt, the leading blocks that were there."""
+        """Return the ratios; `found` has the number of cached leading blocks of each prompt."""
         return HitRatios(
             sum(found) / self.block_count, sum(map(prefill_cost, found)) / self.total_cost
         )
 
 
 def prefill_cost(blocks: int) -> float:
-    """Of computing so many blocks of a prompt from its beginning, in tokens without context."""
+    """Return the cost of computing the first blocks of a prompt, in tokens without context."""
     tokens = blocks * MOONCAKE_BLOCK
     return tokens * (1 + tokens / 2 / QUADRATIC_CONTEXT_TOKENS)
 
@@ -74,7 +74,7 @@ def replay_policy(work: TracePrompts, capacity: int, policy: str) -> HitRatios:
 
 
 def _serve_prompt(tier: CacheTier, prompt: PromptChain, now: float) -> int:
-    """Blocks that were there. The missing ones are there afterwards, as far as there is room."""
+    """Return the cached blocks of a prompt, and publish the missing ones while there is room."""
     path = tier.match_prefix(prompt, now)
     parent = path[-1] if path else ROOT
     if parent != ROOT:
@@ -114,7 +114,7 @@ def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
 
 
 def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
-    """Of each block of each prompt, the number of the next prompt that has it."""
+    """Return, for each block of each prompt, the number of the next prompt that has it."""
     following: list[list[int]] = []
     seen: dict[int, int] = {}
     for number in range(len(prompts) - 1, -1, -1):
@@ -125,12 +125,13 @@ def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
 
 
 def compute_partial_gain(trace: Sequence[TraceRequest], block: int) -> tuple[float, float]:
-    """What sharing partly matching blocks can save at most, as shares of all prompt tokens: (in
-    whole blocks of `block` tokens, with copy on write beyond them).
+    """Return the most that sharing partly matching blocks can save, as shares of all prompt tokens.
 
-    The trace tells whether blocks of 512 tokens are equal and not where they begin to differ. A
-    prompt that leaves the path of an earlier one where that ended, in the middle of a block, is
-    taken to go on from there. The first block does not count: nearly all prompts have the same.
+    The first share is for whole blocks of `block` tokens, the second for copy on write beyond them.
+    The trace says whether blocks of 512 tokens are equal and not where they begin to differ. A
+    prompt that leaves the path of an earlier one in the middle of the block in which that one ended
+    is assumed to continue from there. The first block does not count, because nearly all prompts
+    share it.
     """
     ends: dict[
         tuple[int, int], int

@@ -1,6 +1,8 @@
-"""What a pooled prefix saves: the first token of a prompt that nobody has computed, and of one most
-of which is in the pool, in turns on the same two nodes. And how soon after it is computed decode's
-KV is found there, under load."""
+"""What a pooled prefix saves, on two running nodes.
+
+It measures the time to first token of a cold prompt and of one whose prefix is mostly in the pool,
+in turns, and how soon decode's KV is found in the pool under load.
+"""
 
 import asyncio
 import statistics
@@ -43,7 +45,7 @@ _SETTINGS: dict[str, Any] = {
     "kv_memory": "256MiB",
     "pool_memory": "512MiB",
     "max_batched_tokens": 256,
-    "stall": 120.0,  # a CPU that others share takes its time
+    "stall": 120.0,  # a shared CPU may be slow
     "heartbeat": 0.1,
 }
 
@@ -52,10 +54,10 @@ _SETTINGS: dict[str, Any] = {
 class _ReuseBench:
     client: CompletionsClient
     stub: cluster_pb2_grpc.ClusterStub
-    fresh_pieces: Iterator[int]  # that nobody has asked for
+    fresh_pieces: Iterator[int]  # number of the next unused piece
 
     async def measure_ttft(self, pieces: list[int]) -> tuple[float, int]:
-        """Seconds, and how many tokens of the prompt were not computed."""
+        """Return the seconds to the first token, and the prompt tokens that were not computed."""
         asked = PlannedRequest(
             0.0,
             PROMPT_TOKENS,
@@ -79,7 +81,7 @@ class _ReuseBench:
             raise ValueError(f"a stream of {OUTPUT_TOKENS} tokens ended with {seen.error}")
 
     async def get_counters(self) -> dict[str, float]:
-        """Of both nodes' use of the pool, by their last heartbeats."""
+        """Return the sums of both nodes' pool counters, as of their last heartbeats."""
         status = await self.stub.Status(cluster_pb2.StatusRequest(), timeout=_TIMEOUT)
         found: dict[str, float] = {}
         for node in status.nodes:
@@ -88,7 +90,7 @@ class _ReuseBench:
         return found
 
     async def wait_until_published(self, blocks: float) -> None:
-        """So many, by both nodes since their start."""
+        """Return once both nodes have published so many blocks since their start."""
         async with asyncio.timeout(_TIMEOUT):
             async for _ in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.1)):
                 if (await self.get_counters()).get(_PUBLISHED_METRIC, 0.0) >= blocks:
@@ -96,7 +98,7 @@ class _ReuseBench:
 
 
 async def measure_reuse(console: Console, rounds: int, command: str) -> list[ResultRow]:
-    """Raises ValueError or TimeoutError when it cannot be measured."""
+    """Return the rows. Raises ValueError or TimeoutError when it cannot be measured."""
     async with start_local_cluster(console, SMALL_SHAPE, "small", **_SETTINGS) as cluster:
         target = parse_url(f"http://{cluster.endpoints.http}")
         client = await CompletionsClient(
@@ -125,7 +127,8 @@ async def _measure_gain(bench: _ReuseBench, rounds: int, command: str) -> list[R
         )
         if cached < POOLED_PIECES * PIECE_TOKENS:
             raise ValueError(
-                f"only {cached} tokens of a prompt with {POOLED_PIECES * PIECE_TOKENS} in the pool were found"
+                f"only {cached} tokens of a prompt with {POOLED_PIECES * PIECE_TOKENS} in the pool "
+                "were found"
             )
         warm.append(seconds)
     gains = [slow / quick for slow, quick in zip(cold, warm, strict=True)]

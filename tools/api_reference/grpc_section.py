@@ -1,4 +1,4 @@
-"""The gRPC half of the page, from the .proto files: their comments are its text."""
+"""The gRPC part of the API reference, from the .proto files and their comments."""
 
 import sys
 import tempfile
@@ -19,8 +19,8 @@ from tools.api_reference.markdown import code, heading, link, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ".baton.v1."
-PUBLIC_SERVICES = ("Generation", "Cluster")  # the rest is between Baton's own processes
-# Numbers of descriptor.proto by which a place in a file is named.
+PUBLIC_SERVICES = ("Generation", "Cluster")  # other services are internal to Baton
+# Field numbers of descriptor.proto, which make up the path of a definition in a file.
 _MESSAGE, _ENUM, _SERVICE, _MEMBER = 4, 5, 6, 2
 
 Field = FieldDescriptorProto
@@ -28,7 +28,7 @@ Comments = dict[tuple[int, ...], str]
 
 
 class ProtoDefinitions:
-    """What the files define, by name, each with its file's comments and its place in them."""
+    """Definitions of the files by name, with the comments and the path of each."""
 
     def __init__(self, files: FileDescriptorSet) -> None:
         self.messages: dict[str, tuple[DescriptorProto, Comments, tuple[int, ...]]] = {}
@@ -125,7 +125,7 @@ def _type_text(field: Field) -> str:
 
 
 def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]:
-    """Messages and enums in the order in which a reader meets them."""
+    """Return messages and enums in the order in which a reader meets them."""
     seen: set[str] = set()
     while named:
         name, *named = named
@@ -139,7 +139,7 @@ def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]
 
 
 def _field_type_names(message: DescriptorProto) -> list[str]:
-    """Of its fields, and of the values of those that are maps."""
+    """Return the type names of the fields, and of the values of map fields."""
     nested = {each.name for each in message.nested_type}
     fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
     return [
@@ -163,7 +163,7 @@ def _comments(file: FileDescriptorProto) -> Comments:
 
 
 def load_descriptors() -> FileDescriptorSet:
-    """The files as protoc reads them, with comments. Raises SystemExit when it finds a fault."""
+    """Return the files as protoc parses them, with comments. Raises SystemExit on an error."""
     names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
     with tempfile.NamedTemporaryFile() as out:
         wanted = [

@@ -1,4 +1,4 @@
-"""The HTTP half of the page, from the OpenAPI document, and the admin port, which has none."""
+"""The HTTP part of the API reference, from the OpenAPI document, and the admin port's routes."""
 
 import json
 from collections.abc import Iterator
@@ -17,18 +17,21 @@ ADMIN_ROUTES = (
     ("GET /admin/ledger", "[LedgerResponse](#message-ledgerresponse)"),
     (
         "GET /admin/explain/{request_id}",
-        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, 400 if several had that x-request-id",
+        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, "
+        "400 if several had that x-request-id",
     ),
     (
         "POST /admin/drain",
-        '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: [DrainResponse](#message-drainresponse)',
+        '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: '
+        "[DrainResponse](#message-drainresponse)",
     ),
     ("GET /", "Not available: 501"),
     ("GET /admin/ratio", "[Ratio](#message-ratio)"),
     ("GET /admin/ratio/advice", "[RatioAdvice](#message-ratioadvice); `?slo=ttft=500ms,tpot=50ms`"),
     (
         "POST /admin/ratio",
-        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; with `"flip_timeout": SECONDS`: '
+        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; '
+        'with `"flip_timeout": SECONDS`: '
         "[Ratio](#message-ratio)",
     ),
 )
@@ -45,34 +48,35 @@ _RANGES = (
 
 
 def error_table() -> list[str]:
-    """What every route may answer; raises ValueError if they differ."""
-    told = {
+    """Return the error responses. Raises ValueError unless all routes have the same."""
+    responses = {
         tuple(
-            (status, each["description"])
-            for status, each in operation["responses"].items()
+            (status, response["description"])
+            for status, response in operation["responses"].items()
             if status != "200"
         )
         for methods in build_openapi_document("")["paths"].values()
         for operation in methods.values()
     }
-    (rows,) = told
+    (rows,) = responses
     return table(("status", "when"), rows)
 
 
 def render_http_section() -> list[str]:
-    whole = build_openapi_document("")
+    document = build_openapi_document("")
     lines = []
-    for path, methods in whole["paths"].items():
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             lines += _operation_lines(method.upper(), path, operation)
     lines += heading(3, "The admin port")
     lines += [
-        "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, as JSON of the same names.",
+        "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, "
+        "as JSON of the same names.",
         "",
     ]
-    lines += table(("path", "answers"), ((code(path), what) for path, what in ADMIN_ROUTES))
+    lines += table(("path", "answers"), ((code(path), answer) for path, answer in ADMIN_ROUTES))
     lines += heading(3, "Bodies")
-    for name, schema in whole["components"]["schemas"].items():
+    for name, schema in document["components"]["schemas"].items():
         lines += _object_lines(name, schema)
     return lines
 
