@@ -155,10 +155,10 @@ async def compare_systems(
 def parse_workloads(names: str) -> list[ComparisonWorkload]:
     """Return the named workloads. Raises ValueError for an unknown name."""
     known = {workload.name: workload for workload in COMPARISON_WORKLOADS}
-    wanted = [name for name in names.split(",") if name]
-    if not wanted or not set(wanted) <= known.keys():
+    chosen = [name for name in names.split(",") if name]
+    if not chosen or not set(chosen) <= known.keys():
         raise ValueError(f"--workloads {names!r}: there are {', '.join(known)}")
-    return [known[name] for name in wanted]
+    return [known[name] for name in chosen]
 
 
 def parse_loads(text: str) -> list[float]:
@@ -276,12 +276,12 @@ async def _measure_goodput(
 
     Also returns, by cell, the share of prompts that the decode nodes of the system `--of` computed.
     """
-    seen: dict[str, dict[ComparisonCell, list[float]]] = {
-        one.name: defaultdict(list) for one in systems
+    goodputs: dict[str, dict[ComparisonCell, list[float]]] = {
+        compared.name: defaultdict(list) for compared in systems
     }
-    local: dict[ComparisonCell, list[float]] = defaultdict(list)
+    local_shares: dict[ComparisonCell, list[float]] = defaultdict(list)
     for number in range(options.rounds):
-        turn = number % len(systems)
+        offset = number % len(systems)
         for workload in workloads:
             for load in loads:
                 cell, rate = (
@@ -291,21 +291,23 @@ async def _measure_goodput(
                 plan = comparison.plan_arrivals(
                     workload, rate, options.seconds, f"{seed}/{cell}/{number}"
                 )
-                for system in [*systems[turn:], *systems[:turn]]:
+                for system in [*systems[offset:], *systems[:offset]]:
                     before = await _placement_counts(system)
-                    sent = await run_load(
+                    measurements = await run_load(
                         system.client, PoissonArrivals(rate), plan, options.seconds + _GRACE_SECONDS
                     )
-                    seen[system.name][cell].append(
-                        comparison.compute_goodput(sent, bounds, options.seconds)
+                    goodputs[system.name][cell].append(
+                        comparison.compute_goodput(measurements, bounds, options.seconds)
                     )
                     if system.name == options.of and before:
-                        local[cell].append(_local_share(before, await _placement_counts(system)))
+                        local_shares[cell].append(
+                            _local_share(before, await _placement_counts(system))
+                        )
     results = {
-        name: {cell: GoodputRounds(tuple(each)) for cell, each in cells.items()}
-        for name, cells in seen.items()
+        name: {cell: GoodputRounds(tuple(rounds)) for cell, rounds in cells.items()}
+        for name, cells in goodputs.items()
     }
-    return results, {cell: sum(each) / len(each) for cell, each in local.items()}
+    return results, {cell: sum(rounds) / len(rounds) for cell, rounds in local_shares.items()}
 
 
 async def _placement_counts(system: ComparedSystem) -> dict[str, float]:

@@ -223,11 +223,11 @@ def _trace_rows(results: dict[int, dict[str, HitRatios]], command: str) -> list[
 
 
 def _partial_rows(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
-    whole, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
+    in_blocks, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
     rows = [
         make_row(
             f"pool/trace/finer_blocks_of_{BLOCK_TOKENS}",
-            whole,
+            in_blocks,
             "of prompt tokens, at most",
             command,
         ),

@@ -83,25 +83,32 @@ class StubbedCluster:
 
     def _fill_directory(self, share: int, depth: int) -> None:
         root = root_hash(bytes.fromhex(_DIGEST), _LAYOUT, b"")
-        held: list[list[int]] = [[] for _ in self.nodes]
+        cached: list[list[int]] = [[] for _ in self.nodes]
         for prompt in self.prompts[::2]:
-            names = [
-                short_hash(name)
-                for name in _take_first(iter_block_hashes(root, prompt, _LAYOUT.block_size), depth)
+            hashes = [
+                short_hash(block_hash)
+                for block_hash in _take_first(
+                    iter_block_hashes(root, prompt, _LAYOUT.block_size), depth
+                )
             ]
             for place in self._random.sample(range(len(self.nodes)), min(8, len(self.nodes))):
-                held[place] += names
-        for node, names in zip(self.nodes, held, strict=True):
-            rest = (self._random.getrandbits(64) for _ in range(max(0, share - len(names))))
-            self.brain.receive_report(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
+                cached[place] += hashes
+        for node, hashes in zip(self.nodes, cached, strict=True):
+            others = (self._random.getrandbits(64) for _ in range(max(0, share - len(hashes))))
+            self.brain.receive_report(node, m.CacheSnapshot(1, (*hashes[:share], *others)), _NOW)
 
     def make_request(self) -> Request:
         """Return a prompt that begins like a known one and then continues differently."""
         self._serial += 1
-        known = self.prompts[self._serial % len(self.prompts)]
-        own = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
+        known_prompt = self.prompts[self._serial % len(self.prompts)]
+        suffix = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
         sampling = SamplingParams(128)
-        return Request(RequestId(f"{self._serial:032x}"), known[: -len(own)] + own, sampling, 600.0)
+        return Request(
+            RequestId(f"{self._serial:032x}"),
+            known_prompt[: -len(suffix)] + suffix,
+            sampling,
+            600.0,
+        )
 
     def time_decisions(self, count: int) -> list[float]:
         """Return microseconds of each decision; a request ends before the next one is placed."""
@@ -147,14 +154,16 @@ class StubbedCluster:
 def measure_routing(
     nodes: int, blocks: int, depth: int, decisions: int, command: str
 ) -> list[ResultRow]:
-    whole = StubbedCluster(nodes, blocks, depth)
-    decision = median(whole.time_decisions(decisions))
+    full_cluster = StubbedCluster(nodes, blocks, depth)
+    decision = median(full_cluster.time_decisions(decisions))
     rows = [
         make_row("routing/decision", decision, "us", command, DECISION_LIMIT),
-        make_row("routing/request", median(whole.time_requests(decisions)), "us", command),
-        make_row("routing/event", median(whole.time_cache_events(64 * 64)), "us/block", command),
+        make_row("routing/request", median(full_cluster.time_requests(decisions)), "us", command),
+        make_row(
+            "routing/event", median(full_cluster.time_cache_events(64 * 64)), "us/block", command
+        ),
     ]
-    del whole
+    del full_cluster
     auto = median(StubbedCluster(nodes, blocks, depth, "auto").time_decisions(decisions))
     rows.insert(1, make_row("routing/auto", auto, "us", command, DECISION_LIMIT))
     fewer_blocks = StubbedCluster(
@@ -169,14 +178,19 @@ def measure_routing(
 
 
 def _growth_row(
-    of: str, decision: float, smaller: StubbedCluster, decisions: int, command: str, limit: float
+    what_grows: str,
+    decision: float,
+    smaller: StubbedCluster,
+    decisions: int,
+    command: str,
+    limit: float,
 ) -> ResultRow:
     """Return how many times longer a decision takes for 16 times as much.
 
     For blocks the limit is above what a logarithm would allow.
     """
     return make_row(
-        f"routing/growth_16x_{of}",
+        f"routing/growth_16x_{what_grows}",
         decision / median(smaller.time_decisions(decisions)),
         "times",
         command,

@@ -133,8 +133,8 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
         client = await _connect_client(options, url)
         console.print(f"{url}: {client.features}")
         for cell in cells:
-            seen = await run_load(client, cell.load, cell.plan, options.seconds)
-            results.append(evaluate_cell(str(cell.load), seen, slo))
+            measurements = await run_load(client, cell.load, cell.plan, options.seconds)
+            results.append(evaluate_cell(str(cell.load), measurements, slo))
             rows += to_rows(results[-1], slo, command)
     console.print(latency_table(results))
     if options.sweep:
@@ -157,12 +157,12 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
     for load in parse_loads(
         options.sweep or options.concurrency, "" if options.sweep else options.rate
     ):
-        least = (
+        min_count = (
             _WAVES_PER_CLIENT * load.concurrency
             if options.sweep and isinstance(load, schedule.ClosedLoop)
             else 0
         )
-        count = max(options.requests, least)
+        count = max(options.requests, min_count)
         cells.append(
             ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}"))
         )
@@ -206,7 +206,7 @@ def _sweep_rows(
 def parse_loads(
     concurrency: str, rate: str
 ) -> list[schedule.ClosedLoop | schedule.PoissonArrivals]:
-    """Raises ValueError."""
+    """Return closed loops, then Poisson arrivals. Raises ValueError."""
     loads: list[schedule.ClosedLoop | schedule.PoissonArrivals] = [
         schedule.ClosedLoop(int(word)) for word in concurrency.split(",") if word
     ]
@@ -214,8 +214,9 @@ def parse_loads(
     if not loads:
         raise ValueError("there is nothing to do: give --concurrency or --rate")
     if any(
-        (one.concurrency if isinstance(one, schedule.ClosedLoop) else one.requests_per_second) <= 0
-        for one in loads
+        (load.concurrency if isinstance(load, schedule.ClosedLoop) else load.requests_per_second)
+        <= 0
+        for load in loads
     ):
         raise ValueError("concurrency and rate must be above 0")
     return loads
@@ -275,7 +276,7 @@ def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
 
 
 def latency_table(results: Sequence[CellResult]) -> Table:
-    shown = Table(
+    table = Table(
         title="milliseconds: p50 / p90 / p99 / max",
         title_justify="left",
         box=None,
@@ -294,27 +295,28 @@ def latency_table(results: Sequence[CellResult]) -> Table:
         "goodput",
         "cached",
     ):
-        shown.add_column(
+        table.add_column(
             heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True
         )
-    for one in results:
+    for result in results:
         errors = (
-            ", ".join(f"{count} {kind}" for kind, count in sorted(one.error_counts.items())) or "-"
+            ", ".join(f"{count} {kind}" for kind, count in sorted(result.error_counts.items()))
+            or "-"
         )
-        if one.miscounted_count:
-            errors += f"; {one.miscounted_count} miscounted"
-        shown.add_row(
-            one.name,
-            str(one.sent_count),
-            str(one.good_count),
+        if result.miscounted_count:
+            errors += f"; {result.miscounted_count} miscounted"
+        table.add_row(
+            result.name,
+            str(result.sent_count),
+            str(result.good_count),
             errors,
-            *(_format_quantiles(summary) for summary in (one.ttft, one.tpot, one.itl)),
-            f"{one.tokens_per_second:.1f}",
-            f"{one.requests_per_second:.2f}",
-            f"{one.goodput:.2f}",
-            "-" if one.cached_share is None else f"{one.cached_share:.0%}",
+            *(_format_quantiles(summary) for summary in (result.ttft, result.tpot, result.itl)),
+            f"{result.tokens_per_second:.1f}",
+            f"{result.requests_per_second:.2f}",
+            f"{result.goodput:.2f}",
+            "-" if result.cached_share is None else f"{result.cached_share:.0%}",
         )
-    return shown
+    return table
 
 
 def _format_quantiles(summary: PercentileSummary | None) -> str:

@@ -37,7 +37,7 @@ def find_index_problem(index: str) -> str:
 def install_from_index(index: str) -> bool:
     """Install the required torch version from the index; return whether pip succeeded."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
-    wanted = subprocess.run(
+    requirement = subprocess.run(
         listing, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     pip = [
@@ -50,7 +50,7 @@ def install_from_index(index: str) -> bool:
         "--index-url",
         index,
     ]
-    return subprocess.run([*pip, *wanted], check=False).returncode == 0
+    return subprocess.run([*pip, *requirement], check=False).returncode == 0
 
 
 def main(index: str) -> None:

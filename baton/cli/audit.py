@@ -43,16 +43,16 @@ def audit(
             threading.Event().wait(settle)
             answer, again = _collect_suspects(stub, metadata)
             suspects &= again
-    found = find_ledger_faults(answer.ledgers, answer.silent)
-    found += [
-        f"{held.node}: {held.owner} holds blocks {held.state}, and is no live request"
-        for held in suspects
+    faults = find_ledger_faults(answer.ledgers, answer.silent)
+    faults += [
+        f"{holding.node}: {holding.owner} holds blocks {holding.state}, and is no live request"
+        for holding in suspects
     ]
     if as_json:
-        _print_json(answer, found)
+        _print_json(answer, faults)
     else:
-        _print_table(answer, found)
-    if found:
+        _print_table(answer, faults)
+    if faults:
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -71,13 +71,13 @@ def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
     return answer, suspects | find_unowned_pins(answer.ledgers, before, after)
 
 
-def _print_json(answer: Any, found: list[str]) -> None:
+def _print_json(answer: Any, faults: list[str]) -> None:
     from baton.cli.views.message_dict import message_to_dict
 
-    print(json.dumps({"ok": not found, "faults": found, **message_to_dict(answer)}))
+    print(json.dumps({"ok": not faults, "faults": faults, **message_to_dict(answer)}))
 
 
-def _print_table(answer: Any, found: list[str]) -> None:
+def _print_table(answer: Any, faults: list[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -96,11 +96,11 @@ def _print_table(answer: Any, found: list[str]) -> None:
     console.print(table)
     for ledger in answer.ledgers:
         for owner in ledger.owners:
-            held = (
+            holding = (
                 f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
             )
-            console.print(escape(f"  {ledger.node}: {held}"))
-    for line in found:
+            console.print(escape(f"  {ledger.node}: {holding}"))
+    for line in faults:
         console.print(f"[red]{escape(line)}[/]")
-    if not found:
+    if not faults:
         console.print("[green]every ledger balances[/]")

@@ -96,7 +96,7 @@ def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -
         watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
     ):
         for answer in answers:
-            node = next((one for one in answer.nodes if one.name == name), None)
+            node = next((candidate for candidate in answer.nodes if candidate.name == name), None)
             if node is None:
                 return "gone"
             if node.service == "in":
@@ -110,18 +110,18 @@ def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -
 def format_remaining(node: Any) -> str:
     """Return one line about what a draining node still has."""
     stats = node.stats
-    held = (
+    held_blocks = (
         stats.blocks_reserved
         + stats.blocks_writing
         + stats.blocks_in_use
         + stats.blocks_quarantined
     )
-    left = (
+    rest = (
         f", what is left in {node.drain_seconds_left:.0f} s is placed again"
         if node.drain_seconds_left
         else ""
     )
-    return f"{node.name}: {node.placed} requests, {held} blocks held{left}"
+    return f"{node.name}: {node.placed} requests, {held_blocks} blocks held{rest}"
 
 
 _SERVICE_WORDS = {

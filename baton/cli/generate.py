@@ -95,9 +95,9 @@ def _collect_answer(call: Any) -> Any:
 def _answer_to_dict(message: Any) -> dict[str, Any]:
     from baton.cli.views.message_dict import message_to_dict
 
-    shown = message_to_dict(message)
-    shown["finish_reason"] = shown["finish_reason"].removeprefix("FINISH_REASON_").lower()
-    return shown
+    fields = message_to_dict(message)
+    fields["finish_reason"] = fields["finish_reason"].removeprefix("FINISH_REASON_").lower()
+    return fields
 
 
 def _print_timeline(message: Any) -> None:

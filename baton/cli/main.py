@@ -41,8 +41,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"baton {metadata.version('baton-serve')}")
         raise typer.Exit
 

@@ -141,7 +141,7 @@ def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: b
     from baton.cli.views.ratio_text import format_ratio_progress
 
     with (
-        ProgressLine(sys.stderr if show else None) as shown,
+        ProgressLine(sys.stderr if show else None) as progress,
         watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
     ):
         for answer in answers:
@@ -153,5 +153,5 @@ def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: b
                 )
             if ratio.settled:
                 return ratio
-            shown.show_line(format_ratio_progress(ratio))
+            progress.show_line(format_ratio_progress(ratio))
     raise CommandFailed("the coordinator stopped before the ratio was reached")

@@ -82,7 +82,7 @@ def _format_degradation(answer: Any) -> str:
 
 def _node_row(node: Any) -> list[str]:
     stats = node.stats
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    held_blocks = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
     numbers = (node.pid, node.placed, stats.running, stats.waiting)
     return [
         node.name,
@@ -92,7 +92,7 @@ def _node_row(node: Any) -> list[str]:
         f"{stats.blocks_free}/{stats.blocks_total}",
         str(stats.blocks_cached),
         str(stats.blocks_in_use),
-        str(held),
+        str(held_blocks),
         f"{node.heard_seconds_ago:.1f} s",
         f"{node.joined_seconds_ago:.0f} s",
     ]

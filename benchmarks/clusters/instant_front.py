@@ -55,7 +55,8 @@ def _event_chunks(tokens: int) -> list[bytes]:
     )
     usage = msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}})
     return [
-        _encode_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")
+        _encode_chunk(b"data: " + event + b"\n\n")
+        for event in (*[chunk] * tokens, usage, b"[DONE]")
     ]
 
 

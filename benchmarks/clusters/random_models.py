@@ -57,12 +57,12 @@ def build_random_model(folder: Path, shape: ModelShape, seed: int = 0) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
-        _write_tokenizer(made, shape)
-        _write_weights(made, shape, seed)
-        if folder.exists():  # an interrupted copy of somebody's; ours is whole
+        complete = Path(scratch, folder.name)
+        _write_tokenizer(complete, shape)
+        _write_weights(complete, shape, seed)
+        if folder.exists():  # left by an interrupted process; the new one is complete
             shutil.rmtree(folder)
-        os.rename(made, folder)
+        os.rename(complete, folder)
     return folder
 
 

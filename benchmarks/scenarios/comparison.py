@@ -69,9 +69,7 @@ def idle_latency(measurements: Sequence[RequestMeasurement]) -> IdleLatency:
         if measurement.token_arrivals and measurement.tpot is not None
     ]
     if failed or len(tpots) < len(measurements):
-        raise ValueError(
-            f"a request on an idle system failed: {failed or 'it had one token'}"
-        )
+        raise ValueError(f"a request on an idle system failed: {failed or 'it had one token'}")
     return IdleLatency(
         percentile([measurement.ttft for measurement in measurements], 50), percentile(tpots, 50)
     )

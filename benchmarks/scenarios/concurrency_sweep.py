@@ -16,15 +16,15 @@ class SweepPoint:
 
     def meets_ttft(self, bound: float) -> bool:
         """Return whether no request failed and the p90 of TTFT is within `bound` seconds."""
-        seen = self.result
-        return not seen.error_counts and seen.ttft is not None and seen.ttft.p90 <= bound
+        result = self.result
+        return not result.error_counts and result.ttft is not None and result.ttft.p90 <= bound
 
 
 def find_ceiling(points: Sequence[SweepPoint], bound: float) -> SweepPoint | None:
     """Return the point with the highest throughput that meets `bound`, or None."""
     return max(
-        (one for one in points if one.meets_ttft(bound)),
-        key=lambda one: one.result.tokens_per_second,
+        (point for point in points if point.meets_ttft(bound)),
+        key=lambda point: point.result.tokens_per_second,
         default=None,
     )
 
@@ -33,12 +33,13 @@ def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
     best = find_ceiling(points, bound)
     if best is None:
         return f"no point of the sweep keeps the p90 of TTFT within {bound * 1e3:g} ms"
-    seen = best.result
-    assert seen.ttft is not None
+    result = best.result
+    assert result.ttft is not None
     return (
-        f"ceiling with p90 TTFT within {bound * 1e3:g} ms: {seen.tokens_per_second:.1f} tokens/s, "
-        f"{seen.requests_per_second:.2f} requests/s at concurrency {best.concurrency} "
-        f"(p90 {seen.ttft.p90 * 1e3:.1f} ms)"
+        f"ceiling with p90 TTFT within {bound * 1e3:g} ms: "
+        f"{result.tokens_per_second:.1f} tokens/s, "
+        f"{result.requests_per_second:.2f} requests/s at concurrency {best.concurrency} "
+        f"(p90 {result.ttft.p90 * 1e3:.1f} ms)"
     )
 
 
@@ -65,21 +66,21 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [one for one in points if one.result.ttft is not None]
-    x = [one.concurrency for one in shown]
+    plotted = [point for point in points if point.result.ttft is not None]
+    x = [point.concurrency for point in plotted]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     left = figure.add_subplot()
     right = left.twinx()
     left.plot(
         x,
-        [one.result.tokens_per_second for one in shown],
+        [point.result.tokens_per_second for point in plotted],
         "o-",
         color="tab:blue",
         label="output tokens/s",
     )
     for quantile, style in (("p50", "s--"), ("p90", "^-")):
-        values = [getattr(one.result.ttft, quantile) * 1e3 for one in shown]
+        values = [getattr(point.result.ttft, quantile) * 1e3 for point in plotted]
         right.plot(x, values, style, color="tab:red", label=f"TTFT {quantile}")
     if bound is not None:
         right.axhline(bound * 1e3, color="tab:red", linestyle=":", label="TTFT bound")
@@ -87,7 +88,7 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
         if best is not None:
             left.axvline(best.concurrency, color="tab:gray", linestyle=":", label="ceiling")
     left.set_xscale("log", base=2)
-    left.set_xticks(x, [str(one) for one in x])
+    left.set_xticks(x, [str(point) for point in x])
     left.set(xlabel="concurrent requests", ylabel="output tokens/s", title=title, ylim=(0, None))
     right.set(ylabel="TTFT, ms", ylim=(0, None))
     handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]

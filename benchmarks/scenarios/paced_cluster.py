@@ -21,29 +21,28 @@ from benchmarks.load.request_plan import PlannedRequest, PoissonArrivals
 from benchmarks.load.run_load import run_load
 from benchmarks.scenarios import ratio_workloads as workloads
 
-GRACE_SECONDS = 10.0  # seconds after the last arrival until what still runs is cut off
+GRACE_SECONDS = 10.0  # after the last arrival, until running requests are cancelled
 _RPC_TIMEOUT = 60.0
 _VOCABULARY = 30000
-_AS_PLANNED = PoissonArrivals(1.0)  # open arrivals, at the moments of the plan
+_AS_PLANNED = PoissonArrivals(1.0)  # open loop, at the times of the plan
 
 
 @dataclass(slots=True)
 class PacedCluster:
     client: CompletionsClient
     stub: cluster_pb2_grpc.ClusterStub
-    ratio_history: list[tuple[float, RoleSplit]] = field(
-        default_factory=list
-    )  # when which ratio was there, while it is watched
+    # (time of the change, split), while `record_ratio_changes` runs
+    ratio_history: list[tuple[float, RoleSplit]] = field(default_factory=list)
 
     async def set_ratio(self, split: RoleSplit) -> None:
         """Set the ratio, and return when the nodes have their roles."""
         request = cluster_pb2.SetRatioRequest(
             prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=0.0
         )
-        asked = await self.stub.SetRatio(request, timeout=_RPC_TIMEOUT)
+        accepted = await self.stub.SetRatio(request, timeout=_RPC_TIMEOUT)
         async with asyncio.timeout(_RPC_TIMEOUT):
             async for status in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.1)):
-                if status.ratio.generation != asked.generation or status.ratio.settled:
+                if status.ratio.generation != accepted.generation or status.ratio.settled:
                     return
 
     async def get_advice(self, slo: Slo) -> cluster_pb2.RatioAdvice:
@@ -69,7 +68,7 @@ class PacedCluster:
         return await run_load(
             self.client,
             _AS_PLANNED,
-            [replace(one, salt=salt) for one in plan],
+            [replace(request, salt=salt) for request in plan],
             seconds + GRACE_SECONDS,
         )
 
@@ -91,9 +90,9 @@ async def paced_cluster(console: Console) -> AsyncIterator[PacedCluster]:
         )
         client = await client.probe_features()
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
-            made = PacedCluster(client, cluster_pb2_grpc.ClusterStub(channel))
-            await _calibrate(made)
-            yield made
+            paced = PacedCluster(client, cluster_pb2_grpc.ClusterStub(channel))
+            await _calibrate(paced)
+            yield paced
 
 
 async def _calibrate(cluster: PacedCluster) -> None:
@@ -102,10 +101,18 @@ async def _calibrate(cluster: PacedCluster) -> None:
         await cluster.send_plan(load.plan_requests(name, 5.0), 5.0, "calibration")
 
 
-def slo_share(seen: Sequence[RequestMeasurement], slo: Slo) -> float:
+def slo_share(measurements: Sequence[RequestMeasurement], slo: Slo) -> float:
     """Return the share of the sent requests that were served within the SLO."""
-    return sum(meets_slo(one, slo) for one in seen) / len(seen) if seen else 0.0
+    return (
+        sum(meets_slo(measurement, slo) for measurement in measurements) / len(measurements)
+        if measurements
+        else 0.0
+    )
 
 
-def meets_slo(one: RequestMeasurement, slo: Slo) -> bool:
-    return not one.error and bool(one.token_arrivals) and slo.is_met(one.ttft, one.tpot)
+def meets_slo(measurement: RequestMeasurement, slo: Slo) -> bool:
+    return (
+        not measurement.error
+        and bool(measurement.token_arrivals)
+        and slo.is_met(measurement.ttft, measurement.tpot)
+    )

@@ -33,15 +33,15 @@ class HitRatios:
     """The hits of one policy."""
 
     block_hit_ratio: float
-    saved_cost_share: float
+    saved_cost_share: float  # of the cost of computing all prompts, which grows with context
 
 
 class TracePrompts:
     """The prompts of a trace, with one token for each block."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
-        self.arrival_times = [one.arrival_seconds for one in trace]
-        self.prompts = [PromptChain.from_tokens(_ROOT, one.block_ids, 1) for one in trace]
+        self.arrival_times = [request.arrival_seconds for request in trace]
+        self.prompts = [PromptChain.from_tokens(_ROOT, request.block_ids, 1) for request in trace]
         self.block_count = sum(map(len, self.prompts))
         self.distinct_block_count = len(
             {prompt.block_hash(number) for prompt in self.prompts for number in range(len(prompt))}
@@ -65,11 +65,14 @@ def make_evictor(policy: str, capacity: int) -> Evictor:
     return LruEvictor(capacity) if policy == "lru" else CostEvictor(capacity, MOONCAKE_BLOCK)
 
 
-def replay_policy(work: TracePrompts, capacity: int, policy: str) -> HitRatios:
-    capacity = min(capacity, work.distinct_block_count)
+def replay_policy(prompts: TracePrompts, capacity: int, policy: str) -> HitRatios:
+    capacity = min(capacity, prompts.distinct_block_count)
     tier = CacheTier(capacity, 1, make_evictor(policy, capacity))
-    return work.compute_hit_ratios(
-        [_serve_prompt(tier, *one) for one in zip(work.prompts, work.arrival_times, strict=True)]
+    return prompts.compute_hit_ratios(
+        [
+            _serve_prompt(tier, *arguments)
+            for arguments in zip(prompts.prompts, prompts.arrival_times, strict=True)
+        ]
     )
 
 
@@ -80,29 +83,29 @@ def _serve_prompt(tier: CacheTier, prompt: PromptChain, now: float) -> int:
     if parent != ROOT:
         tier.pin(parent)
     for number in range(len(path), len(prompt)):
-        taken = tier.allocate_blocks(1, now)
-        if not taken:
+        new_block = tier.allocate_blocks(1, now)
+        if not new_block:
             break
-        if not tier.insert_block(taken[0], prompt, number, parent, now):
-            tier.free_block(taken[0])
+        if not tier.insert_block(new_block[0], prompt, number, parent, now):
+            tier.free_block(new_block[0])
             break
-        tier.pin(taken[0])
+        tier.pin(new_block[0])
         if parent != ROOT:
             tier.unpin(parent)
-        parent = taken[0]
+        parent = new_block[0]
     if parent != ROOT:
         tier.unpin(parent)
     return len(path)
 
 
-def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
-    following = _next_uses(work.prompts)
+def replay_belady(prompts: TracePrompts, capacity: int) -> HitRatios:
+    following = _next_uses(prompts.prompts)
     next_use: dict[int, int] = {}
-    farthest: list[tuple[int, int, int]] = []  # -(next use), -depth, key; some are out of date
-    found: list[int] = []
-    for prompt, uses in zip(work.prompts, following, strict=True):
+    farthest: list[tuple[int, int, int]] = []  # -(next use), -depth, key; some are stale
+    hits: list[int] = []
+    for prompt, uses in zip(prompts.prompts, following, strict=True):
         keys = [prompt.index_key(number) for number in range(len(prompt))]
-        found.append(len(list(takewhile(next_use.__contains__, keys))))
+        hits.append(len(list(takewhile(next_use.__contains__, keys))))
         for depth, (key, use) in enumerate(zip(keys, uses, strict=True)):
             next_use[key] = use
             heappush(farthest, (-use, -depth, key))
@@ -110,17 +113,17 @@ def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
             use, _, key = heappop(farthest)
             if next_use.get(key) == -use:
                 del next_use[key]
-    return work.compute_hit_ratios(found)
+    return prompts.compute_hit_ratios(hits)
 
 
 def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
     """Return, for each block of each prompt, the number of the next prompt that has it."""
     following: list[list[int]] = []
-    seen: dict[int, int] = {}
+    next_use: dict[int, int] = {}
     for number in range(len(prompts) - 1, -1, -1):
         keys = [prompts[number].index_key(place) for place in range(len(prompts[number]))]
-        following.append([seen.get(key, _NEVER) for key in keys])
-        seen.update(dict.fromkeys(keys, number))
+        following.append([next_use.get(key, _NEVER) for key in keys])
+        next_use.update(dict.fromkeys(keys, number))
     return following[::-1]
 
 
@@ -133,23 +136,22 @@ def compute_partial_gain(trace: Sequence[TraceRequest], block: int) -> tuple[flo
     is assumed to continue from there. The first block does not count, because nearly all prompts
     share it.
     """
-    ends: dict[
-        tuple[int, int], int
-    ] = {}  # (blocks before, the last of them) -> tokens in the block that ends a prompt
-    seen: set[int] = set()
-    whole = beyond = 0
-    for one in trace:
-        known = len(list(takewhile(seen.__contains__, one.block_ids)))
-        if 2 <= known < len(one.block_ids):
+    # (blocks before, the last of them) -> tokens in the last block of a prompt
+    ends: dict[tuple[int, int], int] = {}
+    known_ids: set[int] = set()
+    in_blocks = beyond = 0
+    for request in trace:
+        known_blocks = len(list(takewhile(known_ids.__contains__, request.block_ids)))
+        if 2 <= known_blocks < len(request.block_ids):
             shared = min(
-                ends.get((known, one.block_ids[known - 1]), 0),
-                one.prompt_tokens - known * MOONCAKE_BLOCK,
+                ends.get((known_blocks, request.block_ids[known_blocks - 1]), 0),
+                request.prompt_tokens - known_blocks * MOONCAKE_BLOCK,
             )
-            whole += shared // block * block
+            in_blocks += shared // block * block
             beyond += shared % block
-        seen.update(one.block_ids)
-        tail = one.prompt_tokens % MOONCAKE_BLOCK
-        if tail and len(one.block_ids) > 1:
-            ends[len(one.block_ids) - 1, one.block_ids[-2]] = tail
-    tokens = sum(one.prompt_tokens for one in trace)
-    return whole / tokens, beyond / tokens
+        known_ids.update(request.block_ids)
+        tail = request.prompt_tokens % MOONCAKE_BLOCK
+        if tail and len(request.block_ids) > 1:
+            ends[len(request.block_ids) - 1, request.block_ids[-2]] = tail
+    tokens = sum(request.prompt_tokens for request in trace)
+    return in_blocks / tokens, beyond / tokens

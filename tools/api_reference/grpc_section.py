@@ -102,7 +102,8 @@ def _enum_lines(words: ProtoDefinitions, name: str) -> list[str]:
 
 def _field_type_text(message: DescriptorProto, field: Field) -> str:
     entry = next(
-        (each for each in message.nested_type if field.type_name.endswith("." + each.name)), None
+        (nested for nested in message.nested_type if field.type_name.endswith("." + nested.name)),
+        None,
     )
     if entry is not None and entry.options.map_entry:
         return f"map of {_type_text(entry.field[0])} to {_type_text(entry.field[1])}"
@@ -126,22 +127,25 @@ def _type_text(field: Field) -> str:
 
 def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]:
     """Return messages and enums in the order in which a reader meets them."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     while named:
         name, *named = named
-        if name in seen:
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         yield name
         if name in words.messages:
-            kinds = _field_type_names(words.messages[name][0])
-            named = [*kinds, *named]
+            field_types = _field_type_names(words.messages[name][0])
+            named = [*field_types, *named]
 
 
 def _field_type_names(message: DescriptorProto) -> list[str]:
     """Return the type names of the fields, and of the values of map fields."""
-    nested = {each.name for each in message.nested_type}
-    fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
+    nested = {nested_type.name for nested_type in message.nested_type}
+    fields = [
+        *message.field,
+        *(field for nested_type in message.nested_type for field in nested_type.field),
+    ]
     return [
         kind
         for field in fields
@@ -154,23 +158,23 @@ def _simple_name(name: str) -> str:
 
 
 def _comments(file: FileDescriptorProto) -> Comments:
-    said: Comments = {}
-    for each in file.source_code_info.location:
-        text = " ".join((each.leading_comments + each.trailing_comments).split())
+    comments: Comments = {}
+    for location in file.source_code_info.location:
+        text = " ".join((location.leading_comments + location.trailing_comments).split())
         if text:
-            said[tuple(each.path)] = text
-    return said
+            comments[tuple(location.path)] = text
+    return comments
 
 
 def load_descriptors() -> FileDescriptorSet:
     """Return the files as protoc parses them, with comments. Raises SystemExit on an error."""
     names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
     with tempfile.NamedTemporaryFile() as out:
-        wanted = [
+        options = [
             f"-Ibaton/pb={ROOT / 'proto'}",
             "--include_source_info",
             f"--descriptor_set_out={out.name}",
         ]
-        if protoc.main(["protoc", *wanted, *names]) != 0:
+        if protoc.main(["protoc", *options, *names]) != 0:
             sys.exit("protoc failed")
         return FileDescriptorSet.FromString(out.read())

@@ -94,8 +94,10 @@ def run(arguments: argparse.Namespace) -> None:
 def reject_seen_openings(model: ExportedModel, data: Path) -> None:
     for part in TRAINING_PARTS:
         text = model.decode(corpus.load_tokens(data, part).tolist())
-        if seen := [opening for opening in OPENINGS if opening in text]:
-            raise SystemExit(f"part {part} has the opening {seen[0]!r}: an evaluation needs others")
+        if present := [opening for opening in OPENINGS if opening in text]:
+            raise SystemExit(
+                f"part {part} has the opening {present[0]!r}: an evaluation needs others"
+            )
 
 
 def compute_held_out_bits(model: ExportedModel, tokens: TokenArray) -> float:

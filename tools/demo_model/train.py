@@ -167,8 +167,8 @@ def _make_optimizer(
     model: LlamaForTraining, device: torch.device, peak: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Return AdamW without weight decay of the norms."""
-    matrices = [one for one in model.parameters() if one.dim() == 2]
-    norms = [one for one in model.parameters() if one.dim() != 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": norms, "weight_decay": 0.0},

@@ -20,10 +20,10 @@ _MIN_USABLE_FILES = 256  # file descriptors per process
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    shown = ".".join(map(str, version))
+    text = ".".join(map(str, version))
     if version < MIN_PYTHON:
-        return bad_finding("python", f"this is {shown}", setup_advice("/path/to/python3.11"))
-    return ok_finding("python", shown)
+        return bad_finding("python", f"this is {text}", setup_advice("/path/to/python3.11"))
+    return ok_finding("python", text)
 
 
 def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def check_torch(found: Mapping[str, Any]) -> Finding:
     )
 
 
-def check_device(found: Mapping[str, Any], wanted: str) -> Finding:
-    """Check that the device `wanted` by --device is there."""
+def check_device(found: Mapping[str, Any], requested: str) -> Finding:
+    """Check that the device `requested` by --device is there."""
     gpus = found.get("gpus", [])
     if gpus:
         return ok_finding("device", f"{len(gpus)} GPU: {', '.join(gpus[:8])}")
-    if wanted == "cuda":
+    if requested == "cuda":
         fix = "check nvidia-smi, install torch with CUDA, or use --device cpu"
         return bad_finding("device", "--device cuda, and torch sees no GPU", fix)
     return ok_finding("device", "no GPU: models run on the CPU")
@@ -126,8 +126,8 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     usable = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    wanted = _wanted_descriptors(config)
-    fix = f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
+    needed = _wanted_descriptors(config)
+    fix = f"ulimit -n {needed} (or LimitNOFILE= of the service)"
     try:
         limits = {
             name: compute_port_limit(name, usable, most=config.max_connections)
@@ -137,7 +137,7 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
         return bad_finding("open files", error.message, fix)
     shares = ", ".join(f"{name} {limit.max_connections}" for name, limit in limits.items())
     detail = f"{usable} per process; connections at most: {shares}"
-    if hard == resource.RLIM_INFINITY or hard >= wanted:
+    if hard == resource.RLIM_INFINITY or hard >= needed:
         return ok_finding("open files", detail)
     if usable < _MIN_USABLE_FILES:
         return bad_finding("open files", detail, fix)
@@ -147,7 +147,7 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
 def _wanted_descriptors(config: Config) -> int:
     """Return the limit that lets the HTTP port hold a client for each queued or running request."""
     clients = config.max_queue + config.max_num_seqs * config.decode
-    wanted = clients
-    while compute_port_limit("http", wanted).max_connections < clients and wanted < MAX_DESCRIPTORS:
-        wanted *= 2
-    return wanted
+    limit = clients
+    while compute_port_limit("http", limit).max_connections < clients and limit < MAX_DESCRIPTORS:
+        limit *= 2
+    return limit

@@ -11,8 +11,8 @@ UNAVAILABLE_COMMANDS = {
 }
 
 
-def not_available_error(what: str) -> CommandFailed:
-    return CommandFailed(f"{what} is not available in this version")
+def not_available_error(name: str) -> CommandFailed:
+    return CommandFailed(f"{name} is not available in this version")
 
 
 def register(app: typer.Typer) -> None:

@@ -133,13 +133,15 @@ def _cache_bar(node: NodeStatus) -> str:
     stats = node.stats
     if not stats.blocks_total:
         return "not heard yet"
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    held_blocks = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
     used = _to_cells(stats.blocks_in_use, stats.blocks_total)
-    waiting = _to_cells(held, stats.blocks_total)
+    waiting = _to_cells(held_blocks, stats.blocks_total)
     cached = _to_cells(stats.blocks_cached, stats.blocks_total)
     rest = max(0, _BAR_CELLS - used - waiting - cached)
     bar = f"[cyan]{'█' * used}[/][yellow]{'█' * waiting}[/][blue]{'▒' * cached}[/]{'·' * rest}"
-    return f"{bar} {stats.blocks_in_use}+{held}+{stats.blocks_cached} of {stats.blocks_total}"
+    return (
+        f"{bar} {stats.blocks_in_use}+{held_blocks}+{stats.blocks_cached} of {stats.blocks_total}"
+    )
 
 
 def _to_cells(blocks: int, total: int) -> int:

@@ -48,7 +48,7 @@ def tokenizer_config(context: int) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "extra_special_tokens": [one for one in SPECIAL_TOKENS if one not in (BOS, EOS)],
+        "extra_special_tokens": [token for token in SPECIAL_TOKENS if token not in (BOS, EOS)],
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],

@@ -22,8 +22,8 @@ class Continuation:
     @property
     def whole_lines(self) -> str:
         """Opening and text, up to the last line that is known to be complete."""
-        whole = self.opening + self.text
-        return whole if self.is_ended else whole[: whole.rfind("\n") + 1]
+        text = self.opening + self.text
+        return text if self.is_ended else text[: text.rfind("\n") + 1]
 
     @property
     def new_lines(self) -> list[str]:

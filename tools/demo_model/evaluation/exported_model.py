@@ -26,7 +26,7 @@ class ExportedModel(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        return sum(one.numel() for one in self.parameters())
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, positions, vocabulary] for token ids [batch, positions]."""
