@@ -40,6 +40,7 @@ from baton.types import (
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.inbound import KVReceiver
 from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
@@ -105,22 +106,9 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
         emit=events.put,
         settings=TransferSettings(transport=transport),
     )
-    decode_peer = types.PeerAddress(NodeName("decode"), _DECODE, "", inbound.endpoint)
 
-    def hand_off(writer: "_PeerProcess", blocks: int) -> float:
-        ticket = Ticket(
-            id=TicketId(mint_id()),
-            key=_KEY,
-            decode_peer=decode_peer,
-            writer_incarnation=_WRITER,
-            first_block=0,
-            block_offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
-            num_tokens=blocks * LAYOUT.block_size,
-            ttl_seconds=10.0,
-            transport=transport,
-            segment=types.SegmentRef(arena.name, _DECODE),
-            fence_byte=inbound.allocate_fence_byte(),
-        )
+    def measure_handoff(writer: _PeerProcess, blocks: int) -> float:
+        ticket = _make_ticket(inbound, arena.name, transport, blocks)
         inbound.grant_ticket(ticket)
         writer.send_json(ticket)
         while not isinstance(event := events.get(timeout=_EVENT_TIMEOUT), InboundSealed):
@@ -130,14 +118,31 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
 
     try:
         with _start_peer("write") as writer:
-            hand_off(writer, LONG_BLOCKS)
-            hand_off(writer, SHORT_BLOCKS)
-            long = statistics.median(hand_off(writer, LONG_BLOCKS) for _ in range(repeat))
-            short = statistics.median(hand_off(writer, SHORT_BLOCKS) for _ in range(repeat))
+            measure_handoff(writer, LONG_BLOCKS)
+            measure_handoff(writer, SHORT_BLOCKS)
+            long = statistics.median(measure_handoff(writer, LONG_BLOCKS) for _ in range(repeat))
+            short = statistics.median(measure_handoff(writer, SHORT_BLOCKS) for _ in range(repeat))
     finally:
         inbound.close()
         arena.close()
     return long, short
+
+
+def _make_ticket(inbound: KVReceiver, segment: str, transport: str, blocks: int) -> Ticket:
+    """Return a ticket for the first blocks of the arena."""
+    return Ticket(
+        id=TicketId(mint_id()),
+        key=_KEY,
+        decode_peer=types.PeerAddress(NodeName("decode"), _DECODE, "", inbound.endpoint),
+        writer_incarnation=_WRITER,
+        first_block=0,
+        block_offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
+        num_tokens=blocks * LAYOUT.block_size,
+        ttl_seconds=10.0,
+        transport=transport,
+        segment=types.SegmentRef(segment, _DECODE),
+        fence_byte=inbound.allocate_fence_byte(),
+    )
 
 
 def _run_writer() -> None:
