@@ -29,25 +29,25 @@ BENCHMARK_MODULES = {
     "transfer": "benchmarks.transfer",
 }
 UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()
-_WIDTH = 160  # columns, where there is no terminal to ask
+_WIDTH = 160  # columns
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 measured, 1 not possible, 2 wrong usage."""
+    """Run the command line. Returns 0 if measured, 1 if not possible, 2 for wrong usage."""
     if arguments and arguments[0] in UNAVAILABLE_BENCHMARKS:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
-    wanted = (
+    names = (
         arguments[:1] if set(arguments[:1]) & BENCHMARK_MODULES.keys() else list(BENCHMARK_MODULES)
-    )  # one may import much
-    parts = {name: importlib.import_module(BENCHMARK_MODULES[name]) for name in wanted}
-    options = make_parser(parts).parse_args(arguments)
+    )  # a benchmark may import much
+    modules = {name: importlib.import_module(BENCHMARK_MODULES[name]) for name in names}
+    options = make_parser(modules).parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     rows: list[ResultRow] = []
     failure = ""
     try:
-        for name in list(parts) if options.benchmark == "all" else [options.benchmark]:
-            rows += _run_benchmark(parts[name], name, options, console)
+        for name in list(modules) if options.benchmark == "all" else [options.benchmark]:
+            rows += _run_benchmark(modules[name], name, options, console)
     except Exception as group:
         error = innermost_error(group)
         if not isinstance(error, BatonError | ValueError | TimeoutError | grpc.RpcError):
@@ -61,35 +61,35 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_benchmark(
-    part: ModuleType, name: str, options: argparse.Namespace, console: Console
+    module: ModuleType, name: str, options: argparse.Namespace, console: Console
 ) -> list[ResultRow]:
     if options.benchmark == "all":
         options = argparse.Namespace(
-            **{**vars(make_parser({name: part}).parse_args([name])), "benchmark": name}
+            **{**vars(make_parser({name: module}).parse_args([name])), "benchmark": name}
         )
         command = reproducing_command([name])
     else:
         command = reproducing_command(sys.argv[1:])
-    rows: list[ResultRow] = part.main(options, console, command)
+    rows: list[ResultRow] = module.main(options, console, command)
     return rows
 
 
-def make_parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
+def make_parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, allow_abbrev=False
     )
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="|".join([*BENCHMARK_MODULES, "all"])
     )
-    for name, part in parts.items():
+    for name, module in modules.items():
         command = commands.add_parser(
             name,
-            help=part.HELP,
-            description=part.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,  # some have lists in them
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # some docstrings contain lists
             allow_abbrev=False,
         )
-        part.add_arguments(command)
+        module.add_arguments(command)
         _add_json(command)
     _add_json(commands.add_parser("all", help="each with its defaults"))
     return parser

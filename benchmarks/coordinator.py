@@ -1,12 +1,11 @@
-"""`coordinator`: what the coordinator itself costs, with nodes that answer at once and compute
-nothing.
+"""`coordinator`: what the coordinator costs, with nodes that answer at once and compute nothing.
 
-Coordinator, nodes and clients are processes of their own; the coordinator has a core to itself
-where there are two. Throughput is tokens per second of the coordinator's own CPU time, over 64
-streams by default, so that what shares the machine spoils nothing. What the coordinator adds to the
-time to first token is the client's time, one stream at a time, less that of the same request to a
-front door with nobody behind it (`instant_front.py`), asked in turn with it: what a client itself
-costs on this machine. The nodes' own part is small, and is counted as the coordinator's.
+Coordinator, nodes and clients are separate processes, and the coordinator has its own core where
+there are two. Throughput is tokens per second of the coordinator's CPU time, over 64 streams by
+default, so that other load on the machine does not distort it. What the coordinator adds to the
+time to first token is the client's time, one stream at a time, minus that of the same request to a
+bare front end (`instant_front.py`), which measures the client itself. Both are sent in turn. The
+small part of the nodes counts as the coordinator's.
 """
 
 import argparse
@@ -25,48 +24,47 @@ import grpc
 import msgspec
 from rich.console import Console
 
-from baton.cli.client import health_watch as health
-from baton.cli.supervisor import child_specs as plan
-from baton.cli.supervisor import ports
+from baton.cli.client.health_watch import wait_until_serving
+from baton.cli.supervisor import child_specs, ports
 from baton.config.settings import Config
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from benchmarks.clusters.random_models import NARROW_SHAPE, build_random_model
 from benchmarks.figures.percentiles import percentile
+from benchmarks.figures.process_time import cpu_seconds
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from benchmarks.load import http_stream
 
 HELP = "tokens a second that the coordinator carries, and what it adds to the time to first token"
-THROUGHPUT_LIMIT = 3000.0  # tokens per second of one core, at least
-TTFT_LIMIT = 5.0  # milliseconds, median, at most
+THROUGHPUT_LIMIT = 3000.0  # minimum, in tokens per second of one core
+TTFT_LIMIT = 5.0  # maximum of the added median, in milliseconds
 FRONTS = ("http", "grpc")
 _START_TIMEOUT = 60.0  # seconds
 _PROMPT = list(range(1, 65))
-_SHORT_ANSWER_TOKENS = 4  # tokens of an answer whose first token is timed
+_SHORT_ANSWER_TOKENS = 4  # of an answer whose first token is timed
 _WARM_UP = 10  # requests
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSample:
-    """One stream: seconds to its first token, and its tokens."""
+    """One measured stream."""
 
-    ttft: float
+    ttft: float  # seconds to its first token
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFigures:
-    """`busy_seconds` and `wall_seconds` in seconds, of the coordinator and of the clock, while
-    `tokens` were streamed."""
+    """What was measured at one front end; times in seconds."""
 
-    tokens: int
-    busy_seconds: float
+    tokens: int  # streamed meanwhile
+    busy_seconds: float  # CPU time of the coordinator
     wall_seconds: float
     ttft_seconds: list[float]
-    bare_ttft_seconds: list[float]  # time to first token of a front door alone
+    bare_ttft_seconds: list[float]  # of the bare front end
 
 
-StreamRequest = Callable[[int], Awaitable[StreamSample]]  # one stream of so many tokens
+StreamRequest = Callable[[int], Awaitable[StreamSample]]  # takes the number of tokens to stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +88,10 @@ async def measure_fronts(
     folder, failed = Path(tempfile.mkdtemp(prefix="baton-bench-")), True
     try:
         model = await asyncio.to_thread(build_random_model, folder / "narrow", NARROW_SHAPE)
-        async with _start_processes(folder, model, options.step_ms / 1e3) as (where, bare, pid):
+        async with _start_processes(folder, model, options.step_ms / 1e3) as (endpoints, bare, pid):
             for front in FRONTS if options.front == "all" else (options.front,):
                 async with (
-                    _front_client(front, where) as ask,
+                    _front_client(front, endpoints) as ask,
                     _front_client(front, bare) as ask_bare,
                 ):
                     figures = await _measure_front(ask, ask_bare, pid, options)
@@ -101,7 +99,7 @@ async def measure_fronts(
         failed = False
     finally:
         if failed:
-            console.print(f"what the coordinator and the nodes said is in {folder / 'log'}")
+            console.print(f"the logs of the coordinator and the nodes are in {folder / 'log'}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     return rows
@@ -117,14 +115,14 @@ async def _measure_front(
         (await ask(_SHORT_ANSWER_TOKENS), await ask_bare(_SHORT_ANSWER_TOKENS))
         for _ in range(options.ttft_requests)
     ]
-    ttft, bare = ([one.ttft for one in column] for column in zip(*pairs, strict=True))
-    began, busy = time.perf_counter(), cpu_seconds(pid)
-    seen = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
-    tokens = sum(one.tokens for one in seen)
+    ttft, bare = ([sample.ttft for sample in column] for column in zip(*pairs, strict=True))
+    began, busy_before = time.perf_counter(), cpu_seconds(pid)
+    samples = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
+    tokens = sum(sample.tokens for sample in samples)
     if tokens != options.streams * options.tokens:
         raise NodeFailed(f"{tokens} tokens came, {options.streams * options.tokens} were asked for")
     return CoordinatorFigures(
-        tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare
+        tokens, cpu_seconds(pid) - busy_before, time.perf_counter() - began, ttft, bare
     )
 
 
@@ -152,18 +150,12 @@ def to_rows(front: str, figures: CoordinatorFigures, command: str) -> list[Resul
     ]
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 # the processes
 
 
 @dataclass(frozen=True, slots=True)
 class FrontEndpoints:
-    """Where the two front doors are, each HOST:PORT."""
+    """The addresses of the HTTP and the gRPC front end, each HOST:PORT."""
 
     http: str
     grpc: str
@@ -173,18 +165,22 @@ class FrontEndpoints:
 async def _start_processes(
     folder: Path, model: Path, step: float
 ) -> AsyncIterator[tuple[FrontEndpoints, FrontEndpoints, int]]:
-    """A coordinator that serves `model` with instant nodes, a front door alone, and the
-    coordinator's pid."""
-    wanted = Config(
+    """Start a coordinator with instant nodes, and a bare front end.
+
+    Yields the endpoints of both and the pid of the coordinator, which serves `model`.
+    """
+    settings = Config(
         model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning"
     )
-    config, held = ports.reserve_ports(plan.complete_config(wanted)[0])
-    where = ports.cluster_endpoints(config)
+    config, sockets = ports.reserve_ports(child_specs.complete_config(settings)[0])
+    endpoints = ports.cluster_endpoints(config)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    spec = plan.make_child_specs(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
+    spec = child_specs.make_child_specs(
+        config, endpoints, environ=environ, cores=1, supervisor=os.getpid()
+    )[0]
     nodes = [
         "benchmarks.clusters.instant_nodes",
-        where.cluster,
+        endpoints.cluster,
         "--vocabulary",
         str(NARROW_SHAPE.vocabulary),
         "--step",
@@ -214,36 +210,35 @@ async def _start_processes(
             async with asyncio.timeout(_START_TIMEOUT):
                 assert front.stdout is not None
                 http, grpc_port = (await front.stdout.readline()).split()
-                await health.wait_until_serving(where.grpc)
+                await wait_until_serving(endpoints.grpc)
             bare = FrontEndpoints(f"127.0.0.1:{int(http)}", f"127.0.0.1:{int(grpc_port)}")
-            yield FrontEndpoints(where.http, where.grpc), bare, coordinator.pid
+            yield FrontEndpoints(endpoints.http, endpoints.grpc), bare, coordinator.pid
         finally:
             os.sched_setaffinity(0, cores)
             for process in reversed(processes):
                 if process.returncode is None:
                     process.terminate()
                 await process.wait()
-            for one in held:
-                one.close()
+            for reserved in sockets:
+                reserved.close()
 
 
 # the clients
 
 
 @asynccontextmanager
-async def _front_client(front: str, where: FrontEndpoints) -> AsyncIterator[StreamRequest]:
+async def _front_client(front: str, endpoints: FrontEndpoints) -> AsyncIterator[StreamRequest]:
     if front == "http":
-        target = http_stream.parse_url(f"http://{where.http}")
+        target = http_stream.parse_url(f"http://{endpoints.http}")
         yield lambda tokens: _stream_by_http(target, tokens)
     else:
-        async with grpc.aio.insecure_channel(where.grpc) as channel:
+        async with grpc.aio.insecure_channel(endpoints.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             yield lambda tokens: _stream_by_grpc(stub, tokens)
 
 
 async def _stream_by_http(target: http_stream.HttpTarget, tokens: int) -> StreamSample:
-    """As cheap for this side as it can be: only the last event, which has the usage, is looked
-    into."""
+    """Stream one answer. Only the last event, which has the usage, is parsed, to save CPU time."""
     body = msgspec.json.encode(
         {
             "prompt": _PROMPT,
@@ -262,9 +257,9 @@ async def _stream_by_http(target: http_stream.HttpTarget, tokens: int) -> Stream
             raise NodeFailed(
                 f"status {response.status}: {(await response.read_body()).decode(errors='replace')}"
             )
-        async for piece in response.iter_body():
+        async for chunk in response.iter_body():
             first = first or time.perf_counter()
-            tail = tail[-2048:] + piece
+            tail = tail[-2048:] + chunk
     events = tail.split(b"data: ")
     if events[-1].strip() != b"[DONE]":
         raise NodeFailed(f"a stream ended without [DONE]: {events[-1].decode(errors='replace')}")

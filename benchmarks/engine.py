@@ -1,10 +1,9 @@
-"""`engine`: how fast the model computes, held against this machine's rate of matrix products in the
-same run.
+"""`engine`: how fast the model computes, relative to the matrix products of the same run.
 
-The model has the shape of a 0.5B Llama with made-up weights, in bf16, in this process. `limit` is
-the time of a step's matrix products alone, at the rate that one packed layer reaches over weights
-that no cache holds; attention, normalisation, sampling and Python are what a step needs beyond it.
-Step and products take turns, so that both meet the same machine.
+The model has the shape of a 0.5B Llama with random weights, in bf16, in this process. `limit` is
+the time of a step's matrix products alone, at the rate of one packed layer over weights that no
+cache holds. Attention, normalisation, sampling and Python are what a step needs beyond it. Step and
+products take turns, so that other load affects both.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
 
 
 def measure_engine(command: str, threads: int = 1, rounds: int = 5) -> list[ResultRow]:
-    """Prefill throughput, and the time of a decode step at several batch sizes."""
+    """Return prefill throughput, and the time of a decode step at several batch sizes."""
     with TemporaryDirectory() as folder:
         engine = _load_engine(Path(folder), threads)
     chunk = StepBatch((_make_slice(0, CONTEXT, 0),))
@@ -102,7 +101,7 @@ def _make_slice(sequence: int, count: int, start: int) -> SequenceSlice:
 
 
 def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
-    """Seconds of the step, and of its matrix products at the rate of one packed layer."""
+    """Return the seconds of the step and of its matrix products at the rate of one packed layer."""
     tokens, sampled = batch.num_tokens, len(batch.slices)
     layers, last = _matrix_products(tokens), _matrix_products(sampled)
     step: list[float] = []
@@ -113,7 +112,7 @@ def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[f
     seconds, at_tokens, at_sampled = (
         min(column[1:]) for column in (step, *zip(*per_weight, strict=True))
     )
-    # But for its KV, the last layer is computed for the sampled rows alone, as is the output layer.
+    # Except for its KV, the last layer is computed only for sampled rows, as is the output layer.
     weights = (
         _LAYER_WEIGHTS * (_LAYERS - 1 + sampled / tokens) * at_tokens
         + _HIDDEN * _VOCABULARY * at_sampled

@@ -1,9 +1,8 @@
-"""`kernels`: paged decode attention against the rate at which this device copies memory, in the
-same run.
+"""`kernels`: paged decode attention, relative to this device's memory copy rate in the same run.
 
-Decode reads every key and value of its contexts once, and little else. So bytes of KV over time, as
-a share of what a plain copy moves (read and written), says how close the kernel is to the memory's
-limit. On a GPU this is the Triton kernel, on a CPU its torch twin on one thread.
+Decode reads every key and value of its contexts once, and little else. So the bytes of KV per
+second, as a share of what a plain copy moves (reads and writes), say how close the kernel is to the
+memory's limit. On a GPU this is the Triton kernel, on a CPU the torch kernel with one thread.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def measure_kernels(
 
 
 def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) -> float:
-    """Bytes of KV per second, bf16, every sequence's blocks scattered over the arena."""
+    """Return bytes of KV (bf16) per second; the blocks of each sequence are scattered."""
     blocks = context // BLOCK_SIZE
     arena = torch.randn(batch * blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM, device=device).to(
         torch.bfloat16
@@ -81,7 +80,7 @@ def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) ->
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of one call, warmed up; on a GPU between two events of its stream."""
+    """Return the median seconds of a call after a warm-up, by events on a GPU's stream."""
     for _ in range(3):
         call()
     if device.type == "cpu":

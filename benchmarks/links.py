@@ -1,8 +1,7 @@
-"""`links`: what the transfer plane itself moves between two processes, with no model and no
-coordinator around it.
+"""`links`: the speed of the transfer plane between two processes, without model or coordinator.
 
-For each transport, hand-offs one at a time: of a long prompt (GB/s of KV) and of a short one (from
-the first layer announced to Committed). And what encryption costs: the same bytes over bare
+For each transport, one hand-off at a time: of a long prompt (GB/s of KV) and of a short one (from
+the first layer announced to Committed). And the cost of encryption: the same bytes over bare
 sockets, with CURVE and without.
 """
 
@@ -41,15 +40,15 @@ from baton.types import (
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.inbound import KVReceiver
 from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 TRANSPORTS = ("shm", "zmq", "grpc")
-MESSAGE_BYTES = (1 << 18, 1 << 20)  # bytes
-LAYOUT = KVLayout(
-    num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32"
-)  # 1.5 MiB a block
-LONG_BLOCKS, SHORT_BLOCKS = 64, 2  # blocks
+MESSAGE_BYTES = (1 << 18, 1 << 20)
+# 1.5 MiB a block
+LAYOUT = KVLayout(num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32")
+LONG_BLOCKS, SHORT_BLOCKS = 64, 2
 _TOKEN = "of this measurement only"
 _KEY = AttemptKey(RequestId("0" * 32), 0, 0)
 _WRITER, _DECODE = Incarnation("writer"), Incarnation("decode")
@@ -58,11 +57,12 @@ _EVENT_TIMEOUT = 60.0  # seconds
 
 
 class SocketJob(msgspec.Struct):
-    """What the sending process of a bare measurement is told."""
+    """The parameters of the sending process in a measurement over bare sockets."""
 
     port: int
     message_bytes: int
-    keys: list[str]  # decode's public, the writer's public and secret; none is no encryption
+    # CURVE keys: decode's public, the writer's public and secret. Empty: no encryption.
+    keys: list[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +87,10 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
 
 
 def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
-    """Median seconds of a LONG and of a SHORT hand-off. Decode runs here, the writer in a process
-    of its own."""
+    """Return the median seconds of a LONG and of a SHORT hand-off.
+
+    Decode runs in this process, the writer in another one.
+    """
     arena = create_segment(
         DEFAULT_SEGMENT_FOLDER,
         "bench",
@@ -104,22 +106,9 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
         emit=events.put,
         settings=TransferSettings(transport=transport),
     )
-    here = types.PeerAddress(NodeName("decode"), _DECODE, "", inbound.endpoint)
 
-    def hand_off(writer: "_PeerProcess", blocks: int) -> float:
-        ticket = Ticket(
-            id=TicketId(mint_id()),
-            key=_KEY,
-            decode_peer=here,
-            writer_incarnation=_WRITER,
-            first_block=0,
-            block_offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
-            num_tokens=blocks * LAYOUT.block_size,
-            ttl_seconds=10.0,
-            transport=transport,
-            segment=types.SegmentRef(arena.name, _DECODE),
-            fence_byte=inbound.allocate_fence_byte(),
-        )
+    def measure_handoff(writer: _PeerProcess, blocks: int) -> float:
+        ticket = _make_ticket(inbound, arena.name, transport, blocks)
         inbound.grant_ticket(ticket)
         writer.send_json(ticket)
         while not isinstance(event := events.get(timeout=_EVENT_TIMEOUT), InboundSealed):
@@ -129,18 +118,35 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
 
     try:
         with _start_peer("write") as writer:
-            hand_off(writer, LONG_BLOCKS)
-            hand_off(writer, SHORT_BLOCKS)
-            long = statistics.median(hand_off(writer, LONG_BLOCKS) for _ in range(repeat))
-            short = statistics.median(hand_off(writer, SHORT_BLOCKS) for _ in range(repeat))
+            measure_handoff(writer, LONG_BLOCKS)
+            measure_handoff(writer, SHORT_BLOCKS)
+            long = statistics.median(measure_handoff(writer, LONG_BLOCKS) for _ in range(repeat))
+            short = statistics.median(measure_handoff(writer, SHORT_BLOCKS) for _ in range(repeat))
     finally:
         inbound.close()
         arena.close()
     return long, short
 
 
+def _make_ticket(inbound: KVReceiver, segment: str, transport: str, blocks: int) -> Ticket:
+    """Return a ticket for the first blocks of the arena."""
+    return Ticket(
+        id=TicketId(mint_id()),
+        key=_KEY,
+        decode_peer=types.PeerAddress(NodeName("decode"), _DECODE, "", inbound.endpoint),
+        writer_incarnation=_WRITER,
+        first_block=0,
+        block_offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
+        num_tokens=blocks * LAYOUT.block_size,
+        ttl_seconds=10.0,
+        transport=transport,
+        segment=types.SegmentRef(segment, _DECODE),
+        fence_byte=inbound.allocate_fence_byte(),
+    )
+
+
 def _run_writer() -> None:
-    """One hand-off for each ticket on standard input; says how long it took."""
+    """Do one hand-off for each ticket on standard input, and print its seconds."""
     source = np.ones(LONG_BLOCKS * LAYOUT.block_bytes, dtype=np.uint8)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     plane = build_kv_sender(
@@ -163,8 +169,7 @@ def _run_writer() -> None:
 
 
 def measure_socket(encrypted: bool, size: int) -> float:
-    """Bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER over loopback
-    TCP."""
+    """Return bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as reader:
         job = SocketJob(0, size, [])
         if encrypted:
@@ -203,15 +208,15 @@ def _run_sender() -> None:
 
 
 class _PeerProcess:
-    """A process that is told things and answers with a number of seconds, a JSON line each."""
+    """A process that takes JSON lines and answers each with a number of seconds."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._in, self._out = process.stdin, process.stdout
 
-    def send_json(self, what: object) -> None:
-        self._in.write(msgspec.json.encode(what) + b"\n")
+    def send_json(self, message: object) -> None:
+        self._in.write(msgspec.json.encode(message) + b"\n")
         self._in.flush()
 
     def read_seconds(self) -> float:

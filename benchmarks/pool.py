@@ -1,7 +1,7 @@
-"""`pool`: what the shared pool's index costs, what finding a prompt there saves on running nodes,
-and how much its eviction policies keep of what a trace will ask for.
+"""`pool`: the shared pool's index, what a pooled prefix saves, and the eviction policies.
 
-Without `--trace` nothing is known of eviction: nothing stands in for a real one.
+The policies are measured by replaying a trace; without `--trace` they are not measured, because no
+synthetic load stands in for a real one.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from kv_pool.core.eviction.cost_evictor import CostEvictor
 from kv_pool.core.index.prompt_chain import PromptChain
 
 HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
-BLOCK_TOKENS = 16  # tokens
-PROMPT_TOKENS = 128 * 1024  # tokens
-MATCH_LIMIT = 1.0  # milliseconds
-HASH_LIMIT = 20e6  # tokens a second
-CAPACITIES = (
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 128 * 1024
+MATCH_LIMIT = 1.0  # maximum, in milliseconds
+HASH_LIMIT = 20e6  # minimum, in tokens per second
+CAPACITIES = (  # blocks; 0: no limit
     1_000,
     2_000,
     3_000,
@@ -52,7 +52,7 @@ CAPACITIES = (
     50_000,
     100_000,
     0,
-)  # blocks; 0: no limit
+)
 _ROOT = BlockHash(bytes(32))
 _HOLDER = PoolClientId("bench")
 _ROUNDS = 50
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     if options.plot:
         check_plot_path(options.plot)
-    work = _load_trace_prompts(options)
+    prompts = _load_trace_prompts(options)
     rows = measure_index(options.blocks, command)
     print_rows(console, f"index of {options.blocks:,} blocks of {BLOCK_TOKENS} tokens", rows)
     if options.rounds:
@@ -94,29 +94,31 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
             console, f"prompts of {REUSE_PROMPT:,} tokens on two nodes, 24 layers, bfloat16", reused
         )
         rows += reused
-    if work is None:
+    if prompts is None:
         console.print(
-            "[bold]SKIPPED: no trace was replayed, and nothing is known of eviction: give --trace FILE[/bold]"
+            "[bold]SKIPPED: no trace was replayed, and nothing is known of eviction: "
+            "give --trace FILE[/bold]"
         )
         return rows
-    found = {capacity: _replay_all(work, capacity) for capacity in options.capacities}
-    console.print(hit_table(work, found))
+    results = {capacity: _replay_all(prompts, capacity) for capacity in options.capacities}
+    console.print(hit_table(prompts, results))
     if options.plot:
-        plot_hits(work, found, options.plot)
-    return [*rows, *_trace_rows(found, command), *_partial_rows(options, console, command)]
+        plot_hits(prompts, results, options.plot)
+    return [*rows, *_trace_rows(results, command), *_partial_rows(options, console, command)]
 
 
 def _capacities(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
+    return tuple(int(number) for number in text.split(","))
 
 
 def _load_trace_prompts(options: argparse.Namespace) -> TracePrompts | None:
     if options.trace is None:
         return None
     trace = read_trace(options.trace, options.limit)
-    if not all(one.block_ids for one in trace):
+    if not all(request.block_ids for request in trace):
         raise ValueError(
-            f"trace {options.trace} has requests without hash_ids: nothing is known of what they share"
+            f"trace {options.trace} has requests without hash_ids: "
+            "nothing is known of what they share"
         )
     return TracePrompts(trace)
 
@@ -133,8 +135,8 @@ def measure_index(blocks: int, command: str) -> list[ResultRow]:
     pool.attach_client(_HOLDER, 0.0)
     _fill(pool, blocks, depth, tokens)
     size = (_resident_bytes() - before) / blocks
-    wanted = PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS)
-    matching = [_timed(lambda: _look_up(pool, wanted)) for _ in range(_ROUNDS)]
+    prompt = PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS)
+    matching = [_timed(lambda: _look_up(pool, prompt)) for _ in range(_ROUNDS)]
     return [
         make_row("pool/hash", len(tokens) / hashing, "tokens/s", command, HASH_LIMIT),
         make_row(
@@ -146,8 +148,7 @@ def measure_index(blocks: int, command: str) -> list[ResultRow]:
 
 
 def _fill(pool: SharedBlockPool, blocks: int, depth: int, tokens: Sequence[int]) -> None:
-    """Prompts of `depth` blocks; `tokens` is the first, the others differ from it in their first
-    token."""
+    """Publish prompts of `depth` blocks: `tokens`, and others with a different first token."""
     for number in range(blocks // depth):
         prompt = PromptChain.from_tokens(_ROOT, [tokens[0] + number, *tokens[1:]], BLOCK_TOKENS)
         granted = pool.reserve_blocks(_HOLDER, prompt, 0, float(number))
@@ -170,45 +171,48 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _timed(do: Callable[[], object]) -> float:
+def _timed(function: Callable[[], object]) -> float:
     started = time.perf_counter()
-    do()
+    function()
     return time.perf_counter() - started
 
 
-def _best_seconds(do: Callable[[], object]) -> float:
-    return min(_timed(do) for _ in range(_ROUNDS))
+def _best_seconds(function: Callable[[], object]) -> float:
+    return min(_timed(function) for _ in range(_ROUNDS))
 
 
 # the trace
 
 
-def _replay_all(work: TracePrompts, capacity: int) -> dict[str, HitRatios]:
-    blocks = capacity or work.distinct_block_count
-    return {policy: replay_policy(work, blocks, policy) for policy in POLICIES} | {
-        "belady": replay_belady(work, blocks)
+def _replay_all(prompts: TracePrompts, capacity: int) -> dict[str, HitRatios]:
+    blocks = capacity or prompts.distinct_block_count
+    return {policy: replay_policy(prompts, blocks, policy) for policy in POLICIES} | {
+        "belady": replay_belady(prompts, blocks)
     }
 
 
-def hit_table(work: TracePrompts, found: dict[int, dict[str, HitRatios]]) -> Table:
-    title = f"{len(work.prompts):,} requests, {work.block_count:,} blocks, {work.distinct_block_count:,} different ones"
-    shown = Table("capacity", title=title, title_justify="left", box=None, header_style="bold")
+def hit_table(prompts: TracePrompts, results: dict[int, dict[str, HitRatios]]) -> Table:
+    title = (
+        f"{len(prompts.prompts):,} requests, {prompts.block_count:,} blocks, "
+        f"{prompts.distinct_block_count:,} different ones"
+    )
+    table = Table("capacity", title=title, title_justify="left", box=None, header_style="bold")
     for heading in (*POLICIES, "belady"):
-        shown.add_column(f"{heading}: hits", justify="right")
-        shown.add_column("computing saved", justify="right")
-    for capacity, by_policy in found.items():
+        table.add_column(f"{heading}: hits", justify="right")
+        table.add_column("computing saved", justify="right")
+    for capacity, by_policy in results.items():
         figures = (
             f"{value:.4f}"
             for hits in by_policy.values()
             for value in (hits.block_hit_ratio, hits.saved_cost_share)
         )
-        shown.add_row(f"{capacity:,}" if capacity else "no limit", *figures)
-    return shown
+        table.add_row(f"{capacity:,}" if capacity else "no limit", *figures)
+    return table
 
 
-def _trace_rows(found: dict[int, dict[str, HitRatios]], command: str) -> list[ResultRow]:
+def _trace_rows(results: dict[int, dict[str, HitRatios]], command: str) -> list[ResultRow]:
     rows: list[ResultRow] = []
-    for capacity, by_policy in found.items():
+    for capacity, by_policy in results.items():
         best = by_policy["belady"].block_hit_ratio
         for policy in POLICIES:
             name = f"pool/{policy}/{capacity or 'unlimited'}/hit_ratio"
@@ -219,11 +223,11 @@ def _trace_rows(found: dict[int, dict[str, HitRatios]], command: str) -> list[Re
 
 
 def _partial_rows(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
-    whole, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
+    in_blocks, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
     rows = [
         make_row(
             f"pool/trace/finer_blocks_of_{BLOCK_TOKENS}",
-            whole,
+            in_blocks,
             "of prompt tokens, at most",
             command,
         ),
@@ -233,21 +237,23 @@ def _partial_rows(options: argparse.Namespace, console: Console, command: str) -
     return rows
 
 
-def plot_hits(work: TracePrompts, found: dict[int, dict[str, HitRatios]], path: Path) -> None:
-    """Hit ratio over capacity, logarithmic; what has no limit stands where all different blocks
-    fit."""
+def plot_hits(prompts: TracePrompts, results: dict[int, dict[str, HitRatios]], path: Path) -> None:
+    """Plot hit ratio over capacity (logarithmic).
+
+    Unlimited capacity stands where all distinct blocks fit.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    blocks = [capacity or work.distinct_block_count for capacity in found]
+    blocks = [capacity or prompts.distinct_block_count for capacity in results]
     for policy, style in (("belady", "--"), ("cost", "o-"), ("lru", "s-")):
         label = "Belady's optimum" if policy == "belady" else policy
         axes.plot(
             blocks,
-            [by_policy[policy].block_hit_ratio for by_policy in found.values()],
+            [by_policy[policy].block_hit_ratio for by_policy in results.values()],
             style,
             label=label,
         )

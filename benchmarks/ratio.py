@@ -1,11 +1,12 @@
-"""`ratio`: is the advice good, and does `auto` keep an objective? On eight paced nodes, with real
-processes.
+"""`ratio`: whether the advice on the ratio is good, and whether `auto` keeps an SLO.
 
-sweep   four workloads, every split: what `baton ratio advise` recommends, asked in 4:4, against the
-best split. A split
-        that serves less than half as much as the best in its first run is not measured again.
-turn    a load that turns from prompt-heavy to output-heavy, with `baton ratio auto`, and without
-swing   a load that swings between both every 20 s, with it and without
+Runs on eight paced nodes, with real processes:
+
+sweep   four workloads, every split: what `baton ratio advise` recommends in split 4:4, against
+        the best split. A split that serves less than half as much as the best in its first run
+        is not measured again.
+turn    a load that turns from prompt-heavy to output-heavy, with and without `baton ratio auto`
+swing   a load that swings between both every 20 s, with and without it
 """
 
 import argparse
@@ -27,8 +28,8 @@ from benchmarks.scenarios.paced_cluster import PacedCluster, meets_slo, paced_cl
 
 HELP = "the advised ratio against every other, and the ratio kept by itself"
 PARTS = ("sweep", "turn", "swing")
-MIN_SHARE_OF_BEST = 0.95  # of the best split's goodput
-_SKIP_BELOW_SHARE = 0.5  # of the best split's: not measured again
+MIN_SHARE_OF_BEST = 0.95  # advised split's goodput / best split's goodput
+_SKIP_BELOW_SHARE = 0.5  # share of the best goodput below which a split is not measured again
 _INITIAL_SPLIT = RoleSplit(workloads.NODE_COUNT // 2, workloads.NODE_COUNT // 2)
 
 
@@ -85,18 +86,18 @@ async def run_parts(options: argparse.Namespace, console: Console, command: str)
     async with paced_cluster(console) as cluster:
         if "sweep" in parts:
             rows += await _sweeps(cluster, options, console, command)
-        courses = []
+        timelines = []
         if "turn" in parts:
-            courses += await run_turning_load(cluster, options.phase, options.seed, console)
+            timelines += await run_turning_load(cluster, options.phase, options.seed, console)
         if "swing" in parts:
-            courses += await run_swinging_load(cluster, options.swings, options.seed, console)
-    if courses:
-        plot_timelines([course for course, _ in courses], options.auto_plot)
+            timelines += await run_swinging_load(cluster, options.swings, options.seed, console)
+    if timelines:
+        plot_timelines([timeline for timeline, _ in timelines], options.auto_plot)
         console.print(f"picture: {options.auto_plot}")
         rows += [
             make_row(f"ratio/{name}", value, unit, command)
-            for _, told in courses
-            for name, value, unit in told
+            for _, figures in timelines
+            for name, value, unit in figures
         ]
     return rows
 
@@ -135,22 +136,27 @@ async def _sweep(
         split: [] for split in {*_parse_splits(options.splits), advised}
     }
     for number in range(options.runs):
-        best = max((statistics.median(each) for each in runs.values() if each), default=0.0)
+        best = max(
+            (statistics.median(goodputs) for goodputs in runs.values() if goodputs), default=0.0
+        )
         for split in sorted(runs, key=lambda split: split.prefill_nodes):
             if number and statistics.median(runs[split]) < _SKIP_BELOW_SHARE * best:
                 continue
             await cluster.set_ratio(split)
             plan = load.plan_requests(f"{options.seed}/{number}", seconds)
-            seen = await cluster.send_plan(plan, seconds, f"{name}/{split}/{number}")
-            runs[split].append(sum(meets_slo(one, slo) for one in seen) / seconds)
+            measurements = await cluster.send_plan(plan, seconds, f"{name}/{split}/{number}")
+            runs[split].append(
+                sum(meets_slo(measurement, slo) for measurement in measurements) / seconds
+            )
             console.print(
-                f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s of {load.requests_per_second:g}/s"
+                f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s "
+                f"of {load.requests_per_second:g}/s"
             )
     return GoodputCurve(runs, advised)
 
 
 def _parse_splits(text: str) -> list[RoleSplit]:
-    """Raises ValueError."""
+    """Return the splits of --splits, by default all. Raises ValueError."""
     if not text:
         return [
             RoleSplit(prefill, workloads.NODE_COUNT - prefill)
@@ -174,30 +180,30 @@ def median_goodput(curve: GoodputCurve) -> dict[RoleSplit, float]:
 
 
 def relative_range(runs: Sequence[float]) -> float:
-    """Between runs of the same split: the range over the median."""
+    """Return the range over the median, between runs of the same split."""
     middle = statistics.median(runs)
     return (max(runs) - min(runs)) / middle if middle else 0.0
 
 
 def to_rows(name: str, curve: GoodputCurve, command: str) -> list[ResultRow]:
-    found, best = median_goodput(curve), max(median_goodput(curve).values())
+    goodput, best = median_goodput(curve), max(median_goodput(curve).values())
     rows = [
         make_row(f"ratio/{name}/{split}/goodput", value, "requests/s", command)
-        for split, value in found.items()
+        for split, value in goodput.items()
     ]
     rows.append(
-        make_row(f"ratio/{name}/advised", found[curve.advised_split], "requests/s", command, best)
+        make_row(f"ratio/{name}/advised", goodput[curve.advised_split], "requests/s", command, best)
     )
     rows.append(
         make_row(
             f"ratio/{name}/of_best",
-            found[curve.advised_split] / best if best else 0.0,
+            goodput[curve.advised_split] / best if best else 0.0,
             "of the best",
             command,
             MIN_SHARE_OF_BEST,
         )
     )
-    leader = max(found, key=lambda split: found[split])
+    leader = max(goodput, key=lambda split: goodput[split])
     rows.append(
         make_row(
             f"ratio/{name}/run_to_run", relative_range(curve.runs[leader]), "of the median", command
@@ -207,8 +213,8 @@ def to_rows(name: str, curve: GoodputCurve, command: str) -> list[ResultRow]:
 
 
 def ratio_table(curves: dict[str, GoodputCurve]) -> Table:
-    shown = Table(title="goodput, requests/s", title_justify="left", box=None, header_style="bold")
-    shown.add_column("workload", no_wrap=True)
+    table = Table(title="goodput, requests/s", title_justify="left", box=None, header_style="bold")
+    table.add_column("workload", no_wrap=True)
     for heading in (
         "advised",
         "its goodput",
@@ -217,17 +223,21 @@ def ratio_table(curves: dict[str, GoodputCurve]) -> Table:
         "advised / best",
         "run to run",
     ):
-        shown.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, curve in curves.items():
-        found = median_goodput(curve)
-        best = max(found, key=lambda split: found[split])
-        share = found[curve.advised_split] / found[best] if found[best] else 0.0
-        told = (found[curve.advised_split], found[best])
-        shown.add_row(
-            name, str(curve.advised_split), f"{told[0]:.2f}", str(best), f"{told[1]:.2f}", f"{share:.0%}",
+        goodput = median_goodput(curve)
+        best = max(goodput, key=lambda split: goodput[split])
+        share = goodput[curve.advised_split] / goodput[best] if goodput[best] else 0.0
+        table.add_row(
+            name,
+            str(curve.advised_split),
+            f"{goodput[curve.advised_split]:.2f}",
+            str(best),
+            f"{goodput[best]:.2f}",
+            f"{share:.0%}",
             f"{relative_range(curve.runs[best]):.0%}",
-        )  # fmt: skip
-    return shown
+        )
+    return table
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:

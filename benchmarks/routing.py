@@ -1,17 +1,16 @@
-"""`routing`: what one placement costs the coordinator, by the size of the cluster and of its prefix
-directory.
+"""`routing`: what one placement costs the coordinator, by cluster size and directory size.
 
-The real brain with the default policy, in this process, and nodes that exist on paper. Half of the
-prompts begin with blocks that some node has, as deep as `--depth`. CPU time of this thread, the
-median over `--decisions`:
+The real brain with the default policy runs in this process, with stubbed nodes. Half of the prompts
+begin with blocks that some node has, up to `--depth` blocks. The figures are CPU time of this
+thread, the median over `--decisions`:
 
-    decision   hashing the prompt as far as it is held, looking it up, scoring every node, choosing
-    auto       the same in mode auto, which predicts what both ways would take
-    request    all that the brain does to take a request in, place it and end it
+    decision   hash the prompt as far as it is cached, look it up, score every node, choose
+    auto       the same in mode auto, which predicts the latency of both prefill sites
+    request    all that the brain does to admit a request, place it and end it
     event      a block that a node's cache gains or loses
 
-and how `decision` grows from a sixteenth of the directory to all of it, and from a sixteenth of the
-nodes.
+ and how `decision` grows from a sixteenth of the directory to all of it, and from a sixteenth of
+the nodes.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from coordinator.core.placement.request_placer import ServingMode
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
-DECISION_LIMIT = 1000.0  # microseconds of CPU for a decision
+DECISION_LIMIT = 1000.0  # maximum for a decision, in microseconds of CPU
 _LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 _PROMPT = 2048  # tokens
 _SHRINK_FACTOR = 16  # times
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class StubbedCluster:
-    """A brain with nodes on paper, `blocks` in its directory in all."""
+    """A brain with stubbed nodes, and `blocks` in its prefix directory in all."""
 
     def __init__(
         self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated"
@@ -84,30 +83,36 @@ class StubbedCluster:
 
     def _fill_directory(self, share: int, depth: int) -> None:
         root = root_hash(bytes.fromhex(_DIGEST), _LAYOUT, b"")
-        held: list[list[int]] = [[] for _ in self.nodes]
+        cached: list[list[int]] = [[] for _ in self.nodes]
         for prompt in self.prompts[::2]:
-            names = [
-                short_hash(name)
-                for name in _take_first(iter_block_hashes(root, prompt, _LAYOUT.block_size), depth)
+            hashes = [
+                short_hash(block_hash)
+                for block_hash in _take_first(
+                    iter_block_hashes(root, prompt, _LAYOUT.block_size), depth
+                )
             ]
             for place in self._random.sample(range(len(self.nodes)), min(8, len(self.nodes))):
-                held[place] += names
-        for node, names in zip(self.nodes, held, strict=True):
-            rest = (self._random.getrandbits(64) for _ in range(max(0, share - len(names))))
-            self.brain.receive_report(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
+                cached[place] += hashes
+        for node, hashes in zip(self.nodes, cached, strict=True):
+            others = (self._random.getrandbits(64) for _ in range(max(0, share - len(hashes))))
+            self.brain.receive_report(node, m.CacheSnapshot(1, (*hashes[:share], *others)), _NOW)
 
     def make_request(self) -> Request:
-        """A prompt that shares a beginning with one of the known ones, and goes on in a way of its
-        own."""
+        """Return a prompt that begins like a known one and then continues differently."""
         self._serial += 1
-        known = self.prompts[self._serial % len(self.prompts)]
-        own = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
+        known_prompt = self.prompts[self._serial % len(self.prompts)]
+        suffix = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
         sampling = SamplingParams(128)
-        return Request(RequestId(f"{self._serial:032x}"), known[: -len(own)] + own, sampling, 600.0)
+        return Request(
+            RequestId(f"{self._serial:032x}"),
+            known_prompt[: -len(suffix)] + suffix,
+            sampling,
+            600.0,
+        )
 
     def time_decisions(self, count: int) -> list[float]:
-        """Microseconds of each decision; every request is placed and ended before the next."""
-        table = self.brain._table  # the decision itself, without what surrounds it
+        """Return microseconds of each decision; a request ends before the next one is placed."""
+        table = self.brain._table  # time the decision itself, without the code around it
         decide = table.placer.decide_placement
 
         def timed(*arguments: object) -> object:
@@ -123,7 +128,7 @@ class StubbedCluster:
         return took
 
     def time_requests(self, count: int) -> list[float]:
-        """Microseconds of each request from arrival to end."""
+        """Return microseconds of each request from arrival to end."""
         took: list[float] = []
         for _ in range(count):
             request = self.make_request()
@@ -134,7 +139,7 @@ class StubbedCluster:
         return took
 
     def time_cache_events(self, count: int) -> list[float]:
-        """Microseconds for each name, in messages that insert and evict 64 each."""
+        """Return microseconds per block, in messages that insert and evict 64 blocks each."""
         took: list[float] = []
         node, before = self.nodes[0], tuple[int, ...]()
         for sequence in range(2, 2 + count // 64):
@@ -149,14 +154,16 @@ class StubbedCluster:
 def measure_routing(
     nodes: int, blocks: int, depth: int, decisions: int, command: str
 ) -> list[ResultRow]:
-    whole = StubbedCluster(nodes, blocks, depth)
-    decision = median(whole.time_decisions(decisions))
+    full_cluster = StubbedCluster(nodes, blocks, depth)
+    decision = median(full_cluster.time_decisions(decisions))
     rows = [
         make_row("routing/decision", decision, "us", command, DECISION_LIMIT),
-        make_row("routing/request", median(whole.time_requests(decisions)), "us", command),
-        make_row("routing/event", median(whole.time_cache_events(64 * 64)), "us/block", command),
+        make_row("routing/request", median(full_cluster.time_requests(decisions)), "us", command),
+        make_row(
+            "routing/event", median(full_cluster.time_cache_events(64 * 64)), "us/block", command
+        ),
     ]
-    del whole
+    del full_cluster
     auto = median(StubbedCluster(nodes, blocks, depth, "auto").time_decisions(decisions))
     rows.insert(1, make_row("routing/auto", auto, "us", command, DECISION_LIMIT))
     fewer_blocks = StubbedCluster(
@@ -171,12 +178,19 @@ def measure_routing(
 
 
 def _growth_row(
-    of: str, decision: float, smaller: StubbedCluster, decisions: int, command: str, limit: float
+    what_grows: str,
+    decision: float,
+    smaller: StubbedCluster,
+    decisions: int,
+    command: str,
+    limit: float,
 ) -> ResultRow:
-    """How many times longer for 16 times as much. For blocks the limit is above what a logarithm
-    would allow."""
+    """Return how many times longer a decision takes for 16 times as much.
+
+    For blocks the limit is above what a logarithm would allow.
+    """
     return make_row(
-        f"routing/growth_16x_{of}",
+        f"routing/growth_16x_{what_grows}",
         decision / median(smaller.time_decisions(decisions)),
         "times",
         command,

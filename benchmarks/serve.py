@@ -1,10 +1,10 @@
 """`serve`: latency and throughput of any OpenAI-compatible endpoint, cell by cell.
 
 A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths, or a
-recorded trace. Every cell sends prompts that were never sent before, so that no cache answers for
-the model; the prompts of a trace share among themselves exactly the prefixes that the trace says.
-TTFT, TPOT and ITL are client-side; unless the loop is closed they count from the moment when a
-request was due. A sweep is closed loops of growing concurrency, and a picture.
+recorded trace. Every cell sends new prompts, so that no cache helps; the prompts of a trace share
+among themselves exactly the prefixes that the trace states. TTFT, TPOT and ITL are measured at the
+client; unless the loop is closed, they count from the time at which a request was due. A sweep is a
+series of closed loops with growing concurrency, drawn as a picture.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.scenarios import concurrency_sweep as sweep
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
-_WAVES_PER_CLIENT = 4  # requests of each client in a cell of a sweep, at least
+_WAVES_PER_CLIENT = 4  # least requests of each client in a cell of a sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run_cells(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
-    """Raises ValueError for options that make no sense or an endpoint that cannot be used."""
+    """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
     slo = parse_slo(options.slo)
     bound = parse_slo(f"ttft={options.ttft_slo}").ttft_seconds if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)
@@ -133,8 +133,8 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
         client = await _connect_client(options, url)
         console.print(f"{url}: {client.features}")
         for cell in cells:
-            seen = await run_load(client, cell.load, cell.plan, options.seconds)
-            results.append(evaluate_cell(str(cell.load), seen, slo))
+            measurements = await run_load(client, cell.load, cell.plan, options.seconds)
+            results.append(evaluate_cell(str(cell.load), measurements, slo))
             rows += to_rows(results[-1], slo, command)
     console.print(latency_table(results))
     if options.sweep:
@@ -143,7 +143,7 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
 
 
 def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
-    """What is sent in each cell. Raises ValueError."""
+    """Return what each cell sends. Raises ValueError."""
     if options.trace:
         if options.sweep:
             raise ValueError(
@@ -157,12 +157,12 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
     for load in parse_loads(
         options.sweep or options.concurrency, "" if options.sweep else options.rate
     ):
-        least = (
+        min_count = (
             _WAVES_PER_CLIENT * load.concurrency
             if options.sweep and isinstance(load, schedule.ClosedLoop)
             else 0
         )
-        count = max(options.requests, least)
+        count = max(options.requests, min_count)
         cells.append(
             ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}"))
         )
@@ -170,11 +170,13 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
 
 
 def print_trace(console: Console, cell: ServeCell) -> None:
-    prompt = sum(one.prompt_tokens for one in cell.plan)
-    output = sum(one.output_tokens for one in cell.plan)
+    prompt_tokens = sum(request.prompt_tokens for request in cell.plan)
+    output_tokens = sum(request.output_tokens for request in cell.plan)
     console.print(
-        f"trace: {len(cell.plan)} requests in {cell.plan[-1].start_seconds:.1f} s, {prompt} prompt tokens "
-        f"({traces.repeated_prefix_share(cell.plan):.0%} in blocks sent before), {output} output tokens"
+        f"trace: {len(cell.plan)} requests in {cell.plan[-1].start_seconds:.1f} s, "
+        f"{prompt_tokens} prompt tokens "
+        f"({traces.repeated_prefix_share(cell.plan):.0%} in blocks sent before), "
+        f"{output_tokens} output tokens"
     )
 
 
@@ -186,7 +188,7 @@ def _sweep_rows(
     console: Console,
     command: str,
 ) -> list[ResultRow]:
-    """Draw the sweep; with a bound, print the ceiling and return it as a figure."""
+    """Draw the sweep. With a TTFT bound, print the ceiling and return it as a row."""
     loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.ClosedLoop)]
     points = [sweep.SweepPoint(load, result) for load, result in zip(loads, results, strict=True)]
     sweep.plot_sweep(
@@ -204,7 +206,7 @@ def _sweep_rows(
 def parse_loads(
     concurrency: str, rate: str
 ) -> list[schedule.ClosedLoop | schedule.PoissonArrivals]:
-    """Raises ValueError."""
+    """Return closed loops, then Poisson arrivals. Raises ValueError."""
     loads: list[schedule.ClosedLoop | schedule.PoissonArrivals] = [
         schedule.ClosedLoop(int(word)) for word in concurrency.split(",") if word
     ]
@@ -212,8 +214,9 @@ def parse_loads(
     if not loads:
         raise ValueError("there is nothing to do: give --concurrency or --rate")
     if any(
-        (one.concurrency if isinstance(one, schedule.ClosedLoop) else one.requests_per_second) <= 0
-        for one in loads
+        (load.concurrency if isinstance(load, schedule.ClosedLoop) else load.requests_per_second)
+        <= 0
+        for load in loads
     ):
         raise ValueError("concurrency and rate must be above 0")
     return loads
@@ -243,8 +246,10 @@ async def _connect_client(options: argparse.Namespace, url: str) -> CompletionsC
 
 
 def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
-    """Latencies in milliseconds; the p99 of TTFT and TPOT are held against the SLO, goodput against
-    the rate."""
+    """Return latencies in milliseconds, throughput and goodput.
+
+    The p99 of TTFT and of TPOT are compared with the SLO, goodput with the request rate.
+    """
     rows = []
     limits = {("ttft", "p99"): slo.ttft_seconds, ("tpot", "p99"): slo.tpot_seconds}
     for metric, summary in (("ttft", result.ttft), ("tpot", result.tpot), ("itl", result.itl)):
@@ -271,7 +276,7 @@ def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
 
 
 def latency_table(results: Sequence[CellResult]) -> Table:
-    shown = Table(
+    table = Table(
         title="milliseconds: p50 / p90 / p99 / max",
         title_justify="left",
         box=None,
@@ -290,27 +295,28 @@ def latency_table(results: Sequence[CellResult]) -> Table:
         "goodput",
         "cached",
     ):
-        shown.add_column(
+        table.add_column(
             heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True
         )
-    for one in results:
+    for result in results:
         errors = (
-            ", ".join(f"{count} {kind}" for kind, count in sorted(one.error_counts.items())) or "-"
+            ", ".join(f"{count} {kind}" for kind, count in sorted(result.error_counts.items()))
+            or "-"
         )
-        if one.miscounted_count:
-            errors += f"; {one.miscounted_count} miscounted"
-        shown.add_row(
-            one.name,
-            str(one.sent_count),
-            str(one.good_count),
+        if result.miscounted_count:
+            errors += f"; {result.miscounted_count} miscounted"
+        table.add_row(
+            result.name,
+            str(result.sent_count),
+            str(result.good_count),
             errors,
-            *(_format_quantiles(summary) for summary in (one.ttft, one.tpot, one.itl)),
-            f"{one.tokens_per_second:.1f}",
-            f"{one.requests_per_second:.2f}",
-            f"{one.goodput:.2f}",
-            "-" if one.cached_share is None else f"{one.cached_share:.0%}",
+            *(_format_quantiles(summary) for summary in (result.ttft, result.tpot, result.itl)),
+            f"{result.tokens_per_second:.1f}",
+            f"{result.requests_per_second:.2f}",
+            f"{result.goodput:.2f}",
+            "-" if result.cached_share is None else f"{result.cached_share:.0%}",
         )
-    return shown
+    return table
 
 
 def _format_quantiles(summary: PercentileSummary | None) -> str:

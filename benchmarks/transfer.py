@@ -1,9 +1,9 @@
 """`transfer`: what a hand-off costs a client, over each transport, with real processes.
 
-One request at a time, each with a cold prompt of one chunk, against a narrow model of 24 layers:
-little arithmetic to hide behind. The overhead is the time to the first token, as the client sees
-it, less the forward passes and less the exposed part of the transfer: everything that
-disaggregation adds besides moving bytes.
+Requests are sent one at a time, each with a cold prompt of one chunk, to a narrow model of 24
+layers, whose little arithmetic hides little. The overhead is the client's time to first token minus
+the forward passes and minus the exposed part of the transfer: all that disaggregation adds besides
+moving bytes.
 """
 
 import argparse
@@ -27,23 +27,21 @@ from benchmarks.figures.report import ResultRow, make_row, print_rows
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
-OVERHEAD_LIMIT = 15.0  # milliseconds, median
+OVERHEAD_LIMIT = 15.0  # maximum of the median, in milliseconds
 EARLY_ARRIVAL_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
-_OUTPUT_TOKENS = (
-    16  # tokens: by then the prefill node has told the coordinator how the hand-off went
-)
+# Enough that the prefill node has reported the hand-off before the answer ends.
+_OUTPUT_TOKENS = 16
 _WARM_UP = 5  # requests
-_MIN_REPORTED_SHARE = 0.9  # least share of answers whose timeline tells of the hand-off
+_MIN_REPORTED_SHARE = 0.9  # of answers whose timeline has the report of the hand-off
 _DEADLINE = 60.0  # seconds of one request
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One request. `ttft_seconds` is the client's, in seconds; the rest is the coordinator's
-    account of it."""
+    """One measured request."""
 
-    ttft_seconds: float
-    timeline: common_pb2.Timeline
+    ttft_seconds: float  # as the client measured it
+    timeline: common_pb2.Timeline  # the coordinator's account
 
     @property
     def overhead_seconds(self) -> float:
@@ -82,30 +80,30 @@ async def measure_transports(
 async def _measure_transport(
     transport: str, options: argparse.Namespace, console: Console
 ) -> list[TransferSample]:
-    """Raises NodeFailed when answers did not come by hand-offs over `transport`."""
+    """Measure one transport. Raises NodeFailed if the hand-offs did not use `transport`."""
     settings = {"transport": transport, "max_batched_tokens": options.prompt, "kv_memory": "256MiB"}
-    source = random.Random(options.seed)
+    random_source = random.Random(options.seed)
     async with start_local_cluster(console, NARROW_SHAPE, "narrow", **settings) as cluster:
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             samples = [
-                await _measure_request(stub, source, options.prompt)
+                await _measure_request(stub, random_source, options.prompt)
                 for _ in range(_WARM_UP + options.requests)
             ]
-        told = [sample for sample in samples[_WARM_UP:] if sample.timeline.handoff.transport]
-        others = {sample.timeline.handoff.transport for sample in told} - {transport}
-        if others or len(told) < _MIN_REPORTED_SHARE * options.requests:
+        reported = [sample for sample in samples[_WARM_UP:] if sample.timeline.handoff.transport]
+        others = {sample.timeline.handoff.transport for sample in reported} - {transport}
+        if others or len(reported) < _MIN_REPORTED_SHARE * options.requests:
             raise NodeFailed(
-                f"{len(told)} of {options.requests} answers told of a hand-off, over {others or transport}: "
-                f"{transport} was asked for"
+                f"{len(reported)} of {options.requests} answers told of a hand-off, "
+                f"over {others or transport}: {transport} was asked for"
             )
-    return told
+    return reported
 
 
 async def _measure_request(
-    stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int
+    stub: generation_pb2_grpc.GenerationStub, random_source: random.Random, prompt_tokens: int
 ) -> TransferSample:
-    prompt = [source.randrange(16, NARROW_SHAPE.vocabulary) for _ in range(prompt_tokens)]
+    prompt = [random_source.randrange(16, NARROW_SHAPE.vocabulary) for _ in range(prompt_tokens)]
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         max_tokens=_OUTPUT_TOKENS,
@@ -125,8 +123,10 @@ async def _measure_request(
 def to_rows(
     transport: str, samples: Sequence[TransferSample], rate: float, command: str
 ) -> list[ResultRow]:
-    """Medians. The exposed transfer is held against a bare copy of the same bytes at `rate` bytes
-    per second."""
+    """Return medians. The limit of the exposed transfer is a bare copy of the same bytes at `rate`.
+
+    `rate` is in bytes per second.
+    """
     reports = [sample.timeline.handoff for sample in samples]
     prefix = f"transfer/{transport}"
 

@@ -1,7 +1,6 @@
-"""`make demo`: coordinator, prefill node and decode node as processes of their own, one streamed
-answer, its timeline.
+"""`make demo`: run a small cluster, stream one answer, and show its timeline.
 
-Everything listens on free ports and is gone afterwards.
+The processes listen on free ports, and nothing is left behind.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from baton.shared_memory import segment
 from tools.footprint import disk_bytes, list_segment_files, measure_cluster_memory
 
-# the bundled model goes on to a whole function, and ends by itself
+# The bundled model continues this to a whole function and ends by itself.
 PROMPT = 'def read_lines(path):\n    """Read'
 MAX_TOKENS = 120
 START_TIMEOUT = 120.0  # seconds
@@ -46,10 +45,10 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
         pool_memory="128MiB",
         drain_timeout=5.0,
     )
-    config, held = reserve_ports(complete_config(settings)[0])
+    config, sockets = reserve_ports(complete_config(settings)[0])
     logs = LogFiles(folder / "logs")
     segments = Path(config.segment_dir)
-    of_others = list_segment_files(segments, segment.SEGMENT_PREFIX)
+    foreign_segments = list_segment_files(segments, segment.SEGMENT_PREFIX)
     try:
         async with running_cluster(config, logs, console.print) as cluster:
             with console.status("starting coordinator, prefill node and decode node"):
@@ -69,37 +68,39 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
             first, timeline = await stream_answer(console, cluster)
             console.print(render_timeline(timeline))
             console.print(
-                f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start",
+                f"ready after {ready - began:.1f} s, "
+                f"first token {first - began:.1f} s after the start",
                 highlight=False,
             )
             pids = list(cluster.get_pids().values())
-            own = list_segment_files(segments, segment.SEGMENT_PREFIX) - of_others
-            console.print(await asyncio.to_thread(describe_footprint, pids, own), highlight=False)
+            own_segments = list_segment_files(segments, segment.SEGMENT_PREFIX) - foreign_segments
+            console.print(
+                await asyncio.to_thread(describe_footprint, pids, own_segments), highlight=False
+            )
     finally:
         logs.close()
-        for one in held:
-            one.close()
+        for reserved in sockets:
+            reserved.close()
 
 
 def describe_footprint(pids: list[int], segments: Iterable[Path]) -> str:
-    """What the running cluster takes of the memory, and the installation of the disk."""
+    """Return the memory of the running cluster and the disk space of the installation."""
     try:
         memory = measure_cluster_memory(pids, segments)
     except OSError as error:
-        told = f"memory: not readable ({error.strerror})"
+        text = f"memory: not readable ({error.strerror})"
     else:
-        told = (
+        text = (
             f"memory: {memory.private_bytes / 1e9:.2f} GB in {len(pids)} processes, "
             f"{memory.segment_bytes / 1e9:.2f} GB of shared memory for the caches"
         )
     if sys.prefix != sys.base_prefix:
-        told += f"\ndisk: {disk_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
-    return told
+        text += f"\ndisk: {disk_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
+    return text
 
 
 async def stream_answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
-    """Stream one answer to the terminal. Returns the moment of its first token, and its
-    timeline."""
+    """Stream one answer to the terminal. Returns the time of its first token, and its timeline."""
     request = generation_pb2.GenerateRequest(text=PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
     console.rule("a prompt, and the answer token by token")
     console.print(PROMPT, style="bold", end="", highlight=False, markup=False, soft_wrap=True)

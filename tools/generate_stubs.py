@@ -1,8 +1,7 @@
-"""Generate baton/pb from proto/. `make proto` runs it; a test holds the checked-in stubs to its
-output.
+"""`make proto`: generate baton/pb from proto/.
 
-The files are given to protoc under the virtual path baton/pb/, so that the generated imports are
-absolute and unique.
+A test compares the checked-in stubs with the output. protoc gets the files under the virtual path
+baton/pb/, so that the generated imports are absolute and unique.
 """
 
 import sys
@@ -15,7 +14,7 @@ PROTO_NAMES = ("common", "generation", "cluster", "pool")
 
 
 def generate_stubs(out: Path) -> None:
-    """Write the stubs below `out`/baton/pb. Raises SystemExit when protoc finds a fault."""
+    """Write the stubs below `out`/baton/pb. Raises SystemExit when protoc reports an error."""
     files = [f"baton/pb/{name}.proto" for name in PROTO_NAMES]
     arguments = [
         f"-Ibaton/pb={ROOT / 'proto'}",

@@ -1,11 +1,10 @@
-"""Install torch from its own index, where it comes without CUDA, before pip would take PyPI's
-build, which brings 5 GB.
+"""Install torch without CUDA from its own index, before pip would take PyPI's 5 GB build.
 
     python tools/install_torch.py https://download.pytorch.org/whl/cpu
 
-The index is tried once and shortly. When it cannot be reached nothing is installed here, and the
-installation that follows takes torch from where pip looks. `make setup` runs this before anything
-else is installed, so it needs the standard library only.
+The index is tried once, with a short timeout. If it cannot be reached, nothing is installed here,
+and the following installation takes torch from pip's index. `make setup` runs this before anything
+else is installed, so it uses the standard library only.
 """
 
 import importlib.metadata
@@ -27,7 +26,7 @@ def is_installed() -> bool:
 
 
 def find_index_problem(index: str) -> str:
-    """Why the index does not list torch, or an empty string if it does. It is asked once."""
+    """Ask the index once; return why it does not list torch, or an empty string if it does."""
     try:
         with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=INDEX_TIMEOUT):
             return ""
@@ -36,9 +35,9 @@ def find_index_problem(index: str) -> str:
 
 
 def install_from_index(index: str) -> bool:
-    """Whether pip has installed from the index what pyproject.toml requires of torch."""
+    """Install the required torch version from the index; return whether pip succeeded."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
-    wanted = subprocess.run(
+    requirement = subprocess.run(
         listing, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     pip = [
@@ -51,7 +50,7 @@ def install_from_index(index: str) -> bool:
         "--index-url",
         index,
     ]
-    return subprocess.run([*pip, *wanted], check=False).returncode == 0
+    return subprocess.run([*pip, *requirement], check=False).returncode == 0
 
 
 def main(index: str) -> None:

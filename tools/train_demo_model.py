@@ -21,7 +21,7 @@ def main() -> None:
     name = parser.parse_known_args()[0].stage
     stage = importlib.import_module(
         f"tools.demo_model.{name}"
-    )  # only here: a stage's libraries may be elsewhere
+    )  # imported here: the libraries of the other stages may be missing
     parser = argparse.ArgumentParser(prog=f"train_demo_model {name}", description=stage.__doc__)
     parser.add_argument("stage", choices=(name,))
     stage.add_arguments(parser)

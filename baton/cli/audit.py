@@ -1,4 +1,4 @@
-"""`baton audit`: does every block ledger balance, and has every held block a live owner?"""
+"""`baton audit`: check that every block ledger balances and every held block has a live owner."""
 
 import json
 import threading
@@ -9,8 +9,6 @@ import typer
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 from baton.process import clock
-
-CALL_TIMEOUT = 15.0  # seconds
 
 
 def register(app: typer.Typer) -> None:
@@ -40,28 +38,28 @@ def audit(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         metadata = admin_metadata(admin_token)
         answer, suspects = _collect_suspects(stub, metadata)
-        if (
-            suspects
-        ):  # what a request that just ended left is given back within moments; a leak stays
+        if suspects:
+            # Blocks of a request that has just ended are released within moments; a leak stays.
             threading.Event().wait(settle)
             answer, again = _collect_suspects(stub, metadata)
             suspects &= again
-    found = find_ledger_faults(answer.ledgers, answer.silent)
-    found += [
-        f"{held.node}: {held.owner} holds blocks {held.state}, and is no live request"
-        for held in suspects
+    faults = find_ledger_faults(answer.ledgers, answer.silent)
+    faults += [
+        f"{holding.node}: {holding.owner} holds blocks {holding.state}, and is no live request"
+        for holding in suspects
     ]
     if as_json:
-        _print_json(answer, found)
+        _print_json(answer, faults)
     else:
-        _print_table(answer, found)
-    if found:
+        _print_table(answer, faults)
+    if faults:
         raise typer.Exit(EXIT_FAILURE)
 
 
 def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
-    """The ledgers, and what is held on nodes that were idle before and after."""
+    """Return the ledgers, and the holdings on nodes that were idle before and after the call."""
     from baton.cli.checks.ledger import find_idle_nodes, find_ownerless_blocks, find_unowned_pins
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT
     from baton.pb import cluster_pb2
 
     started = clock.monotonic_clock()
@@ -73,13 +71,13 @@ def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
     return answer, suspects | find_unowned_pins(answer.ledgers, before, after)
 
 
-def _print_json(answer: Any, found: list[str]) -> None:
+def _print_json(answer: Any, faults: list[str]) -> None:
     from baton.cli.views.message_dict import message_to_dict
 
-    print(json.dumps({"ok": not found, "faults": found, **message_to_dict(answer)}))
+    print(json.dumps({"ok": not faults, "faults": faults, **message_to_dict(answer)}))
 
 
-def _print_table(answer: Any, found: list[str]) -> None:
+def _print_table(answer: Any, faults: list[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -98,11 +96,11 @@ def _print_table(answer: Any, found: list[str]) -> None:
     console.print(table)
     for ledger in answer.ledgers:
         for owner in ledger.owners:
-            held = (
+            holding = (
                 f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
             )
-            console.print(escape(f"  {ledger.node}: {held}"))
-    for line in found:
+            console.print(escape(f"  {ledger.node}: {holding}"))
+    for line in faults:
         console.print(f"[red]{escape(line)}[/]")
-    if not found:
+    if not faults:
         console.print("[green]every ledger balances[/]")

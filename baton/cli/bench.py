@@ -1,4 +1,4 @@
-"""`baton bench`: measurements run in a process of their own, so that the client stays thin."""
+"""`baton bench`: run benchmarks in a separate process, so that the command line imports little."""
 
 import os
 import sys

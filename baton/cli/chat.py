@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation on the terminal."""
+"""`baton chat`: hold a conversation with a model on the terminal."""
 
 import contextlib
 import signal
@@ -19,7 +19,7 @@ _CONTROL_CHARACTERS = {
     code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
 
-AnswerStream = Callable[[Mapping[str, Any]], Any]  # a body, and the pieces of the answer to it
+AnswerStream = Callable[[Mapping[str, Any]], Any]  # request body -> AnswerChunks
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +62,7 @@ def chat(
 
 
 class ChatSession:
-    """Reads questions, streams answers. `options` go with every request."""
+    """Reads questions from standard input and streams the answers to standard output."""
 
     def __init__(
         self, ask: AnswerStream, conversation: ChatHistory, options: Mapping[str, Any], prompt: str
@@ -73,10 +73,9 @@ class ChatSession:
         self._prompt = prompt
 
     def run(self) -> None:
-        """Until the input ends or /quit."""
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # shells start what is in the background deaf to it
+        """Answer questions until the input ends or the user enters /quit."""
+        # Shells start background processes with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         while True:
             try:
                 line = input(self._prompt).strip()
@@ -100,54 +99,58 @@ class ChatSession:
             self._conversation.add_answer(self._get_answer())
 
     def _get_answer(self) -> str:
-        """What came of the answer, shown as it came. Turns are forgotten until the rest fits."""
+        """Stream one answer to the terminal and return its text, also when it was cut off.
+
+        While the context is full, the oldest turns are dropped and the question is sent again.
+        """
         from baton.cli.client.chat_completions import ChatRefused
 
         while True:
-            said: list[str] = []
+            received: list[str] = []
             try:
-                self._print_answer(said)
+                self._print_answer(received)
             except KeyboardInterrupt:
-                _print_notice("stopped", after=said)
+                _print_notice("stopped", after=received)
             except ChatRefused as error:
                 if (
                     error.error_code == CONTEXT_FULL
-                    and not said
+                    and not received
                     and self._conversation.drop_oldest_turn()
                 ):
                     _print_notice("the context is full: the oldest turn is forgotten")
                     continue
-                _print_notice(f"error: {error.message}", after=said)
+                _print_notice(f"error: {error.message}", after=received)
                 return ""
             except (CommandFailed, EndpointUnreachable) as error:
-                _print_notice(f"error: {error.message}", after=said)
+                _print_notice(f"error: {error.message}", after=received)
                 return ""
-            return "".join(said)
+            return "".join(received)
 
-    def _print_answer(self, said: list[str]) -> None:
-        """Puts each piece into `said` before it is shown, so that what was shown is always
-        known."""
-        finish = ""
+    def _print_answer(self, received: list[str]) -> None:
+        """Print the chunks of an answer. Each is appended to `received` before it is shown."""
+        finish_reason = ""
         with contextlib.closing(
             self._stream_answer({**self._options, "messages": self._conversation.messages})
-        ) as pieces:
-            for piece in pieces:
-                if piece.text:
-                    said.append(piece.text)
-                    sys.stdout.write(piece.text.translate(_CONTROL_CHARACTERS))
+        ) as chunks:
+            for chunk in chunks:
+                if chunk.text:
+                    received.append(chunk.text)
+                    sys.stdout.write(chunk.text.translate(_CONTROL_CHARACTERS))
                     sys.stdout.flush()
-                finish = piece.finish_reason or finish
+                finish_reason = chunk.finish_reason or finish_reason
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if finish == "length":
+        if finish_reason == "length":
             _print_notice(
                 "cut: the answer has reached its most tokens (--max-tokens, or the context)"
             )
 
 
 def _print_notice(notice: str, *, after: list[str] | None = None) -> None:
-    """A line about the conversation, beside it. `after`: what was shown of an answer that has not
-    ended its line."""
+    """Print a line about the conversation to standard error.
+
+    `after` is the part of an answer that has been shown and has not ended its line.
+    """
     sys.stdout.flush()
     if after:
         sys.stdout.write("\n")

@@ -1,5 +1,4 @@
-"""`baton doctor`: would a cluster with these settings work on this machine, and if not, what mends
-it?"""
+"""`baton doctor`: check whether a cluster with these settings would work on this machine."""
 
 import json
 import os
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.checks import machine, network, shared_memory
-from baton.cli.checks import model as model_folder
+from baton.cli.checks import model as model_checks
 from baton.cli.checks.finding import Finding
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
@@ -42,7 +41,10 @@ def doctor(
     if as_json:
         print(
             json.dumps(
-                {"ok": not _has_bad_finding(findings), "checks": [asdict(one) for one in findings]}
+                {
+                    "ok": not _has_bad_finding(findings),
+                    "checks": [asdict(finding) for finding in findings],
+                }
             )
         )
     else:
@@ -52,8 +54,8 @@ def doctor(
 
 
 def run_checks(settings: Config, endpoint: str) -> list[Finding]:
-    """Everything that is checked, in the order in which it is shown."""
-    found = machine.run_node_probe(model_folder.probe_arguments(settings))
+    """Run all checks, in the order in which they are shown."""
+    found = machine.run_node_probe(model_checks.probe_arguments(settings))
     return [
         machine.check_python(),
         machine.check_torch(found),
@@ -63,13 +65,13 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         machine.check_cores(settings, len(os.sched_getaffinity(0))),
         machine.check_open_files(settings),
         *shared_memory.check_segment_folder(settings),
-        *model_folder.check_model(settings, found),
+        *model_checks.check_model(settings, found),
         *network.check_network(settings, endpoint),
     ]
 
 
 def _has_bad_finding(findings: Sequence[Finding]) -> bool:
-    return any(one.level == "bad" for one in findings)
+    return any(finding.level == "bad" for finding in findings)
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
@@ -80,8 +82,8 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 
     colours = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]bad[/]"}
     table = Table(box=None, show_header=False, pad_edge=False)
-    for one in findings:
-        table.add_row(one.name, colours[one.level], escape(one.detail))
-        if one.fix:
-            table.add_row("", "", f"[bold]fix:[/] {escape(one.fix)}")
+    for finding in findings:
+        table.add_row(finding.name, colours[finding.level], escape(finding.detail))
+        if finding.fix:
+            table.add_row("", "", f"[bold]fix:[/] {escape(finding.fix)}")
     make_console().print(table)

@@ -9,7 +9,7 @@ from baton.cli.common.errors import CommandFailed
 from baton.cli.supervisor.restart_policy import max_stop_seconds
 from baton.config.resolve import resolve_config
 
-_STOP_MARGIN_SECONDS = 5.0  # seconds beyond what the supervisor may need
+_STOP_MARGIN_SECONDS = 5.0  # beyond what the supervisor may need
 
 
 def register(app: typer.Typer) -> None:
@@ -32,17 +32,15 @@ def down(
 
     Returns when no process and no shared memory of it is left.
     """
-    from baton.cli.supervisor import state_folder as state
+    from baton.cli.supervisor.state_folder import state_folder, stop_cluster
     from baton.shared_memory.segment import remove_stale_segments
 
     flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
     config = resolve_config(
         {key: value for key, value in flags.items() if value is not None}, file=config_file
     )
-    folder = state.state_folder(config)
-    by_itself = state.stop_cluster(
-        folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS
-    )
+    folder = state_folder(config)
+    by_itself = stop_cluster(folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS)
     remove_stale_segments(Path(config.segment_dir))
     if not by_itself:
         raise CommandFailed(f"the cluster of {folder} did not end by itself: it was killed")

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.common.errors import CommandFailed
+from baton.cli.common.errors import EXIT_INTERRUPTED, CommandFailed
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
-from baton.cli.generate import EXIT_INTERRUPTED
 
-CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.25  # seconds, at most
 NodeArgument = Annotated[
     str, typer.Argument(metavar="NODE", help="A name that `baton status` shows")
@@ -45,7 +43,7 @@ def drain(
     What it holds goes on to its end. The node stays out of service, also when it restarts, until
     `baton undrain` (or until the coordinator restarts, which forgets it).
     """
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -75,7 +73,7 @@ def undrain(
     admin_token: AdminTokenOption = "",
 ) -> None:
     """Put NODE back into service."""
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -86,8 +84,10 @@ def undrain(
 
 
 def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -> str:
-    """The state in which the wait ended. Raises Bad when somebody put the node back into
-    service."""
+    """Return the service state in which the wait ended.
+
+    Raises CommandFailed when the node is put back into service meanwhile.
+    """
     from baton.cli.client.status_watch import watch_status
     from baton.cli.views.progress_line import ProgressLine
 
@@ -96,7 +96,7 @@ def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -
         watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
     ):
         for answer in answers:
-            node = next((one for one in answer.nodes if one.name == name), None)
+            node = next((candidate for candidate in answer.nodes if candidate.name == name), None)
             if node is None:
                 return "gone"
             if node.service == "in":
@@ -108,20 +108,20 @@ def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -
 
 
 def format_remaining(node: Any) -> str:
-    """What a draining node still has, in one line."""
+    """Return one line about what a draining node still has."""
     stats = node.stats
-    held = (
+    held_blocks = (
         stats.blocks_reserved
         + stats.blocks_writing
         + stats.blocks_in_use
         + stats.blocks_quarantined
     )
-    left = (
+    rest = (
         f", what is left in {node.drain_seconds_left:.0f} s is placed again"
         if node.drain_seconds_left
         else ""
     )
-    return f"{node.name}: {node.placed} requests, {held} blocks held{left}"
+    return f"{node.name}: {node.placed} requests, {held_blocks} blocks held{rest}"
 
 
 _SERVICE_WORDS = {

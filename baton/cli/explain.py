@@ -1,5 +1,4 @@
-"""`baton explain`: where one request's time went, what was reused, who was considered and how each
-attempt ended."""
+"""`baton explain`: show the timing, reuse, candidates and attempts of one request."""
 
 import json
 from typing import Annotated
@@ -7,8 +6,6 @@ from typing import Annotated
 import typer
 
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
-
-CALL_TIMEOUT = 15.0  # seconds
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +29,7 @@ def explain(
     Works while it runs, and for the last requests that have ended (`--explain-keep` of `baton up`).
     Exits with 1 for one that is not known.
     """
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 

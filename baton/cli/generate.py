@@ -1,15 +1,13 @@
-"""`baton generate`: submit by gRPC, stream the answer to the terminal."""
+"""`baton generate`: submit a prompt by gRPC and stream the answer to the terminal."""
 
 import json
-import signal
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from baton.cli.common.errors import EXIT_INTERRUPTED
 from baton.cli.common.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
-
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def register(app: typer.Typer) -> None:
@@ -62,18 +60,18 @@ def generate(
         stub = generation_pb2_grpc.GenerationStub(channel)
         call = stub.Generate(request, timeout=timeout, metadata=api_key_metadata(api_key))
         try:
-            whole = _collect_answer(call) if as_json else _print_stream(call)
+            answer = _collect_answer(call) if as_json else _print_stream(call)
         except KeyboardInterrupt:
             call.cancel()
             raise SystemExit(EXIT_INTERRUPTED) from None
     if as_json:
-        print(json.dumps(_answer_to_dict(whole), ensure_ascii=False))
+        print(json.dumps(_answer_to_dict(answer), ensure_ascii=False))
     if timeline:
-        _print_timeline(whole)
+        _print_timeline(answer)
 
 
 def _print_stream(call: Any) -> Any:
-    """Write the text as it comes. Returns the last message, which carries usage and timeline."""
+    """Print the text as it arrives. Returns the last message, with usage and timeline."""
     last = None
     for last in call:
         sys.stdout.write(last.text)
@@ -83,7 +81,7 @@ def _print_stream(call: Any) -> Any:
 
 
 def _collect_answer(call: Any) -> Any:
-    """One message with the text and the token ids of them all."""
+    """Return one message that has the text and the token ids of all messages."""
     text, ids, last = "", [], None
     for last in call:
         text += last.text
@@ -97,9 +95,9 @@ def _collect_answer(call: Any) -> Any:
 def _answer_to_dict(message: Any) -> dict[str, Any]:
     from baton.cli.views.message_dict import message_to_dict
 
-    shown = message_to_dict(message)
-    shown["finish_reason"] = shown["finish_reason"].removeprefix("FINISH_REASON_").lower()
-    return shown
+    fields = message_to_dict(message)
+    fields["finish_reason"] = fields["finish_reason"].removeprefix("FINISH_REASON_").lower()
+    return fields
 
 
 def _print_timeline(message: Any) -> None:

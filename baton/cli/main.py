@@ -1,8 +1,7 @@
-"""`baton`: a thin client. It starts processes and calls them; it imports none of them, and no
-torch.
+"""`baton`: a thin client that starts processes and calls them, and imports none of them.
 
-Every command lives in its own file and imports what is slow (grpc, uvloop) inside its function, so
-that `--help` answers at once.
+Each command has its own file and imports slow modules (grpc, uvloop) inside its function, so that
+`--help` answers at once. The client never imports torch.
 """
 
 import os
@@ -27,22 +26,23 @@ from baton.cli import (
     top,
     up,
 )
-from baton.cli.common import unavailable as unbuilt
+from baton.cli.common import unavailable
 from baton.cli.common.errors import exit_code, print_error
 from baton.errors import BatonError
 
 app = typer.Typer(
     name="baton",
     help="Serve language models with prefill and decode on separate nodes.",
-    epilog="Exit codes: 0 done, 1 the thing asked about is bad, 2 wrong usage, 3 cannot reach the cluster.",
+    epilog="Exit codes: 0 done, 1 the thing asked about is bad, 2 wrong usage, "
+    "3 cannot reach the cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"baton {metadata.version('baton-serve')}")
         raise typer.Exit
 
@@ -73,18 +73,17 @@ for command in (
     doctor,
     bench,
     tenants,
-    unbuilt,
+    unavailable,
 ):
     command.register(app)
 
 
 def main() -> None:
-    """The entry point. An error of ours is one line on standard error and its exit code, never a
-    traceback."""
+    """Run the command line. A BatonError becomes one line on standard error and its exit code."""
     try:
         app()
     except BatonError as error:
-        # Settings that cannot be resolved name no format: then the variable does.
+        # If the settings cannot be resolved, only the variable tells the log format.
         print_error(
             error, as_json=sys.argv[1:2] == ["up"] and os.environ.get("BATON_LOG_FORMAT") == "json"
         )

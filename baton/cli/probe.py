@@ -24,16 +24,19 @@ _MAX_BODY_BYTES = 1 << 16
 
 
 def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
-    """Ask /readyz of the admin port. Raises Bad with the coordinator's reason, or Unreachable."""
-    where = cluster_endpoints(config).admin
+    """Ask /readyz of the admin port.
+
+    Raises CommandFailed with the coordinator's reason, or EndpointUnreachable.
+    """
+    address = cluster_endpoints(config).admin
     headers = {"authorization": f"Bearer {config.admin_token}"} if config.admin_token else {}
-    connection = http.client.HTTPConnection(where, timeout=timeout)
+    connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
         connection.request("GET", "/readyz", headers=headers)
         with connection.getresponse() as answer:
             body = answer.read(_MAX_BODY_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise EndpointUnreachable(f"no coordinator answers at {where}: {error}") from None
+        raise EndpointUnreachable(f"no coordinator answers at {address}: {error}") from None
     finally:
         connection.close()
     if answer.status != http.client.OK:
@@ -41,8 +44,10 @@ def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
 
 
 def probe_node(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
-    """Ask the node's gRPC health service. Raises Bad, Unreachable, or ConfigError without a fixed
-    port."""
+    """Ask the node's gRPC health service.
+
+    Raises CommandFailed, EndpointUnreachable, or ConfigError without a fixed health port.
+    """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -50,18 +55,19 @@ def probe_node(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
         raise ConfigError(
             f"health_port is {config.health_port}: a probe needs a fixed one", param="health_port"
         )
-    where = dial_address(get_endpoint_host(config.listen), config.health_port)
-    with grpc.insecure_channel(where, options=CHANNEL_OPTIONS) as channel:
+    address = dial_address(get_endpoint_host(config.listen), config.health_port)
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout
             )
         except grpc.RpcError as error:
-            raise EndpointUnreachable(f"no node answers at {where}: {error.code().name}") from None
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise CommandFailed(
-            f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
-        )
+            raise EndpointUnreachable(
+                f"no node answers at {address}: {error.code().name}"
+            ) from None
+    serving_status = health_pb2.HealthCheckResponse.ServingStatus
+    if answer.status != serving_status.SERVING:
+        raise CommandFailed(f"the node at {address} is {serving_status.Name(answer.status)}")
 
 
 PROBES = {"coordinator": probe_coordinator, "node": probe_node}
@@ -82,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _error_message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, "" if it is none."""
+    """Return the message of an error in OpenAI's format, empty if `body` has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

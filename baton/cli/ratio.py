@@ -1,5 +1,4 @@
-"""`baton ratio`: how many nodes prefill and how many decode, shown and changed while traffic
-flows."""
+"""`baton ratio`: show or change how many nodes prefill and how many decode, while serving."""
 
 import json
 import sys
@@ -7,12 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import ratio_control as ratio_steering
-from baton.cli.common.errors import CommandFailed
+from baton.cli import ratio_control
+from baton.cli.common.errors import EXIT_INTERRUPTED, CommandFailed
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
-from baton.cli.generate import EXIT_INTERRUPTED
 
-CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.1  # seconds, at most
 
 
@@ -20,7 +17,7 @@ def register(app: typer.Typer) -> None:
     ratio = typer.Typer(help="Show or change the prefill:decode ratio, live.", no_args_is_help=True)
     ratio.command("show")(show_ratio)
     ratio.command("set")(set_ratio)
-    ratio_steering.register(ratio)
+    ratio_control.register(ratio)
     app.add_typer(ratio, name="ratio")
 
 
@@ -31,7 +28,7 @@ def show_ratio(
 ) -> None:
     """Show the ratio, the one that was asked for, and which nodes are on their way to another
     role."""
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
     from baton.cli.views.ratio_text import format_ratio, format_ratio_control, format_role_switch
     from baton.pb import cluster_pb2, cluster_pb2_grpc
@@ -108,9 +105,10 @@ def set_ratio(
 
 
 def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadata: Any) -> Any:
-    """Raises ConfigError, which is exit code 2, for a ratio that cannot be."""
+    """Send SetRatio. Raises ConfigError (exit code 2) for an impossible ratio."""
     import grpc
 
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT
     from baton.errors import ConfigError, InvalidRequest
     from baton.pb import cluster_pb2, cluster_pb2_grpc
     from baton.role_split import parse_split
@@ -134,23 +132,26 @@ def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadat
 
 
 def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: bool) -> Any:
-    """The ratio when nothing is left to do. Raises Bad when another target took its place, or
-    nobody knows it."""
+    """Return the ratio once nothing is left to do.
+
+    Raises CommandFailed when another target replaced it, or the coordinator stopped.
+    """
     from baton.cli.client.status_watch import watch_status
     from baton.cli.views.progress_line import ProgressLine
     from baton.cli.views.ratio_text import format_ratio_progress
 
     with (
-        ProgressLine(sys.stderr if show else None) as shown,
+        ProgressLine(sys.stderr if show else None) as progress,
         watch_status(channel, _WATCH_INTERVAL, metadata) as answers,
     ):
         for answer in answers:
             ratio = answer.ratio
             if ratio.generation != generation:
                 raise CommandFailed(
-                    f"another ratio was asked for meanwhile: {ratio.target_prefill}:{ratio.target_decode}"
+                    "another ratio was asked for meanwhile: "
+                    f"{ratio.target_prefill}:{ratio.target_decode}"
                 )
             if ratio.settled:
                 return ratio
-            shown.show_line(format_ratio_progress(ratio))
+            progress.show_line(format_ratio_progress(ratio))
     raise CommandFailed("the coordinator stopped before the ratio was reached")

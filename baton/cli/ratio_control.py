@@ -1,4 +1,4 @@
-"""`baton ratio advise | auto | manual`: what the ratio should be, and who changes it."""
+"""`baton ratio advise | auto | manual`: recommend a ratio, and say who may change it."""
 
 import json
 from typing import Annotated, Any
@@ -7,7 +7,6 @@ import typer
 
 from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
-CALL_TIMEOUT = 15.0  # seconds
 _SLO_OPTION_HELP = (
     "As in ttft=500ms,tpot=50ms, either or both; without it, what `auto` keeps, or --slo of `up`"
 )
@@ -85,7 +84,7 @@ def manual(
 
 
 def _call_cluster(method: str, request: Any, endpoint: str, admin_token: str) -> Any:
-    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -94,7 +93,7 @@ def _call_cluster(method: str, request: Any, endpoint: str, admin_token: str) ->
 
 
 def _parse_slo_option(slo: str) -> str:
-    """Raises ConfigError, which is exit code 2, for a text that is no objective."""
+    """Return the SLO in canonical form. Raises ConfigError (exit code 2) for a malformed one."""
     from baton.errors import ConfigError, InvalidRequest
     from baton.slo import parse_slo
 

@@ -1,4 +1,4 @@
-"""`baton status`: the nodes, their load and their caches, once."""
+"""`baton status`: show the nodes, their load and their caches once."""
 
 import json
 from typing import Any
@@ -50,7 +50,8 @@ def _print_table(answer: Any) -> None:
     state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {escape(answer.reason)}"
     model = escape(answer.model or "-")
     console.print(
-        f"{state}  model {model}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
+        f"{state}  model {model}  mode {answer.mode}  "
+        f"queued {answer.queued}  running {answer.running}"
     )
     console.print(escape(format_ratio_progress(answer.ratio)))
     for notice in answer.notices:
@@ -66,22 +67,22 @@ def _print_table(answer: Any) -> None:
     console.print(table)
     for node in answer.nodes:
         if slots := node.stats.counters["baton_pool_disk_slots"]:
-            console.print(
-                f"{node.name}: {node.stats.counters['baton_pool_disk_slots_used']:.0f} of {slots:.0f} disk slots used"
-            )
+            used = node.stats.counters["baton_pool_disk_slots_used"]
+            console.print(f"{node.name}: {used:.0f} of {slots:.0f} disk slots used")
 
 
 def _format_degradation(answer: Any) -> str:
-    """What is given up and what would be next. Why a step cannot help is told by `--json`."""
-    taken = [f"{one.step} for {one.seconds:.0f} s" for one in answer.degradation if one.active]
-    able = [one.step for one in answer.degradation if not one.active and not one.cannot_help]
+    """Say which degradation steps are active and which is next. `--json` has the details."""
+    taken = [f"{step.step} for {step.seconds:.0f} s" for step in answer.degradation if step.active]
+    able = [step.step for step in answer.degradation if not step.active and not step.cannot_help]
     given_up = f", given up: [yellow]{', '.join(taken)}[/]" if taken else ""
-    return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {able[0] if able else 'nothing that could help'}"
+    next_step = able[0] if able else "nothing that could help"
+    return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {next_step}"
 
 
 def _node_row(node: Any) -> list[str]:
     stats = node.stats
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    held_blocks = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
     numbers = (node.pid, node.placed, stats.running, stats.waiting)
     return [
         node.name,
@@ -91,7 +92,7 @@ def _node_row(node: Any) -> list[str]:
         f"{stats.blocks_free}/{stats.blocks_total}",
         str(stats.blocks_cached),
         str(stats.blocks_in_use),
-        str(held),
+        str(held_blocks),
         f"{node.heard_seconds_ago:.1f} s",
         f"{node.joined_seconds_ago:.0f} s",
     ]

@@ -1,4 +1,4 @@
-"""`baton tenants hash-key`: what stands in the file of tenants in place of a key."""
+"""`baton tenants hash-key`: hash a key for the file of tenants."""
 
 import hashlib
 import secrets
@@ -9,7 +9,7 @@ import typer
 
 from baton.errors import ConfigError
 
-_MIN_KEY_CHARACTERS = 16  # characters: a hash of less could be guessed back
+_MIN_KEY_CHARACTERS = 16  # the hash of a shorter key could be reversed by guessing
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +29,8 @@ def hash_key(
     key = secrets.token_urlsafe(32) if new else sys.stdin.readline().strip()
     if len(key) < _MIN_KEY_CHARACTERS:
         raise ConfigError(
-            f"the key has {len(key)} characters: at least {_MIN_KEY_CHARACTERS}, or let --new make one"
+            f"the key has {len(key)} characters: at least {_MIN_KEY_CHARACTERS}, "
+            "or let --new make one"
         )
     if new:
         print(key)

@@ -1,4 +1,4 @@
-"""`baton top`: the cluster, live."""
+"""`baton top`: show the cluster live."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def top(
 
 
 def _status_frames(answers: Iterator[Any]) -> StatusFrames:
-    """Each status, with what has happened since the one before."""
+    """Yield each status with the rates since the previous one."""
     from baton.cli.views.top_table import compute_rates
 
     before = None
@@ -68,8 +68,8 @@ def _print_frames(frames: StatusFrames, *, as_json: bool, live: bool) -> None:
     if as_json:
         from baton.cli.views.message_dict import message_to_dict
 
-        for status, speed in frames:
-            print(json.dumps({**message_to_dict(status), "rates": asdict(speed)}), flush=True)
+        for status, rates in frames:
+            print(json.dumps({**message_to_dict(status), "rates": asdict(rates)}), flush=True)
         return
     from rich.live import Live
 
@@ -78,9 +78,9 @@ def _print_frames(frames: StatusFrames, *, as_json: bool, live: bool) -> None:
 
     console = make_console()
     if not live:
-        for status, speed in frames:
-            console.print(render_top(status, speed))
+        for status, rates in frames:
+            console.print(render_top(status, rates))
         return
     with Live(console=console, screen=True, auto_refresh=False) as view:
-        for status, speed in frames:
-            view.update(render_top(status, speed), refresh=True)
+        for status, rates in frames:
+            view.update(render_top(status, rates), refresh=True)

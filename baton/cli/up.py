@@ -1,4 +1,4 @@
-"""`baton up`: the whole cluster on this machine."""
+"""`baton up`: run the whole cluster on this machine."""
 
 import os
 import sys
@@ -49,49 +49,49 @@ def up(
 
 
 def _prepare_and_run(settings: Config, detach: bool) -> int:
-    """Everything that can be checked at once, then the supervisor. Returns its exit code; raises
-    BatonError."""
+    """Do all checks that need no process, then run the supervisor and return its exit code.
+
+    Raises BatonError.
+    """
     from baton.cli.common.default_model import find_default_model
-    from baton.cli.supervisor import child_specs as plan
-    from baton.cli.supervisor import memory_plan, ports
-    from baton.cli.supervisor import state_folder as state
-    from baton.cli.supervisor.daemonize import daemonize as go_to_background
+    from baton.cli.supervisor.child_specs import complete_config, threads_per_node
+    from baton.cli.supervisor.daemonize import daemonize
+    from baton.cli.supervisor.memory_plan import fit_memory
+    from baton.cli.supervisor.ports import reserve_ports
+    from baton.cli.supervisor.state_folder import PidFile, state_folder
     from baton.models.model_source import with_local_model
     from baton.shared_memory.segment import remove_stale_segments
 
-    plan.threads_per_node(
-        settings.threads, 1, 1
-    )  # a bad value is told before anything else happens
-    config, notes = plan.complete_config(settings)
+    threads_per_node(settings.threads, 1, 1)  # reports a bad value before anything else happens
+    config, notices = complete_config(settings)
     if not config.model and config.engine == "model":
         config = msgspec.structs.replace(config, model=str(find_default_model()))
-    remove_stale_segments(Path(config.segment_dir))  # what killed processes left counts for nobody
-    config, memory = memory_plan.fit_memory(config)
+    remove_stale_segments(Path(config.segment_dir))  # killed processes leave segments behind
+    config, memory_notice = fit_memory(config)
     config = with_local_model(config)
-    notes += [memory, *find_unknown_variables(os.environ)]
-    config, held = ports.reserve_ports(config)
-    folder = state.state_folder(config)
-    pid_file = state.PidFile(folder)
+    notices += [memory_notice, *find_unknown_variables(os.environ)]
+    config, reserved_sockets = reserve_ports(config)
+    folder = state_folder(config)
+    pid_file = PidFile(folder)
     logs = folder / "logs"
     config = msgspec.structs.replace(config, state_dir=str(folder))
     if detach:
         logs.mkdir(exist_ok=True)
-        for note in notes:
-            sys.stderr.write(f"{note}\n")
-        go_to_background(logs / "up.log")
+        for notice in notices:
+            sys.stderr.write(f"{notice}\n")
+        daemonize(logs / "up.log")
     pid_file.write_pid()
     try:
-        return _run_supervisor(config, logs if detach else None, notes)
+        return _run_supervisor(config, logs if detach else None, notices)
     finally:
         pid_file.release()
-        for one in held:
-            one.close()
+        for reserved in reserved_sockets:
+            reserved.close()
 
 
-def _run_supervisor(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
-    # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a
-    # process that execs.
+def _run_supervisor(config: Config, logs: Path | None, notices: Sequence[str]) -> int:
+    # uvloop forks to start a child. gRPC would warn about it, although the fork only calls exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from baton.cli.supervisor.run_cluster import run_cluster
 
-    return run_cluster(config, logs, notes)
+    return run_cluster(config, logs, notices)

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.clusters.instant_front`: both front doors with nobody behind them, as cheap
-as they can be made.
+"""`python -m benchmarks.clusters.instant_front`: front ends that send canned answers at once.
 
-What a client sees here is what it costs to be a client of anything on this machine: its own time, a
-connection, the kernel and the framing. It is subtracted from what is seen of a coordinator. Prints
-its two ports on one line, and ends when it is terminated.
+What a client measures here is the cost of any client on this machine: its own time, a connection,
+the kernel and the framing. It is subtracted from what is measured at a coordinator. The process
+prints its HTTP and its gRPC port on one line, and ends when it is terminated.
 """
 
 import asyncio
@@ -16,7 +15,10 @@ import uvloop
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 
-_RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+_RESPONSE_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+)
 _LAST_CHUNK = b"0\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"  # of a request's head
 
@@ -53,7 +55,8 @@ def _event_chunks(tokens: int) -> list[bytes]:
     )
     usage = msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}})
     return [
-        _encode_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")
+        _encode_chunk(b"data: " + event + b"\n\n")
+        for event in (*[chunk] * tokens, usage, b"[DONE]")
     ]
 
 
@@ -70,7 +73,7 @@ class _InstantGenerationService(generation_pb2_grpc.GenerationServicer):
 
 
 async def serve_forever() -> None:
-    """For ever."""
+    """Serve until the process is terminated."""
     http = await asyncio.get_running_loop().create_server(_InstantHttpProtocol, "127.0.0.1", 0)
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServicer_to_server(_InstantGenerationService(), server)

@@ -1,10 +1,9 @@
-"""`python -m benchmarks.clusters.instant_nodes`: a prefill and a decode node that compute nothing
-and answer at once.
+"""`python -m benchmarks.clusters.instant_nodes`: a prefill and a decode node without a model.
 
-They speak the node link with its real codec, so that what is left of a request's time is the
-coordinator's. Decode sends one message a step, with a token of every sequence, as a real one does;
-steps follow each other after `--step` seconds, or as fast as the stream takes them. It ends with
-the coordinator.
+They answer at once over the node link with its real codec, so that what is left of a request's time
+is the coordinator's. Decode sends one message per step with a token of every sequence, as a real
+node does; steps follow each other after `--step` seconds, or as fast as the stream takes them. The
+process ends with the coordinator.
 """
 
 import argparse
@@ -29,15 +28,15 @@ _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtyp
 _MAX_SEQUENCES = 4096
 _TOTAL_BLOCKS = 1 << 20
 _MAX_CONTEXT = 1 << 16
+# The coordinator may start later than the nodes.
 _RETRY_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 100),
-)  # it may start after us
+)
 
 
 class InstantNode:
-    """One stream to the coordinator. What is sent goes out in order; a heartbeat when nothing else
-    does."""
+    """One stream to the coordinator: reports in order, and a heartbeat when there are none."""
 
     def __init__(self, role: Role, vocabulary: int) -> None:
         self._role = role
@@ -45,7 +44,7 @@ class InstantNode:
         self._incarnation = ""
         self._unsent: deque[pb.NodeMessage] = deque()
         self._has_report = asyncio.Event()
-        self._all_sent = asyncio.Event()  # by the stream, all that was said
+        self._all_sent = asyncio.Event()  # whether every queued report has been written
 
     async def run(self, address: str, token: str) -> None:
         dialer = CoordinatorDialer(token)
@@ -60,7 +59,7 @@ class InstantNode:
                 while (message := await call.read()) is not grpc.aio.EOF:
                     self.on_message(message)
             except grpc.RpcError:
-                pass  # the coordinator has ended: so do we
+                pass  # the coordinator has ended, so the nodes do too
             finally:
                 writing.cancel()
 
@@ -109,7 +108,7 @@ class InstantNode:
 
 
 class InstantPrefill(InstantNode):
-    """Has computed a prompt when it is told to, and handed it over when the ticket comes."""
+    """Reports a prompt as computed at once, and as handed over when its ticket comes."""
 
     def __init__(self, vocabulary: int, decode: "InstantDecode") -> None:
         super().__init__(Role.PREFILL, vocabulary)
@@ -136,7 +135,7 @@ class InstantPrefill(InstantNode):
 
 
 class InstantDecode(InstantNode):
-    """Grants a ticket when it is asked, and then sends a token of every sequence each step."""
+    """Grants a ticket at once, and then sends a token of every sequence in each step."""
 
     def __init__(self, vocabulary: int, step: float) -> None:
         super().__init__(Role.DECODE, vocabulary)
@@ -160,7 +159,7 @@ class InstantDecode(InstantNode):
             self._running.pop(message.cancel.key.request_id, None)
 
     def start_decoding(self, key: pb.AttemptKey) -> None:
-        """The hand-off has committed."""
+        """Start a sequence whose hand-off has committed."""
         work = self._submitted.pop(key.request_id, None)
         if work is not None:
             self.send_report(admitted=pb.Admitted(key=key, received_tokens=len(work.prompt.ids)))
@@ -171,7 +170,7 @@ class InstantDecode(InstantNode):
                 self._has_running.set()
 
     async def run_steps(self) -> None:
-        """For ever."""
+        """Run steps for ever."""
         due = time.monotonic()
         while True:
             if not self._running:
@@ -183,7 +182,9 @@ class InstantDecode(InstantNode):
             await self._all_sent.wait()
             self._send_tokens(list(self._running.values()))
             self._running = {
-                name: one for name, one in self._running.items() if one[1][0] <= one[1][1]
+                request_id: sequence
+                for request_id, sequence in self._running.items()
+                if sequence[1][0] <= sequence[1][1]
             }
 
     def _send_tokens(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
@@ -223,7 +224,7 @@ class InstantDecode(InstantNode):
 
 
 async def run_instant_nodes(address: str, token: str, vocabulary: int, step: float) -> None:
-    """Until the coordinator ends."""
+    """Run both nodes until the coordinator ends."""
     decode = InstantDecode(vocabulary, step)
     prefill = InstantPrefill(vocabulary, decode)
     stepping = asyncio.create_task(decode.run_steps())

@@ -1,5 +1,4 @@
-"""A cluster of real processes for the length of a measurement: the machinery of `baton up`, on free
-ports."""
+"""A cluster of real processes for the length of a measurement, run like `baton up`."""
 
 import asyncio
 import shutil
@@ -32,23 +31,29 @@ async def start_local_cluster(
     own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Supervisor]:
-    """A ready cluster that serves a random model of `shape`, called `name`; `own` are variables of
-    single processes, by name. Leaves nothing behind; logs are kept, and their folder is named, when
-    it fails."""
+    """Run a ready cluster that serves a random model of `shape` under `name`.
+
+    `own` adds variables to single processes, by name. Nothing is left behind; after a failure the
+    logs are kept and their folder is printed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
     failed = True
-    held: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     logs = LogFiles(folder / "logs")
     try:
         model = await asyncio.to_thread(build_random_model, folder / name, shape)
-        free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
-        free["pool_memory"] = (
-            "256MiB"  # the default takes seconds to fill in, beside what is measured
-        )
+        defaults: dict[str, Any] = {
+            "port": 0,
+            "grpc_port": 0,
+            "admin_port": 0,
+            "drain_timeout": 5.0,
+        }
+        # Allocating the default pool takes seconds and would disturb the measurement.
+        defaults["pool_memory"] = "256MiB"
         config, _ = plan.complete_config(
-            Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)})
+            Config(**{**defaults, **settings, "model": str(model), "state_dir": str(folder)})
         )
-        config, held = ports.reserve_ports(config)
+        config, sockets = ports.reserve_ports(config)
         async with running_cluster(config, logs, console.print, own) as cluster:
             async with asyncio.timeout(START_TIMEOUT):
                 await cluster.wait_until_ready()
@@ -56,8 +61,8 @@ async def start_local_cluster(
         failed = False
     finally:
         logs.close()
-        for one in held:
-            one.close()
+        for reserved in sockets:
+            reserved.close()
         if failed:
             console.print(f"the logs of the cluster are in {logs.folder}")
         else:

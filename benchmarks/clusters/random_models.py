@@ -1,4 +1,4 @@
-"""Small seeded random models as Hugging Face folders: what the benchmarks serve."""
+"""Small seeded random models as Hugging Face folders, which the benchmarks serve."""
 
 import argparse
 import asyncio
@@ -52,18 +52,17 @@ SMALL_SHAPE = ModelShape(896, 4864, 24, 14, 2, 64, 32768, 8192, has_eos=False, d
 
 
 def build_random_model(folder: Path, shape: ModelShape, seed: int = 0) -> Path:
-    """Write the model and a byte-level BPE tokenizer to `folder`, unless it is there; whole or not
-    at all."""
+    """Write the model and a byte-level BPE tokenizer to `folder` unless it exists, atomically."""
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
-        _write_tokenizer(made, shape)
-        _write_weights(made, shape, seed)
-        if folder.exists():  # an interrupted copy of somebody's; ours is whole
+        complete = Path(scratch, folder.name)
+        _write_tokenizer(complete, shape)
+        _write_weights(complete, shape, seed)
+        if folder.exists():  # left by an interrupted process; the new one is complete
             shutil.rmtree(folder)
-        os.rename(made, folder)
+        os.rename(complete, folder)
     return folder
 
 
@@ -92,7 +91,7 @@ def _write_weights(folder: Path, shape: ModelShape, seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
-    """Trained on the standard library's own documentation; the end token has id 0."""
+    """Train a tokenizer on the standard library's documentation; the end token has id 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

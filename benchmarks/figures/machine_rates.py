@@ -1,4 +1,4 @@
-"""What this machine can do at best with bytes: the yardsticks of a transfer."""
+"""The best rates at which this machine moves bytes, for comparison with a transfer."""
 
 import socket
 import threading
@@ -6,18 +6,18 @@ import time
 
 import numpy as np
 
-_COPY_BYTES = 64 << 20  # bytes: beyond the caches
+_COPY_BYTES = 64 << 20  # more than the CPU caches hold
 _ROUNDS = 8
 
 
 def measure_memcpy_rate() -> float:
-    """Bytes per second that one thread copies from memory to memory, the best of some rounds."""
+    """Return bytes per second that one thread copies from memory to memory, best of some rounds."""
     source, target = (np.ones(_COPY_BYTES, dtype=np.uint8) for _ in range(2))
     return _COPY_BYTES / min(_timed_copy(source, target) for _ in range(_ROUNDS))
 
 
 def measure_loopback_tcp_rate() -> float:
-    """Bytes per second through one TCP connection over loopback, the best of some rounds."""
+    """Return bytes per second through one loopback TCP connection, best of some rounds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with (
             socket.create_connection(listening.getsockname()) as sender,
@@ -33,7 +33,7 @@ def _timed_copy(source: np.ndarray, target: np.ndarray) -> float:
 
 
 def _timed_send(sender: socket.socket, receiver: socket.socket) -> float:
-    """Until the last byte is in the receiver's memory."""
+    """Return the seconds until the last byte is in the receiver's memory."""
     data, landed = memoryview(bytearray(_COPY_BYTES)), memoryview(bytearray(_COPY_BYTES))
     thread = threading.Thread(target=sender.sendall, args=(data,))
     started = time.perf_counter()

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between closest ranks (Hyndman and Fan's type 7,
-    numpy's default).
+    """Return the q-th percentile (0 to 100), interpolated linearly between closest ranks.
 
-    Raises ValueError for an empty sample.
+    This is Hyndman and Fan's type 7, numpy's default. Raises ValueError for an empty sample.
     """
     if not values:
         raise ValueError("an empty sample has no percentiles")
@@ -22,7 +21,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PercentileSummary:
-    """What a table shows of a sample, in the sample's own unit."""
+    """Percentiles of a sample, in the sample's unit."""
 
     count: int
     mean: float
@@ -33,7 +32,7 @@ class PercentileSummary:
 
 
 def summarize(values: Sequence[float]) -> PercentileSummary | None:
-    """None for an empty sample."""
+    """Return the percentiles, or None for an empty sample."""
     if not values:
         return None
     p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))

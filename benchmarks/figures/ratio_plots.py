@@ -1,4 +1,4 @@
-"""Pictures of the ratio: goodput over splits, and what a changing load makes of it over time."""
+"""Plots about the ratio: goodput over splits, and SLO attainment under a changing load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rows of figures: one shape for every benchmark, on a terminal and in a JSON file."""
+"""Rows of figures, the same for every benchmark, on a terminal and in a JSON file."""
 
 import json
 import shlex
@@ -14,15 +14,14 @@ _SECRET_OPTION = "--api-key"
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """One figure. `limit` is what it is held against, in the same unit, and `share` their ratio: a
-    target (below 1 is met) or what the hardware allows. `command` reproduces it."""
+    """One figure."""
 
     name: str
     value: float
     unit: str
-    limit: float | None
-    share: float | None
-    command: str
+    limit: float | None  # a target, or what the hardware allows; in the same unit
+    share: float | None  # value / limit; below 1 meets an upper target
+    command: str  # reproduces the figure
 
 
 def make_row(
@@ -33,26 +32,26 @@ def make_row(
 
 
 def reproducing_command(arguments: Sequence[str]) -> str:
-    """The command line of a run, without the key that it may carry."""
-    shown = list(arguments)
-    for place, word in enumerate(arguments):
-        if word == _SECRET_OPTION and place + 1 < len(shown):
-            shown[place + 1] = "KEY"
+    """Return the command line of a run, without the API key that it may contain."""
+    words = list(arguments)
+    for index, word in enumerate(arguments):
+        if word == _SECRET_OPTION and index + 1 < len(words):
+            words[index + 1] = "KEY"
         elif word.startswith(f"{_SECRET_OPTION}="):
-            shown[place] = f"{_SECRET_OPTION}=KEY"
-    return "python -m benchmarks " + shlex.join(shown)
+            words[index] = f"{_SECRET_OPTION}=KEY"
+    return "python -m benchmarks " + shlex.join(words)
 
 
 def write_json(path: Path, rows: Sequence[ResultRow]) -> None:
-    path.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def print_rows(console: Console, title: str, rows: Sequence[ResultRow]) -> None:
     table = Table("figure", title=title, title_justify="left", box=None, header_style="bold")
     for heading in ("value", "unit", "limit", "share"):
         table.add_column(heading, justify="left" if heading == "unit" else "right")
-    for one in rows:
-        limit = "" if one.limit is None else f"{one.limit:,.4g}"
-        share = "" if one.share is None else f"{one.share:.0%}"
-        table.add_row(one.name, f"{one.value:,.4g}", one.unit, limit, share)
+    for row in rows:
+        limit = "" if row.limit is None else f"{row.limit:,.4g}"
+        share = "" if row.share is None else f"{row.share:.0%}"
+        table.add_row(row.name, f"{row.value:,.4g}", row.unit, limit, share)
     console.print(table)

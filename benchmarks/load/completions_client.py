@@ -1,5 +1,4 @@
-"""A client of POST /v1/completions for load generation, against Baton or any other
-OpenAI-compatible endpoint."""
+"""A client of POST /v1/completions for load generation, on any OpenAI-compatible endpoint."""
 
 import asyncio
 import json
@@ -17,7 +16,7 @@ from benchmarks.load.http_stream import HttpError, HttpTarget, StreamedResponse
 from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
-_MAX_EVENT_BYTES = 1 << 20  # bytes
+_MAX_EVENT_BYTES = 1 << 20
 _DATA, _DONE = b"data:", b"[DONE]"
 
 
@@ -47,15 +46,15 @@ _decode_event = msgspec.json.Decoder(_StreamEvent).decode
 
 @dataclass(frozen=True, slots=True)
 class EndpointFeatures:
-    """What the endpoint understands beyond the common core, found out by `probe`."""
+    """Optional features of the endpoint, as `CompletionsClient.probe_features` finds them."""
 
     token_prompts: bool = True
-    ignore_eos: bool = True  # without it answers may be shorter than asked
-    return_token_ids: bool = True  # without it a message with text counts as one token
+    ignore_eos: bool = True  # without it, answers may be shorter than requested
+    return_token_ids: bool = True  # without it, a message with text counts as one token
     include_usage: bool = True
 
 
-# Given up one at a time, in this order, when the endpoint refuses what names them.
+# Request field -> feature, dropped one at a time in this order when the endpoint refuses it.
 _OPTIONAL_FIELDS = {
     "return_token_ids": "return_token_ids",
     "ignore_eos": "ignore_eos",
@@ -66,35 +65,36 @@ _OPTIONAL_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class CompletionsClient:
-    """One endpoint. `vocab_size` bounds the ids of random prompts; `timeout_seconds` is seconds for
-    one whole request."""
+    """A client of one endpoint."""
 
     target: HttpTarget
     model: str
     api_key: str
-    vocab_size: int
-    timeout_seconds: float
+    vocab_size: int  # upper bound of the token ids in random prompts
+    timeout_seconds: float  # for one whole request
     features: EndpointFeatures = EndpointFeatures()
 
     async def measure_request(self, request: PlannedRequest, due: float) -> RequestMeasurement:
-        """Send one request and watch its tokens arrive. Failures are told by the measurement, never
-        raised."""
-        seen = RequestMeasurement(
+        """Send one request and record its tokens. A failure is recorded and not raised."""
+        measurement = RequestMeasurement(
             due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens
         )
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                await self._record_answer(request, seen)
+                await self._record_answer(request, measurement)
         except TimeoutError:
-            seen.error = "timeout"
+            measurement.error = "timeout"
         except (OSError, HttpError, msgspec.DecodeError) as error:
-            seen.error = type(error).__name__
-        seen.ended_at = time.perf_counter()
-        return seen
+            measurement.error = type(error).__name__
+        measurement.ended_at = time.perf_counter()
+        return measurement
 
     async def probe_features(self) -> "CompletionsClient":
-        """This client with a dialect that the endpoint accepts. Raises ValueError with its answer
-        when there is none, OSError or HttpError when it cannot be reached."""
+        """Return a client that uses only features which the endpoint accepts.
+
+        Raises ValueError with the endpoint's answer if there is none, and OSError or HttpError when
+        the endpoint cannot be reached.
+        """
         client = self
         for _ in range(len(_OPTIONAL_FIELDS) + 1):
             async with client._post(PlannedRequest(0.0, 4, 2, seed=1)) as response:
@@ -109,7 +109,7 @@ class CompletionsClient:
         raise ValueError("the endpoint accepts no form of request that this client knows")
 
     def _find_refused_feature(self, answer: str) -> str | None:
-        """The optional feature that an error names."""
+        """Return the optional feature that an error names."""
         named = _blamed_field(answer)
         for field, feature in _OPTIONAL_FIELDS.items():
             if getattr(self.features, feature) and (
@@ -149,41 +149,43 @@ class CompletionsClient:
                 body[extension] = True
         return body
 
-    async def _record_answer(self, request: PlannedRequest, seen: RequestMeasurement) -> None:
+    async def _record_answer(
+        self, request: PlannedRequest, measurement: RequestMeasurement
+    ) -> None:
         async with self._post(request) as response:
             if response.status != 200:
-                seen.error = f"http {response.status}"
+                measurement.error = f"http {response.status}"
                 return
             async for moment, data in read_events(response):
                 if data == _DONE:
                     return
-                _record_event(seen, moment, _decode_event(data), self.features)
-            seen.error = seen.error or "no [DONE]"
+                _record_event(measurement, moment, _decode_event(data), self.features)
+            measurement.error = measurement.error or "no [DONE]"
 
 
 def _record_event(
-    seen: RequestMeasurement, moment: float, event: _StreamEvent, dialect: EndpointFeatures
+    measurement: RequestMeasurement, moment: float, event: _StreamEvent, features: EndpointFeatures
 ) -> None:
     if event.error is not None:
-        seen.error = "error event"
+        measurement.error = "error event"
     if event.usage is not None:
-        seen.usage_tokens = event.usage.completion_tokens
+        measurement.usage_tokens = event.usage.completion_tokens
         if event.usage.prompt_tokens_details is not None:
-            seen.prompt_tokens = event.usage.prompt_tokens
-            seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+            measurement.prompt_tokens = event.usage.prompt_tokens
+            measurement.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
     if event.choices:
         choice = event.choices[0]
-        tokens = len(choice.token_ids or ()) if dialect.return_token_ids else bool(choice.text)
+        tokens = len(choice.token_ids or ()) if features.return_token_ids else bool(choice.text)
         if tokens:
-            seen.token_arrivals.append((moment, int(tokens)))
+            measurement.token_arrivals.append((moment, int(tokens)))
 
 
 async def read_events(response: StreamedResponse) -> AsyncIterator[tuple[float, bytes]]:
-    """Server-sent events: the moment when the bytes arrived, and what follows `data:`."""
+    """Yield server-sent events: the time at which the bytes arrived, and the text after `data:`."""
     pending = b""
-    async for piece in response.iter_body():
+    async for chunk in response.iter_body():
         moment = time.perf_counter()
-        *lines, pending = (pending + piece).split(b"\n")
+        *lines, pending = (pending + chunk).split(b"\n")
         if len(pending) > _MAX_EVENT_BYTES:
             raise HttpError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
         for line in lines:
@@ -192,7 +194,7 @@ async def read_events(response: StreamedResponse) -> AsyncIterator[tuple[float, 
 
 
 def _blamed_field(answer: str) -> str | None:
-    """The field that an OpenAI-shaped error blames."""
+    """Return the field that an OpenAI-shaped error blames."""
     try:
         param = json.loads(answer)["error"]["param"]
     except (ValueError, KeyError, TypeError):

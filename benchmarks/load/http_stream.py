@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 client for one thing: POST a JSON body, read the answer piece by piece as it
-arrives.
+"""A minimal HTTP/1.1 client that POSTs a JSON body and reads the answer as it arrives.
 
-A load generator shares the machine with what it measures, so it does no more per message than it
-must; every request has a connection of its own.
+The load generator shares the machine with the measured system, so it does little per message. Every
+request has its own connection.
 """
 
 import asyncio
@@ -12,27 +11,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-MAX_HEAD_BYTES = 64 << 10  # bytes, also the longest line of a chunked body
+MAX_HEAD_BYTES = 64 << 10  # also the longest line of a chunked body
 MAX_CHUNK_BYTES = 16 << 20
 _READ_BYTES = 64 << 10
 
 
 class HttpError(Exception):
-    """The answer is not HTTP, or broke off."""
+    """The answer is not HTTP or ended early."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """Where an API lives. `base_path` is its path without a slash at the end."""
+    """The address of an API."""
 
     host: str
     port: int
     uses_tls: bool
-    base_path: str
+    base_path: str  # without a trailing slash
 
 
 def parse_url(url: str) -> HttpTarget:
-    """http://HOST[:PORT][/BASE] or https. Raises ValueError."""
+    """Parse http://HOST[:PORT][/BASE], or https. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
@@ -43,7 +42,7 @@ def parse_url(url: str) -> HttpTarget:
 
 
 class StreamedResponse:
-    """Status and headers have been read; `pieces()` gives the body as it arrives."""
+    """A response whose status and headers have been read; `iter_body()` streams the body."""
 
     def __init__(
         self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader
@@ -53,18 +52,18 @@ class StreamedResponse:
         self._reader = reader
 
     def iter_body(self) -> AsyncIterator[bytes]:
-        """Raises HttpError when the body breaks off."""
+        """Yield the body as it arrives. Raises HttpError when it ends early."""
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
             return self._iter_chunked()
         return self._iter_plain(self.headers.get("content-length"))
 
-    async def read_body(self, most: int = MAX_CHUNK_BYTES) -> bytes:
-        whole = b""
-        async for piece in self.iter_body():
-            whole += piece
-            if len(whole) > most:
-                raise HttpError(f"the body is longer than {most} bytes")
-        return whole
+    async def read_body(self, max_bytes: int = MAX_CHUNK_BYTES) -> bytes:
+        body = b""
+        async for chunk in self.iter_body():
+            body += chunk
+            if len(body) > max_bytes:
+                raise HttpError(f"the body is longer than {max_bytes} bytes")
+        return body
 
     async def _iter_chunked(self) -> AsyncIterator[bytes]:
         while True:
@@ -77,27 +76,31 @@ class StreamedResponse:
                 raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK_BYTES} are read")
             if size == 0:
                 return
-            piece = await _read_exactly(self._reader, size + 2)
-            yield piece[:-2]
+            chunk = await _read_exactly(self._reader, size + 2)
+            yield chunk[:-2]
 
     async def _iter_plain(self, length: str | None) -> AsyncIterator[bytes]:
-        left = int(length) if length is not None else None
-        while left is None or left > 0:
-            piece = await self._reader.read(_READ_BYTES if left is None else min(_READ_BYTES, left))
-            if not piece:
-                if left is None:
+        remaining = int(length) if length is not None else None
+        while remaining is None or remaining > 0:
+            chunk = await self._reader.read(
+                _READ_BYTES if remaining is None else min(_READ_BYTES, remaining)
+            )
+            if not chunk:
+                if remaining is None:
                     return
-                raise HttpError(f"the body broke off {left} bytes before its end")
-            left = None if left is None else left - len(piece)
-            yield piece
+                raise HttpError(f"the body broke off {remaining} bytes before its end")
+            remaining = None if remaining is None else remaining - len(chunk)
+            yield chunk
 
 
 @asynccontextmanager
 async def open_request(
     target: HttpTarget, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[StreamedResponse]:
-    """Send and yield the response; the connection closes with the block. Raises OSError,
-    HttpError."""
+    """Send a request and yield the response; the connection closes with the block.
+
+    Raises OSError or HttpError.
+    """
     context = ssl.create_default_context() if target.uses_tls else None
     reader, writer = await asyncio.open_connection(
         target.host, target.port, ssl=context, limit=MAX_HEAD_BYTES
@@ -141,7 +144,7 @@ async def _read_head(reader: asyncio.StreamReader) -> StreamedResponse:
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Without its end; raises HttpError when there is none."""
+    """Return a line without its end. Raises HttpError when the stream ends before."""
     try:
         return (await reader.readuntil(b"\r\n"))[:-2]
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):

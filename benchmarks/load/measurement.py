@@ -1,5 +1,4 @@
-"""What was seen of one request, and what follows from many. Pure; times are seconds of one steady
-clock."""
+"""What was measured of each request, and the results of many. Pure; times are in seconds."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,19 +10,19 @@ from benchmarks.figures.percentiles import PercentileSummary, summarize
 
 @dataclass(slots=True)
 class RequestMeasurement:
-    """One request. `due_at` is when it was to be sent: under open load a late sender must not
-    flatter the answer."""
+    """What was measured of one request; times are of one monotonic clock."""
 
+    # When the request was to be sent. With open-loop load, latencies count from here, so that a
+    # late sender does not improve them.
     due_at: float
     requested_tokens: int
-    token_arrivals: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (moment, tokens in this message)
+    # (time, tokens in this message)
+    token_arrivals: list[tuple[float, int]] = field(default_factory=list)
     ended_at: float = 0.0
     usage_tokens: int | None = None  # completion tokens as the endpoint counts them
-    error: str = ""  # "" for a request that ended well
-    requested_prompt_tokens: int = 0  # tokens
-    prompt_tokens: int = 0  # as the endpoint counts them, if it tells how many of them were cached
+    error: str = ""  # empty: the request succeeded
+    requested_prompt_tokens: int = 0
+    prompt_tokens: int = 0  # as the endpoint counts them; 0 if it does not state cached tokens
     cached_tokens: int = 0
 
     @property
@@ -45,22 +44,21 @@ class RequestMeasurement:
 
     @property
     def inter_token_gaps(self) -> list[float]:
-        """Inter-token latencies as a reader feels them: between messages that brought tokens."""
+        """Inter-token latencies: the times between messages that brought tokens."""
         moments = [moment for moment, _ in self.token_arrivals]
         return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """One cell of a benchmark. Rates are per second of `seconds`, from the first request due to the
-    last one ended."""
+    """The results of one cell of a benchmark. Rates are per second of `seconds`."""
 
     name: str
-    seconds: float
+    seconds: float  # from the first request due to the last one ended
     sent_count: int
-    good_count: int  # ended well and within the SLO
+    good_count: int  # succeeded within the SLO
     succeeded_count: int
-    error_counts: dict[str, int]  # how many of each kind
+    error_counts: dict[str, int]  # by kind
     miscounted_count: int  # answers whose usage differs from the tokens received
     ttft: PercentileSummary | None
     tpot: PercentileSummary | None
@@ -68,41 +66,51 @@ class CellResult:
     tokens_per_second: float
     requests_per_second: float
     goodput: float  # good requests per second
-    cached_share: (
-        float | None
-    )  # of the prompt tokens, by the endpoint's word; None if it says nothing
+    cached_share: float | None  # of the prompt tokens; None if the endpoint does not state it
 
 
 def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Slo) -> CellResult:
-    """Errors are counted apart and are no part of any latency; they make their requests not
-    good."""
-    well = [one for one in measurements if not one.error and one.token_arrivals]
+    """Return the results of a cell.
+
+    Failed requests are counted, do not enter any latency, and are not good.
+    """
+    succeeded = [
+        measurement
+        for measurement in measurements
+        if not measurement.error and measurement.token_arrivals
+    ]
     errors: dict[str, int] = {}
-    for one in measurements:
-        if one.error or not one.token_arrivals:
-            kind = one.error or "no tokens"
+    for measurement in measurements:
+        if measurement.error or not measurement.token_arrivals:
+            kind = measurement.error or "no tokens"
             errors[kind] = errors.get(kind, 0) + 1
-    seconds = max((one.ended_at for one in measurements), default=0.0) - min(
-        (one.due_at for one in measurements), default=0.0
+    seconds = max((measurement.ended_at for measurement in measurements), default=0.0) - min(
+        (measurement.due_at for measurement in measurements), default=0.0
     )
     per_second = 1 / seconds if seconds > 0 else 0.0
-    prompt_tokens = sum(one.prompt_tokens for one in well)
-    good = sum(slo.is_met(one.ttft, one.tpot) for one in well)
+    prompt_tokens = sum(measurement.prompt_tokens for measurement in succeeded)
+    good = sum(slo.is_met(measurement.ttft, measurement.tpot) for measurement in succeeded)
     return CellResult(
         name=name,
         seconds=seconds,
         sent_count=len(measurements),
         good_count=good,
-        succeeded_count=len(well),
+        succeeded_count=len(succeeded),
         error_counts=errors,
-        miscounted_count=sum(one.usage_tokens not in (None, one.received_tokens) for one in well),
-        ttft=summarize([one.ttft for one in well]),
-        tpot=summarize([one.tpot for one in well if one.tpot is not None]),
-        itl=summarize([gap for one in well for gap in one.inter_token_gaps]),
-        tokens_per_second=sum(one.received_tokens for one in well) * per_second,
-        requests_per_second=len(well) * per_second,
+        miscounted_count=sum(
+            measurement.usage_tokens not in (None, measurement.received_tokens)
+            for measurement in succeeded
+        ),
+        ttft=summarize([measurement.ttft for measurement in succeeded]),
+        tpot=summarize(
+            [measurement.tpot for measurement in succeeded if measurement.tpot is not None]
+        ),
+        itl=summarize([gap for measurement in succeeded for gap in measurement.inter_token_gaps]),
+        tokens_per_second=sum(measurement.received_tokens for measurement in succeeded)
+        * per_second,
+        requests_per_second=len(succeeded) * per_second,
         goodput=good * per_second,
-        cached_share=sum(one.cached_tokens for one in well) / prompt_tokens
+        cached_share=sum(measurement.cached_tokens for measurement in succeeded) / prompt_tokens
         if prompt_tokens
         else None,
     )

@@ -1,4 +1,4 @@
-"""What a load generator will send, and when: drawn before the run begins, from a seed. Pure."""
+"""What a load generator will send, and when: drawn from a seed before the run begins. Pure."""
 
 import functools
 import math
@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 _WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money"
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work number night "
+    "point home water room mother area money"
 ).split()
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A distribution of lengths in tokens, each between 1 and `max_tokens`.
-
-    `fixed`: always `low_or_median`. `uniform`: integers from `low_or_median` to `high_or_sigma`.
-    `lognormal`: median `low_or_median`, and `high_or_sigma` the standard deviation of the
-    logarithm.
-    """
+    """A distribution of lengths in tokens."""
 
     kind: Literal["fixed", "uniform", "lognormal"]
+    # fixed: the length; uniform: the least; lognormal: the median
     low_or_median: float
+    # uniform: the greatest; lognormal: the standard deviation of the logarithm
     high_or_sigma: float = 0.0
-    max_tokens: int = 1 << 20
+    max_tokens: int = 1 << 20  # samples are cut to 1..max_tokens
 
     def sample(self, random_source: random.Random) -> int:
         match self.kind:
@@ -41,10 +39,10 @@ class LengthDistribution:
 
 
 def parse_lengths(text: str) -> LengthDistribution:
-    """`512`, `uniform:100:800`, `lognormal:256:0.8` or `lognormal:256:0.8:2048` (the last is the
-    most).
+    """Parse `512`, `uniform:100:800`, `lognormal:256:0.8` or `lognormal:256:0.8:2048`.
 
-    Raises ValueError naming the text and the forms.
+    The last number of the last form is the maximum. Raises ValueError that names the text and the
+    forms.
     """
     words = text.split(":")
     try:
@@ -75,7 +73,7 @@ def parse_lengths(text: str) -> LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` clients, each sending its next request when its last one has ended."""
+    """`concurrency` clients, each of which sends its next request when its last one has ended."""
 
     concurrency: int
 
@@ -85,8 +83,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class PoissonArrivals:
-    """Requests arrive by themselves, `requests_per_second` a second on average, however slow the
-    answers are."""
+    """A Poisson process of requests, which does not depend on how slow the answers are."""
 
     requests_per_second: float
 
@@ -96,25 +93,26 @@ class PoissonArrivals:
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompt:
-    """A prompt made of blocks of `block_tokens` tokens: equal ids are equal blocks, different ids
-    differ within their first tokens. `max_block_id` is the highest id of the run."""
+    """A prompt made of numbered blocks.
+
+    Equal ids are equal blocks; different ids differ within their first tokens.
+    """
 
     salt: str
     block_ids: tuple[int, ...]
-    block_tokens: int
-    max_block_id: int
+    block_tokens: int  # of each block
+    max_block_id: int  # of the whole run
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send, `start_seconds` seconds after the start (always 0 in a closed loop). Its
-    prompt is drawn from `salt` and `seed`, or is what `block_prompt` says."""
+    """One request to send."""
 
-    start_seconds: float
+    start_seconds: float  # after the start; always 0 in a closed loop
     prompt_tokens: int
     output_tokens: int
-    seed: int
-    block_prompt: BlockPrompt | None = None
+    seed: int  # with `salt`, determines the random prompt
+    block_prompt: BlockPrompt | None = None  # in place of a random prompt
     salt: str = ""
 
 
@@ -125,31 +123,37 @@ def plan_requests(
     count: int,
     seed: str,
 ) -> list[PlannedRequest]:
-    """`count` requests. The same seed gives the same plan; every request has a prompt of its
-    own."""
-    source = random.Random(seed)
+    """Return `count` requests with distinct prompts; the same seed gives the same plan."""
+    random_source = random.Random(seed)
     times = (
-        poisson_times(load.requests_per_second, source)
+        poisson_times(load.requests_per_second, random_source)
         if isinstance(load, PoissonArrivals)
         else iter(lambda: 0.0, None)
     )
     return [
-        PlannedRequest(at, prompt.sample(source), output.sample(source), source.getrandbits(63))
-        for _, at in zip(range(count), times, strict=False)
+        PlannedRequest(
+            start,
+            prompt.sample(random_source),
+            output.sample(random_source),
+            random_source.getrandbits(63),
+        )
+        for _, start in zip(range(count), times, strict=False)
     ]
 
 
-def poisson_times(rate: float, source: random.Random) -> Iterator[float]:
-    """Moments of a Poisson process of `rate` a second, without end."""
+def poisson_times(rate: float, random_source: random.Random) -> Iterator[float]:
+    """Yield the times of a Poisson process with `rate` events per second, without end."""
     now = 0.0
     while True:
-        now += source.expovariate(rate)
+        now += random_source.expovariate(rate)
         yield now
 
 
 def make_token_prompt(request: PlannedRequest, vocabulary: int) -> list[int]:
-    """Random token ids. Low ids are left out: special tokens tend to live there. Raises ValueError
-    for shared blocks that are too short to tell themselves apart."""
+    """Return random token ids. Low ids are left out, since special tokens tend to have them.
+
+    Raises ValueError for shared blocks that are too short to contain their id.
+    """
     ids = range(min(16, vocabulary // 2), vocabulary)
     if request.block_prompt is None:
         return _random_source(request).choices(ids, k=request.prompt_tokens)
@@ -165,15 +169,18 @@ def make_token_prompt(request: PlannedRequest, vocabulary: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8192)
-def _block_token_ids(salt: str, block: int, tokens: int, most: int, ids: range) -> tuple[int, ...]:
-    """The block's id in the digits that there are, then noise."""
+def _block_token_ids(
+    salt: str, block: int, tokens: int, max_id: int, ids: range
+) -> tuple[int, ...]:
+    """Return the block's id as digits in the base of the vocabulary, followed by noise."""
     digits: list[int] = []
-    while most > 0 or not digits:
+    while max_id > 0 or not digits:
         digits.append(ids[block % len(ids)])
-        block, most = block // len(ids), most // len(ids)
+        block, max_id = block // len(ids), max_id // len(ids)
     if len(digits) > tokens:
         raise ValueError(
-            f"a block of {tokens} tokens cannot hold its id, which needs {len(digits)}: scale lengths less"
+            f"a block of {tokens} tokens cannot hold its id, which needs {len(digits)}: "
+            "scale lengths less"
         )
     noise = random.Random(f"{salt}/{digits}").choices(ids, k=tokens - len(digits))
     return (*digits, *noise)
@@ -184,7 +191,7 @@ def _random_source(request: PlannedRequest) -> random.Random:
 
 
 def make_text_prompt(request: PlannedRequest) -> str:
-    """Random words, about one token each, for a server that takes no token ids."""
+    """Return random words, about one token each, for a server that takes no token ids."""
     if request.block_prompt is None:
         return " ".join(_random_source(request).choices(_WORDS, k=request.prompt_tokens))
     shared = request.block_prompt

@@ -1,5 +1,7 @@
-"""Sends a plan to an endpoint, in a closed loop, as a Poisson process or as recorded, bounded in
-count and in time."""
+"""Send a plan to an endpoint: in a closed loop, as a Poisson process or as recorded.
+
+The load is bounded in count and in time.
+"""
 
 import asyncio
 import time
@@ -18,49 +20,56 @@ LoadPattern = ClosedLoop | PoissonArrivals | TraceReplay
 async def run_load(
     client: CompletionsClient, load: LoadPattern, plan: Sequence[PlannedRequest], seconds: float
 ) -> list[RequestMeasurement]:
-    """One measurement per request that was due within `seconds`. What runs when the time is up is
-    cut off and counted as unfinished."""
-    seen: list[RequestMeasurement] = []
+    """Return a measurement for each request that was due within `seconds`.
+
+    Requests that run when the time is up are cancelled and counted as unfinished.
+    """
+    measurements: list[RequestMeasurement] = []
     started = time.perf_counter()
     try:
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
             if isinstance(load, ClosedLoop):
                 rest = iter(plan)
                 for _ in range(load.concurrency):
-                    group.create_task(_run_closed_loop_client(client, rest, seen))
+                    group.create_task(_run_closed_loop_client(client, rest, measurements))
             else:
-                await _send_at_arrivals(client, plan, started, seen, group)
+                await _send_at_arrivals(client, plan, started, measurements, group)
     except TimeoutError:
-        pass  # each request cut off has recorded itself
-    return seen
+        pass  # each cancelled request has recorded itself
+    return measurements
 
 
 async def _run_closed_loop_client(
-    client: CompletionsClient, rest: Iterator[PlannedRequest], seen: list[RequestMeasurement]
+    client: CompletionsClient,
+    rest: Iterator[PlannedRequest],
+    measurements: list[RequestMeasurement],
 ) -> None:
-    """One client of a closed loop."""
+    """Send the remaining requests one after another."""
     for request in rest:
-        await _measure_one(client, request, time.perf_counter(), seen)
+        await _measure_one(client, request, time.perf_counter(), measurements)
 
 
 async def _send_at_arrivals(
     client: CompletionsClient,
     plan: Sequence[PlannedRequest],
     started: float,
-    seen: list[RequestMeasurement],
+    measurements: list[RequestMeasurement],
     group: asyncio.TaskGroup,
 ) -> None:
     for request in plan:
         due = started + request.start_seconds
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        group.create_task(_measure_one(client, request, due, seen))
+        group.create_task(_measure_one(client, request, due, measurements))
 
 
 async def _measure_one(
-    client: CompletionsClient, request: PlannedRequest, due: float, seen: list[RequestMeasurement]
+    client: CompletionsClient,
+    request: PlannedRequest,
+    due: float,
+    measurements: list[RequestMeasurement],
 ) -> None:
     try:
-        seen.append(await client.measure_request(request, due))
+        measurements.append(await client.measure_request(request, due))
     except asyncio.CancelledError:
         cut = RequestMeasurement(
             due,
@@ -69,5 +78,5 @@ async def _measure_one(
             error=UNFINISHED_ERROR,
         )
         cut.ended_at = time.perf_counter()
-        seen.append(cut)
+        measurements.append(cut)
         raise

@@ -1,5 +1,4 @@
-"""A sweep over concurrency: throughput and TTFT on one picture, and the ceiling for a TTFT
-bound."""
+"""A sweep over concurrency: throughput, TTFT, and the ceiling for a TTFT bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +15,16 @@ class SweepPoint:
     result: CellResult
 
     def meets_ttft(self, bound: float) -> bool:
-        """No request failed, and the p90 of TTFT is within `bound` seconds."""
-        seen = self.result
-        return not seen.error_counts and seen.ttft is not None and seen.ttft.p90 <= bound
+        """Return whether no request failed and the p90 of TTFT is within `bound` seconds."""
+        result = self.result
+        return not result.error_counts and result.ttft is not None and result.ttft.p90 <= bound
 
 
 def find_ceiling(points: Sequence[SweepPoint], bound: float) -> SweepPoint | None:
-    """The point with the most tokens a second that holds `bound`; None if no point does."""
+    """Return the point with the highest throughput that meets `bound`, or None."""
     return max(
-        (one for one in points if one.meets_ttft(bound)),
-        key=lambda one: one.result.tokens_per_second,
+        (point for point in points if point.meets_ttft(bound)),
+        key=lambda point: point.result.tokens_per_second,
         default=None,
     )
 
@@ -34,18 +33,21 @@ def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
     best = find_ceiling(points, bound)
     if best is None:
         return f"no point of the sweep keeps the p90 of TTFT within {bound * 1e3:g} ms"
-    seen = best.result
-    assert seen.ttft is not None
+    result = best.result
+    assert result.ttft is not None
     return (
-        f"ceiling with p90 TTFT within {bound * 1e3:g} ms: {seen.tokens_per_second:.1f} tokens/s, "
-        f"{seen.requests_per_second:.2f} requests/s at concurrency {best.concurrency} "
-        f"(p90 {seen.ttft.p90 * 1e3:.1f} ms)"
+        f"ceiling with p90 TTFT within {bound * 1e3:g} ms: "
+        f"{result.tokens_per_second:.1f} tokens/s, "
+        f"{result.requests_per_second:.2f} requests/s at concurrency {best.concurrency} "
+        f"(p90 {result.ttft.p90 * 1e3:.1f} ms)"
     )
 
 
 def check_plot_path(path: Path) -> None:
-    """Before anything is measured. Raises ValueError for a format that is none, or without the
-    library."""
+    """Check the plot's format before anything is measured.
+
+    Raises ValueError for an unknown format, or if matplotlib is missing.
+    """
     if path.suffix not in PLOT_FORMATS:
         raise ValueError(
             f"--plot {path}: a picture is a file that ends in {' or '.join(PLOT_FORMATS)}"
@@ -57,26 +59,28 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, title: str) -> None:
-    """Throughput on the left axis, the p50 and p90 of TTFT on the right one, over concurrency;
-    `bound` in seconds."""
+    """Plot throughput (left axis) and the p50 and p90 of TTFT (right axis) over concurrency.
+
+    `bound` is in seconds.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [one for one in points if one.result.ttft is not None]
-    x = [one.concurrency for one in shown]
+    plotted = [point for point in points if point.result.ttft is not None]
+    x = [point.concurrency for point in plotted]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     left = figure.add_subplot()
     right = left.twinx()
     left.plot(
         x,
-        [one.result.tokens_per_second for one in shown],
+        [point.result.tokens_per_second for point in plotted],
         "o-",
         color="tab:blue",
         label="output tokens/s",
     )
     for quantile, style in (("p50", "s--"), ("p90", "^-")):
-        values = [getattr(one.result.ttft, quantile) * 1e3 for one in shown]
+        values = [getattr(point.result.ttft, quantile) * 1e3 for point in plotted]
         right.plot(x, values, style, color="tab:red", label=f"TTFT {quantile}")
     if bound is not None:
         right.axhline(bound * 1e3, color="tab:red", linestyle=":", label="TTFT bound")
@@ -84,7 +88,7 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
         if best is not None:
             left.axvline(best.concurrency, color="tab:gray", linestyle=":", label="ceiling")
     left.set_xscale("log", base=2)
-    left.set_xticks(x, [str(one) for one in x])
+    left.set_xticks(x, [str(point) for point in x])
     left.set(xlabel="concurrent requests", ylabel="output tokens/s", title=title, ylim=(0, None))
     right.set(ylabel="TTFT, ms", ylim=(0, None))
     handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]

@@ -1,12 +1,13 @@
-"""A trace through the pool's own index and eviction policies, and through what no policy can beat.
+"""Replay a trace through the pool's index and eviction policies, and through the optimum.
 
-Each request matches its prompt and publishes the blocks that are missing; who publishes holds on to
-the path. Blocks are the trace's, of 512 tokens; the last one of a prompt is mostly not full and
+Each request matches its prompt and publishes the missing blocks; the publisher pins the path.
+Blocks are those of the trace, of 512 tokens. The last block of a prompt is mostly not full and
 counts as a block all the same.
 
-Belady's optimum (1966) knows the future: of all blocks it evicts the one whose next use is farthest
-away, which is always a leaf, since whoever uses a block uses those before it. It may also evict
-what has just been published. So its hits are an upper bound for every policy, leaves first or not.
+Belady's optimum (1966) knows the future: it evicts the block whose next use is farthest away. That
+block is always a leaf, since a request that uses a block uses those before it. The optimum may also
+evict what has just been published. So its hits are an upper bound for every policy, whether or not
+it evicts leaves first.
 """
 
 from collections.abc import Sequence
@@ -29,19 +30,18 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HitRatios:
-    """`block_hit_ratio` of the blocks of all prompts; `saved_cost_share` of what computing all of
-    them would have cost, in which a token costs more the more stands before it."""
+    """The hits of one policy."""
 
     block_hit_ratio: float
-    saved_cost_share: float
+    saved_cost_share: float  # of the cost of computing all prompts, which grows with context
 
 
 class TracePrompts:
-    """The prompts of a trace, one token for a block."""
+    """The prompts of a trace, with one token for each block."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
-        self.arrival_times = [one.arrival_seconds for one in trace]
-        self.prompts = [PromptChain.from_tokens(_ROOT, one.block_ids, 1) for one in trace]
+        self.arrival_times = [request.arrival_seconds for request in trace]
+        self.prompts = [PromptChain.from_tokens(_ROOT, request.block_ids, 1) for request in trace]
         self.block_count = sum(map(len, self.prompts))
         self.distinct_block_count = len(
             {prompt.block_hash(number) for prompt in self.prompts for number in range(len(prompt))}
@@ -49,14 +49,14 @@ class TracePrompts:
         self.total_cost = sum(prefill_cost(len(prompt)) for prompt in self.prompts)
 
     def compute_hit_ratios(self, found: Sequence[int]) -> HitRatios:
-        """`found`: of each prompt, the leading blocks that were there."""
+        """Return the ratios; `found` has the number of cached leading blocks of each prompt."""
         return HitRatios(
             sum(found) / self.block_count, sum(map(prefill_cost, found)) / self.total_cost
         )
 
 
 def prefill_cost(blocks: int) -> float:
-    """Of computing so many blocks of a prompt from its beginning, in tokens without context."""
+    """Return the cost of computing the first blocks of a prompt, in tokens without context."""
     tokens = blocks * MOONCAKE_BLOCK
     return tokens * (1 + tokens / 2 / QUADRATIC_CONTEXT_TOKENS)
 
@@ -65,44 +65,47 @@ def make_evictor(policy: str, capacity: int) -> Evictor:
     return LruEvictor(capacity) if policy == "lru" else CostEvictor(capacity, MOONCAKE_BLOCK)
 
 
-def replay_policy(work: TracePrompts, capacity: int, policy: str) -> HitRatios:
-    capacity = min(capacity, work.distinct_block_count)
+def replay_policy(prompts: TracePrompts, capacity: int, policy: str) -> HitRatios:
+    capacity = min(capacity, prompts.distinct_block_count)
     tier = CacheTier(capacity, 1, make_evictor(policy, capacity))
-    return work.compute_hit_ratios(
-        [_serve_prompt(tier, *one) for one in zip(work.prompts, work.arrival_times, strict=True)]
+    return prompts.compute_hit_ratios(
+        [
+            _serve_prompt(tier, *arguments)
+            for arguments in zip(prompts.prompts, prompts.arrival_times, strict=True)
+        ]
     )
 
 
 def _serve_prompt(tier: CacheTier, prompt: PromptChain, now: float) -> int:
-    """Blocks that were there. The missing ones are there afterwards, as far as there is room."""
+    """Return the cached blocks of a prompt, and publish the missing ones while there is room."""
     path = tier.match_prefix(prompt, now)
     parent = path[-1] if path else ROOT
     if parent != ROOT:
         tier.pin(parent)
     for number in range(len(path), len(prompt)):
-        taken = tier.allocate_blocks(1, now)
-        if not taken:
+        new_block = tier.allocate_blocks(1, now)
+        if not new_block:
             break
-        if not tier.insert_block(taken[0], prompt, number, parent, now):
-            tier.free_block(taken[0])
+        if not tier.insert_block(new_block[0], prompt, number, parent, now):
+            tier.free_block(new_block[0])
             break
-        tier.pin(taken[0])
+        tier.pin(new_block[0])
         if parent != ROOT:
             tier.unpin(parent)
-        parent = taken[0]
+        parent = new_block[0]
     if parent != ROOT:
         tier.unpin(parent)
     return len(path)
 
 
-def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
-    following = _next_uses(work.prompts)
+def replay_belady(prompts: TracePrompts, capacity: int) -> HitRatios:
+    following = _next_uses(prompts.prompts)
     next_use: dict[int, int] = {}
-    farthest: list[tuple[int, int, int]] = []  # -(next use), -depth, key; some are out of date
-    found: list[int] = []
-    for prompt, uses in zip(work.prompts, following, strict=True):
+    farthest: list[tuple[int, int, int]] = []  # -(next use), -depth, key; some are stale
+    hits: list[int] = []
+    for prompt, uses in zip(prompts.prompts, following, strict=True):
         keys = [prompt.index_key(number) for number in range(len(prompt))]
-        found.append(len(list(takewhile(next_use.__contains__, keys))))
+        hits.append(len(list(takewhile(next_use.__contains__, keys))))
         for depth, (key, use) in enumerate(zip(keys, uses, strict=True)):
             next_use[key] = use
             heappush(farthest, (-use, -depth, key))
@@ -110,45 +113,45 @@ def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
             use, _, key = heappop(farthest)
             if next_use.get(key) == -use:
                 del next_use[key]
-    return work.compute_hit_ratios(found)
+    return prompts.compute_hit_ratios(hits)
 
 
 def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
-    """Of each block of each prompt, the number of the next prompt that has it."""
+    """Return, for each block of each prompt, the number of the next prompt that has it."""
     following: list[list[int]] = []
-    seen: dict[int, int] = {}
+    next_use: dict[int, int] = {}
     for number in range(len(prompts) - 1, -1, -1):
         keys = [prompts[number].index_key(place) for place in range(len(prompts[number]))]
-        following.append([seen.get(key, _NEVER) for key in keys])
-        seen.update(dict.fromkeys(keys, number))
+        following.append([next_use.get(key, _NEVER) for key in keys])
+        next_use.update(dict.fromkeys(keys, number))
     return following[::-1]
 
 
 def compute_partial_gain(trace: Sequence[TraceRequest], block: int) -> tuple[float, float]:
-    """What sharing partly matching blocks can save at most, as shares of all prompt tokens: (in
-    whole blocks of `block` tokens, with copy on write beyond them).
+    """Return the most that sharing partly matching blocks can save, as shares of all prompt tokens.
 
-    The trace tells whether blocks of 512 tokens are equal and not where they begin to differ. A
-    prompt that leaves the path of an earlier one where that ended, in the middle of a block, is
-    taken to go on from there. The first block does not count: nearly all prompts have the same.
+    The first share is for whole blocks of `block` tokens, the second for copy on write beyond them.
+    The trace says whether blocks of 512 tokens are equal and not where they begin to differ. A
+    prompt that leaves the path of an earlier one in the middle of the block in which that one ended
+    is assumed to continue from there. The first block does not count, because nearly all prompts
+    share it.
     """
-    ends: dict[
-        tuple[int, int], int
-    ] = {}  # (blocks before, the last of them) -> tokens in the block that ends a prompt
-    seen: set[int] = set()
-    whole = beyond = 0
-    for one in trace:
-        known = len(list(takewhile(seen.__contains__, one.block_ids)))
-        if 2 <= known < len(one.block_ids):
+    # (blocks before, the last of them) -> tokens in the last block of a prompt
+    ends: dict[tuple[int, int], int] = {}
+    known_ids: set[int] = set()
+    in_blocks = beyond = 0
+    for request in trace:
+        known_blocks = len(list(takewhile(known_ids.__contains__, request.block_ids)))
+        if 2 <= known_blocks < len(request.block_ids):
             shared = min(
-                ends.get((known, one.block_ids[known - 1]), 0),
-                one.prompt_tokens - known * MOONCAKE_BLOCK,
+                ends.get((known_blocks, request.block_ids[known_blocks - 1]), 0),
+                request.prompt_tokens - known_blocks * MOONCAKE_BLOCK,
             )
-            whole += shared // block * block
+            in_blocks += shared // block * block
             beyond += shared % block
-        seen.update(one.block_ids)
-        tail = one.prompt_tokens % MOONCAKE_BLOCK
-        if tail and len(one.block_ids) > 1:
-            ends[len(one.block_ids) - 1, one.block_ids[-2]] = tail
-    tokens = sum(one.prompt_tokens for one in trace)
-    return whole / tokens, beyond / tokens
+        known_ids.update(request.block_ids)
+        tail = request.prompt_tokens % MOONCAKE_BLOCK
+        if tail and len(request.block_ids) > 1:
+            ends[len(request.block_ids) - 1, request.block_ids[-2]] = tail
+    tokens = sum(request.prompt_tokens for request in trace)
+    return in_blocks / tokens, beyond / tokens

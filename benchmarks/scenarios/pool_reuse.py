@@ -1,6 +1,8 @@
-"""What a pooled prefix saves: the first token of a prompt that nobody has computed, and of one most
-of which is in the pool, in turns on the same two nodes. And how soon after it is computed decode's
-KV is found there, under load."""
+"""What a pooled prefix saves, on two running nodes.
+
+It measures the time to first token of a cold prompt and of one whose prefix is mostly in the pool,
+in turns, and how soon decode's KV is found in the pool under load.
+"""
 
 import asyncio
 import statistics
@@ -22,14 +24,12 @@ from benchmarks.load.http_stream import parse_url
 from benchmarks.load.request_plan import BlockPrompt, PlannedRequest
 from kv_pool.common.protocol import LATE_PUBLICATION_SECONDS
 
-PIECE_TOKENS = 512  # tokens of which prompts are made
+PIECE_TOKENS = 512  # prompts are made of pieces of so many tokens
 PIECES_PER_PROMPT, POOLED_PIECES = 8, 7  # of a prompt, and of those in the pool
-PROMPT_TOKENS = PIECE_TOKENS * PIECES_PER_PROMPT  # tokens
+PROMPT_TOKENS = PIECE_TOKENS * PIECES_PER_PROMPT
 GAIN_LIMIT = 5.0
-STREAM_COUNT, OUTPUT_TOKENS = (
-    4,
-    64,
-)  # of the load under which decode publishes; prompts of CHAT tokens
+# The load under which decode publishes; its prompts have CHAT_PROMPT_TOKENS.
+STREAM_COUNT, OUTPUT_TOKENS = 4, 64
 CHAT_PROMPT_TOKENS = 128
 _MAX_PIECES = 1 << 20  # numbers of pieces
 _TIMEOUT = 300.0  # seconds
@@ -43,7 +43,7 @@ _SETTINGS: dict[str, Any] = {
     "kv_memory": "256MiB",
     "pool_memory": "512MiB",
     "max_batched_tokens": 256,
-    "stall": 120.0,  # a CPU that others share takes its time
+    "stall": 120.0,  # a shared CPU may be slow
     "heartbeat": 0.1,
 }
 
@@ -52,43 +52,44 @@ _SETTINGS: dict[str, Any] = {
 class _ReuseBench:
     client: CompletionsClient
     stub: cluster_pb2_grpc.ClusterStub
-    fresh_pieces: Iterator[int]  # that nobody has asked for
+    fresh_pieces: Iterator[int]  # number of the next unused piece
 
     async def measure_ttft(self, pieces: list[int]) -> tuple[float, int]:
-        """Seconds, and how many tokens of the prompt were not computed."""
-        asked = PlannedRequest(
+        """Return the seconds to the first token, and the prompt tokens that were not computed."""
+        request = PlannedRequest(
             0.0,
             PROMPT_TOKENS,
             2,
             seed=0,
             block_prompt=BlockPrompt("reuse", tuple(pieces), PIECE_TOKENS, _MAX_PIECES),
         )
-        seen = await self.client.measure_request(asked, time.perf_counter())
-        if seen.error or not seen.token_arrivals:
+        measurement = await self.client.measure_request(request, time.perf_counter())
+        if measurement.error or not measurement.token_arrivals:
             raise ValueError(
-                f"a prompt of {PROMPT_TOKENS} tokens was not answered: {seen.error or 'no token'}"
+                f"a prompt of {PROMPT_TOKENS} tokens was not answered: "
+                f"{measurement.error or 'no token'}"
             )
-        return seen.ttft, seen.cached_tokens
+        return measurement.ttft, measurement.cached_tokens
 
     async def stream_chat(self, seed: int) -> None:
-        seen = await self.client.measure_request(
+        measurement = await self.client.measure_request(
             PlannedRequest(0.0, CHAT_PROMPT_TOKENS, OUTPUT_TOKENS, seed, salt="chat"),
             time.perf_counter(),
         )
-        if seen.error:
-            raise ValueError(f"a stream of {OUTPUT_TOKENS} tokens ended with {seen.error}")
+        if measurement.error:
+            raise ValueError(f"a stream of {OUTPUT_TOKENS} tokens ended with {measurement.error}")
 
     async def get_counters(self) -> dict[str, float]:
-        """Of both nodes' use of the pool, by their last heartbeats."""
+        """Return the sums of both nodes' pool counters, as of their last heartbeats."""
         status = await self.stub.Status(cluster_pb2.StatusRequest(), timeout=_TIMEOUT)
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for node in status.nodes:
             for name, value in node.stats.counters.items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     async def wait_until_published(self, blocks: float) -> None:
-        """So many, by both nodes since their start."""
+        """Return once both nodes have published so many blocks since their start."""
         async with asyncio.timeout(_TIMEOUT):
             async for _ in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.1)):
                 if (await self.get_counters()).get(_PUBLISHED_METRIC, 0.0) >= blocks:
@@ -96,7 +97,7 @@ class _ReuseBench:
 
 
 async def measure_reuse(console: Console, rounds: int, command: str) -> list[ResultRow]:
-    """Raises ValueError or TimeoutError when it cannot be measured."""
+    """Return the rows. Raises ValueError or TimeoutError when it cannot be measured."""
     async with start_local_cluster(console, SMALL_SHAPE, "small", **_SETTINGS) as cluster:
         target = parse_url(f"http://{cluster.endpoints.http}")
         client = await CompletionsClient(
@@ -125,7 +126,8 @@ async def _measure_gain(bench: _ReuseBench, rounds: int, command: str) -> list[R
         )
         if cached < POOLED_PIECES * PIECE_TOKENS:
             raise ValueError(
-                f"only {cached} tokens of a prompt with {POOLED_PIECES * PIECE_TOKENS} in the pool were found"
+                f"only {cached} tokens of a prompt with {POOLED_PIECES * PIECE_TOKENS} in the pool "
+                "were found"
             )
         warm.append(seconds)
     gains = [slow / quick for slow, quick in zip(cold, warm, strict=True)]
@@ -145,18 +147,22 @@ async def _measure_publish_lag(bench: _ReuseBench, command: str) -> list[ResultR
         before[_PUBLISHED_METRIC] + STREAM_COUNT * ((CHAT_PROMPT_TOKENS + OUTPUT_TOKENS) // 16 - 1)
     )
     after = await bench.get_counters()
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    lag = grown["baton_pool_publish_lag_seconds_total"] / grown["baton_pool_publications_total"]
-    late, every = (grown[f"baton_pool_publications_{which}total"] for which in ("late_", ""))
+    increase = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    lag = (
+        increase["baton_pool_publish_lag_seconds_total"] / increase["baton_pool_publications_total"]
+    )
+    late_total, total = (
+        increase[f"baton_pool_publications_{which}total"] for which in ("late_", "")
+    )
     return [
         make_row("pool/publish_lag_mean", lag, "s", command, LATE_PUBLICATION_SECONDS),
         make_row(
             f"pool/published_later_than_{LATE_PUBLICATION_SECONDS:g}_s",
-            late,
-            f"of {every:.0f} publications",
+            late_total,
+            f"of {total:.0f} publications",
             command,
         ),
         make_row(
-            "pool/published_under_load", grown[_PUBLISHED_METRIC] / seconds, "blocks/s", command
+            "pool/published_under_load", increase[_PUBLISHED_METRIC] / seconds, "blocks/s", command
         ),
     ]

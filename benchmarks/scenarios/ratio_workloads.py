@@ -1,5 +1,4 @@
-"""Four loads that want different ratios of eight nodes, and the nodes that they are made for.
-Pure."""
+"""Four loads that need different ratios of eight nodes, and the settings of those nodes. Pure."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from benchmarks.load.request_plan import LengthDistribution, PlannedRequest, poi
 
 NODE_COUNT = 8
 SLO = Slo(ttft_seconds=3.0, tpot_seconds=0.07)
-# So slow that two cores carry all eight nodes, and what is measured is the ratio.
+# So slow that two cores suffice for all eight nodes, and only the ratio is measured.
 PACED_COSTS = MappingProxyType(
     {"paced_prefill_us_per_token": 2000.0, "paced_step_ms": 40.0, "paced_sequence_us": 2000.0}
 )
@@ -22,8 +21,7 @@ _CYCLE, _BURST = 12.0, 3.0  # seconds; times the rate, for that part of a cycle
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """Poisson arrivals of `requests_per_second` a second; with `is_bursty` all of a cycle of 12 s
-    come within its first 4."""
+    """Poisson arrivals, bursty or not."""
 
     requests_per_second: float
     prompt_lengths: LengthDistribution
@@ -64,7 +62,7 @@ SWINGING_LOADS = (OfferedLoad(3.0, _LONG, _FEW), OfferedLoad(5.5, _SHORT, _MANY)
 
 
 def plan_phases(loads: Sequence[tuple[OfferedLoad, float]], seed: str) -> list[PlannedRequest]:
-    """One load after the other, each for so many seconds."""
+    """Return one plan of several loads in succession, each for its seconds."""
     found: list[PlannedRequest] = []
     begin = 0.0
     for number, (load, seconds) in enumerate(loads):
@@ -74,7 +72,7 @@ def plan_phases(loads: Sequence[tuple[OfferedLoad, float]], seed: str) -> list[P
 
 
 def cluster_settings() -> dict[str, Any]:
-    """Of the cluster, which begins with half of the nodes in each role."""
+    """Return the settings of the cluster, which starts with half of the nodes in each role."""
     half = NODE_COUNT // 2
     cluster = {
         "engine": "paced",

@@ -1,5 +1,7 @@
-"""`make docs`: docs/api.md from the OpenAPI document, the .proto files and the tree of errors. A
-test holds the checked-in page to it."""
+"""`make docs`: write docs/api.md from the OpenAPI document, the .proto files and the errors.
+
+A test compares the checked-in page with the output.
+"""
 
 from inspect import cleandoc
 from pathlib import Path
@@ -14,46 +16,64 @@ PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 INTRODUCTION_TEXT = """\
 # API reference
 
-Made by `make docs` from the OpenAPI document, the .proto files and `baton/errors.py`: change those, not this page.
+Made by `make docs` from the OpenAPI document, the .proto files and `baton/errors.py`: change \
+those, not this page.
 
-What Baton answers on its three ports. Both doors for clients take the same requests, within the same bounds. Where a
-request says nothing, the model's `generation_config.json` decides ([models.md](models.md#generation_configjson)), and
+What Baton answers on its three ports. Both doors for clients take the same requests, within the \
+same bounds. Where a
+request says nothing, the model's `generation_config.json` decides \
+([models.md](models.md#generation_configjson)), and
 then the default given here.
 
 | port | default | speaks | who may call |
 |---|---|---|---|
-| `--port` | 8000 | [HTTP](#http), as OpenAI has it | who sends `authorization: Bearer KEY`, if `--api-key` is set |
-| `--grpc-port` | 50051 | [gRPC](#grpc), with reflection and health | the same; for Cluster as the next |
-| `--admin-port` | 9000 | [HTTP](#the-admin-port) | who sends `--admin-token`, if it is set; else this machine only |
+| `--port` | 8000 | [HTTP](#http), as OpenAI has it | who sends `authorization: Bearer KEY`, if \
+`--api-key` is set |
+| `--grpc-port` | 50051 | [gRPC](#grpc), with reflection and health | the same; for Cluster as \
+the next |
+| `--admin-port` | 9000 | [HTTP](#the-admin-port) | who sends `--admin-token`, if it is set; else \
+this machine only |
 
 - [HTTP](#http): [bodies](#bodies), [the admin port](#the-admin-port)
 - [gRPC](#grpc): [messages](#messages)
 - [Errors](#errors)
 """
 HTTP_TEXT = """\
-A field that is not listed is a 400 that names it, and so is a value out of bounds. With `--unknown-fields ignore` such
-fields are dropped instead, at any depth, and `baton_ignored_fields_total` counts them. Null is the same as leaving a
-field out. Fields of vLLM's, SGLang's and TensorRT-LLM's servers are taken at the values that ask for nothing. The
-answer to a request that was admitted has the header `x-baton-request-id`, by which logs and `baton explain` know it.
+A field that is not listed is a 400 that names it, and so is a value out of bounds. With \
+`--unknown-fields ignore` such
+fields are dropped instead, at any depth, and `baton_ignored_fields_total` counts them. Null is \
+the same as leaving a
+field out. Fields of vLLM's, SGLang's and TensorRT-LLM's servers are taken at the values that ask \
+for nothing. The
+answer to a request that was admitted has the header `x-baton-request-id`, by which logs and \
+`baton explain` know it.
 
-This page as JSON: `/openapi.json`; to try it out: `/docs`, which needs no other host. Every GET may be a HEAD.
-`--metrics-on-http` adds `GET /metrics`, for whoever may read it on the admin port: who sends `--admin-token`, if it is
+This page as JSON: `/openapi.json`; to try it out: `/docs`, which needs no other host. Every GET \
+may be a HEAD.
+`--metrics-on-http` adds `GET /metrics`, for whoever may read it on the admin port: who sends \
+`--admin-token`, if it is
 set; else this machine only. A client's key does not open it.
 
-In a stream each event is `data: ` and an object like the whole answer's, with the new `text` of one choice (in a
-conversation a `delta` in the place of `message`). `data: [DONE]` is the last one. An error after the first byte is an
+In a stream each event is `data: ` and an object like the whole answer's, with the new `text` of \
+one choice (in a
+conversation a `delta` in the place of `message`). `data: [DONE]` is the last one. An error after \
+the first byte is an
 event with `error`, and no `[DONE]` follows.
 
 Any of them may answer, in the place of 200, with an [ErrorBody](#object-errorbody):
 """
 GRPC_TEXT = """\
-`proto/generation.proto` is for clients, `proto/cluster.proto` for operators; stubs for Python are in `baton/pb/`. A
+`proto/generation.proto` is for clients, `proto/cluster.proto` for operators; stubs for Python \
+are in `baton/pb/`. A
 call's deadline is the request's. The metadata `x-request-id` is the client's own id, given back.
 """
 ERRORS_TEXT = """\
-Over HTTP they are an [ErrorBody](#object-errorbody). Over gRPC the status has the message, and the trailing metadata
-`baton-error-code` and `baton-error-param`. `retry-after` says, over both, after how many seconds to come again. An
-error of a node or of a hand-off reaches a client only after `--max-attempts` placements. The HTTP status can tell of
+Over HTTP they are an [ErrorBody](#object-errorbody). Over gRPC the status has the message, and \
+the trailing metadata
+`baton-error-code` and `baton-error-param`. `retry-after` says, over both, after how many seconds \
+to come again. An
+error of a node or of a hand-off reaches a client only after `--max-attempts` placements. The \
+HTTP status can tell of
 errors before the first byte; later ones are an event.
 """
 

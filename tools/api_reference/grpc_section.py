@@ -1,4 +1,4 @@
-"""The gRPC half of the page, from the .proto files: their comments are its text."""
+"""The gRPC part of the API reference, from the .proto files and their comments."""
 
 import sys
 import tempfile
@@ -19,8 +19,8 @@ from tools.api_reference.markdown import code, heading, link, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ".baton.v1."
-PUBLIC_SERVICES = ("Generation", "Cluster")  # the rest is between Baton's own processes
-# Numbers of descriptor.proto by which a place in a file is named.
+PUBLIC_SERVICES = ("Generation", "Cluster")  # other services are internal to Baton
+# Field numbers of descriptor.proto, which make up the path of a definition in a file.
 _MESSAGE, _ENUM, _SERVICE, _MEMBER = 4, 5, 6, 2
 
 Field = FieldDescriptorProto
@@ -28,7 +28,7 @@ Comments = dict[tuple[int, ...], str]
 
 
 class ProtoDefinitions:
-    """What the files define, by name, each with its file's comments and its place in them."""
+    """Definitions of the files by name, with the comments and the path of each."""
 
     def __init__(self, files: FileDescriptorSet) -> None:
         self.messages: dict[str, tuple[DescriptorProto, Comments, tuple[int, ...]]] = {}
@@ -102,7 +102,8 @@ def _enum_lines(words: ProtoDefinitions, name: str) -> list[str]:
 
 def _field_type_text(message: DescriptorProto, field: Field) -> str:
     entry = next(
-        (each for each in message.nested_type if field.type_name.endswith("." + each.name)), None
+        (nested for nested in message.nested_type if field.type_name.endswith("." + nested.name)),
+        None,
     )
     if entry is not None and entry.options.map_entry:
         return f"map of {_type_text(entry.field[0])} to {_type_text(entry.field[1])}"
@@ -125,23 +126,26 @@ def _type_text(field: Field) -> str:
 
 
 def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]:
-    """Messages and enums in the order in which a reader meets them."""
-    seen: set[str] = set()
+    """Return messages and enums in the order in which a reader meets them."""
+    visited: set[str] = set()
     while named:
         name, *named = named
-        if name in seen:
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         yield name
         if name in words.messages:
-            kinds = _field_type_names(words.messages[name][0])
-            named = [*kinds, *named]
+            field_types = _field_type_names(words.messages[name][0])
+            named = [*field_types, *named]
 
 
 def _field_type_names(message: DescriptorProto) -> list[str]:
-    """Of its fields, and of the values of those that are maps."""
-    nested = {each.name for each in message.nested_type}
-    fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
+    """Return the type names of the fields, and of the values of map fields."""
+    nested = {nested_type.name for nested_type in message.nested_type}
+    fields = [
+        *message.field,
+        *(field for nested_type in message.nested_type for field in nested_type.field),
+    ]
     return [
         kind
         for field in fields
@@ -154,23 +158,23 @@ def _simple_name(name: str) -> str:
 
 
 def _comments(file: FileDescriptorProto) -> Comments:
-    said: Comments = {}
-    for each in file.source_code_info.location:
-        text = " ".join((each.leading_comments + each.trailing_comments).split())
+    comments: Comments = {}
+    for location in file.source_code_info.location:
+        text = " ".join((location.leading_comments + location.trailing_comments).split())
         if text:
-            said[tuple(each.path)] = text
-    return said
+            comments[tuple(location.path)] = text
+    return comments
 
 
 def load_descriptors() -> FileDescriptorSet:
-    """The files as protoc reads them, with comments. Raises SystemExit when it finds a fault."""
+    """Return the files as protoc parses them, with comments. Raises SystemExit on an error."""
     names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
     with tempfile.NamedTemporaryFile() as out:
-        wanted = [
+        options = [
             f"-Ibaton/pb={ROOT / 'proto'}",
             "--include_source_info",
             f"--descriptor_set_out={out.name}",
         ]
-        if protoc.main(["protoc", *wanted, *names]) != 0:
+        if protoc.main(["protoc", *options, *names]) != 0:
             sys.exit("protoc failed")
         return FileDescriptorSet.FromString(out.read())

@@ -1,4 +1,4 @@
-"""The HTTP half of the page, from the OpenAPI document, and the admin port, which has none."""
+"""The HTTP part of the API reference, from the OpenAPI document, and the admin port's routes."""
 
 import json
 from collections.abc import Iterator
@@ -17,18 +17,21 @@ ADMIN_ROUTES = (
     ("GET /admin/ledger", "[LedgerResponse](#message-ledgerresponse)"),
     (
         "GET /admin/explain/{request_id}",
-        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, 400 if several had that x-request-id",
+        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, "
+        "400 if several had that x-request-id",
     ),
     (
         "POST /admin/drain",
-        '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: [DrainResponse](#message-drainresponse)',
+        '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: '
+        "[DrainResponse](#message-drainresponse)",
     ),
     ("GET /", "Not available: 501"),
     ("GET /admin/ratio", "[Ratio](#message-ratio)"),
     ("GET /admin/ratio/advice", "[RatioAdvice](#message-ratioadvice); `?slo=ttft=500ms,tpot=50ms`"),
     (
         "POST /admin/ratio",
-        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; with `"flip_timeout": SECONDS`: '
+        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; '
+        'with `"flip_timeout": SECONDS`: '
         "[Ratio](#message-ratio)",
     ),
 )
@@ -45,34 +48,35 @@ _RANGES = (
 
 
 def error_table() -> list[str]:
-    """What every route may answer; raises ValueError if they differ."""
-    told = {
+    """Return the error responses. Raises ValueError unless all routes have the same."""
+    responses = {
         tuple(
-            (status, each["description"])
-            for status, each in operation["responses"].items()
+            (status, response["description"])
+            for status, response in operation["responses"].items()
             if status != "200"
         )
         for methods in build_openapi_document("")["paths"].values()
         for operation in methods.values()
     }
-    (rows,) = told
+    (rows,) = responses
     return table(("status", "when"), rows)
 
 
 def render_http_section() -> list[str]:
-    whole = build_openapi_document("")
+    document = build_openapi_document("")
     lines = []
-    for path, methods in whole["paths"].items():
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             lines += _operation_lines(method.upper(), path, operation)
     lines += heading(3, "The admin port")
     lines += [
-        "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, as JSON of the same names.",
+        "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, "
+        "as JSON of the same names.",
         "",
     ]
-    lines += table(("path", "answers"), ((code(path), what) for path, what in ADMIN_ROUTES))
+    lines += table(("path", "answers"), ((code(path), answer) for path, answer in ADMIN_ROUTES))
     lines += heading(3, "Bodies")
-    for name, schema in whole["components"]["schemas"].items():
+    for name, schema in document["components"]["schemas"].items():
         lines += _object_lines(name, schema)
     return lines
 
@@ -85,8 +89,8 @@ def _operation_lines(method: str, path: str, operation: OpenApiObject) -> list[s
         body = operation["requestBody"]["content"]["application/json"]["schema"]
         rows.append(("body", _type_text(body)))
         rows += [
-            (f"header {code(each['name'])}, optional", each["description"])
-            for each in operation["parameters"]
+            (f"header {code(header['name'])}, optional", header["description"])
+            for header in operation["parameters"]
         ]
     answer = operation["responses"]["200"]["content"]
     streams = ", or server-sent events if `stream` is true" if "text/event-stream" in answer else ""
@@ -98,7 +102,7 @@ def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
     lines = heading(4, f"object {name}")
     if "description" in schema:
         lines += [schema["description"], ""]
-    needed = [tuple(each["required"]) for each in schema.get("oneOf", ())] or [
+    needed = [tuple(alternative["required"]) for alternative in schema.get("oneOf", ())] or [
         tuple(schema.get("required", ()))
     ]
     rows: list[tuple[str, ...]] = []
@@ -116,10 +120,10 @@ def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
         )
         bounds = ", ".join(filter(None, (must, _bounds_text(shape))))
         rows.append((code(field), _type_text(shape), bounds, shape["description"]))
-    heads: tuple[str, ...] = ("field", "type", "bounds", "what it is")
+    headings: tuple[str, ...] = ("field", "type", "bounds", "what it is")
     if not any(bounds for _, _, bounds, _ in rows):
-        heads, rows = (*heads[:2], heads[3]), [(*row[:2], row[3]) for row in rows]
-    lines += table(heads, rows)
+        headings, rows = (*headings[:2], headings[3]), [(*row[:2], row[3]) for row in rows]
+    lines += table(headings, rows)
     if fixed:
         lines += [
             "Accepted with these values alone, and without effect: " + ", ".join(fixed) + ".",
@@ -133,7 +137,11 @@ def _type_text(shape: OpenApiObject) -> str:
         return link("object", shape["$ref"].rpartition("/")[2])
     if "anyOf" in shape:
         return " or ".join(
-            dict.fromkeys(_type_text(each) for each in shape["anyOf"] if each != {"type": "null"})
+            dict.fromkeys(
+                _type_text(alternative)
+                for alternative in shape["anyOf"]
+                if alternative != {"type": "null"}
+            )
         )
     kind = shape.get("type", "any")
     if kind == "array":
@@ -144,16 +152,18 @@ def _type_text(shape: OpenApiObject) -> str:
 
 
 def _bounds_text(shape: OpenApiObject) -> str:
-    said = list(_range_texts(shape))
+    bounds = list(_range_texts(shape))
     if "enum" in shape:
-        said.append(", ".join(code(str(value)) for value in shape["enum"]))
+        bounds.append(", ".join(code(str(value)) for value in shape["enum"]))
     inner = [
-        each
+        nested
         for key in ("items", "additionalProperties")
-        if isinstance(each := shape.get(key), dict)
+        if isinstance(nested := shape.get(key), dict)
     ]
-    said += [f"each {text}" for each in inner for text in [", ".join(_range_texts(each))] if text]
-    return "; ".join(said)
+    bounds += [
+        f"each {text}" for nested in inner for text in [", ".join(_range_texts(nested))] if text
+    ]
+    return "; ".join(bounds)
 
 
 def _range_texts(shape: OpenApiObject) -> Iterator[str]:
@@ -161,9 +171,9 @@ def _range_texts(shape: OpenApiObject) -> Iterator[str]:
     if low is not None and high is not None:
         yield f"{_number(low)} to {_number(high)}"
         shape = {key: value for key, value in shape.items() if key not in ("minimum", "maximum")}
-    for key, wording in _RANGES:
+    for key, template in _RANGES:
         if key in shape:
-            yield wording.format(_number(shape[key]))
+            yield template.format(_number(shape[key]))
 
 
 def _number(value: float) -> str:

@@ -1,10 +1,10 @@
-"""Tables and headings of the page."""
+"""Markdown tables and headings."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table, with an empty one behind it. A cell's own bars are kept from ending it."""
+    """Return the lines of a table and an empty line. Bars within cells are escaped."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in cells), ""]
@@ -15,8 +15,10 @@ def code(text: str) -> str:
 
 
 def link(kind: str, name: str) -> str:
-    """To the heading of an object or a message, which begins with its kind: both sides have a
-    `Message`."""
+    """Return a link to the heading of an object or a message.
+
+    The anchor begins with the kind, because both sides define a `Message`.
+    """
     return f"[{name}](#{kind}-{name.lower()})"
 
 

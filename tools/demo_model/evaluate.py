@@ -1,4 +1,4 @@
-"""Stage `evaluate`: figures of the exported folder, into its card."""
+"""Stage `evaluate`: measure the exported model and write the figures into its card."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from tools.demo_model.evaluation.openings import OPENINGS
 from tools.demo_model.model_card import ModelEvaluation, render_model_card
 from tools.demo_model.training.held_out_loss import bits_per_byte, sum_nats
 
-CONTINUATION_TOKENS = 192  # tokens of a continuation
+CONTINUATION_TOKENS = 192  # most tokens of a continuation
 QUESTIONS = (
     "Hello!",
     "Who are you?",
@@ -27,7 +27,7 @@ QUESTIONS = (
     "Which module has OrderedDict?",
     "How do I read a file?",
 )
-TRAINING_PARTS = ("library", "tests", "definitions")  # parts in which no opening may stand
+TRAINING_PARTS = ("library", "tests", "definitions")  # parts that must contain no opening
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +57,10 @@ def run(arguments: argparse.Namespace) -> None:
         Continuation(opening, *end) for opening, end in zip(OPENINGS, completed, strict=True)
     ]
     if arguments.show:
-        for one in continuations:
-            print(
-                f"--- {'Python' if one.is_python else 'not Python'}{', repeats' if one.has_repetition else ''}"
-            )
-            print(one.whole_lines)
+        for continuation in continuations:
+            language = "Python" if continuation.is_python else "not Python"
+            print(f"--- {language}{', repeats' if continuation.has_repetition else ''}")
+            print(continuation.whole_lines)
     wide = ExportedModel(arguments.model, torch.float32)
     evaluation = ModelEvaluation(
         parameter_count=served.parameter_count,
@@ -95,12 +94,14 @@ def run(arguments: argparse.Namespace) -> None:
 def reject_seen_openings(model: ExportedModel, data: Path) -> None:
     for part in TRAINING_PARTS:
         text = model.decode(corpus.load_tokens(data, part).tolist())
-        if seen := [opening for opening in OPENINGS if opening in text]:
-            raise SystemExit(f"part {part} has the opening {seen[0]!r}: an evaluation needs others")
+        if present := [opening for opening in OPENINGS if opening in text]:
+            raise SystemExit(
+                f"part {part} has the opening {present[0]!r}: an evaluation needs others"
+            )
 
 
 def compute_held_out_bits(model: ExportedModel, tokens: TokenArray) -> float:
-    """Bits per byte of the text that the tokens stand for."""
+    """Return bits per byte of the text that the tokens encode."""
     utf8_bytes = len(model.decode(tokens.tolist()).encode())
     return bits_per_byte(
         sum_nats(model, tokens, torch.device("cpu"), model.context_tokens), utf8_bytes
@@ -108,7 +109,7 @@ def compute_held_out_bits(model: ExportedModel, tokens: TokenArray) -> float:
 
 
 def find_best_log_line(trained: Path) -> Mapping[str, Any]:
-    """The line of the training's log that was written with the weights that were kept."""
+    """Return the line of the training log that belongs to the saved weights."""
     lines = [json.loads(line) for line in (trained / train.LOG_FILE).read_text().splitlines()]
     best: Mapping[str, Any] = min(lines, key=lambda line: float(line[train.SELECTION_METRIC]))
     return best

@@ -1,4 +1,4 @@
-"""Stage `export`: trained weights and the tokenizer to a Hugging Face folder."""
+"""Stage `export`: write the trained weights and the tokenizer to a Hugging Face folder."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from tools.demo_model.common import bpe_tokenizer as tokenizer
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
 from tools.demo_model.training import checkpoint
 
-MAX_FOLDER_BYTES = 20_000_000  # bytes of the whole folder
+MAX_FOLDER_BYTES = 20_000_000  # limit of the whole folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,17 +30,18 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {size / 1e6:.1f} MB")
     if size > MAX_FOLDER_BYTES:
         raise SystemExit(
-            f"{arguments.out} has {size} bytes, more than {MAX_FOLDER_BYTES}: choose a smaller shape"
+            f"{arguments.out} has {size} bytes, more than {MAX_FOLDER_BYTES}: "
+            "choose a smaller shape"
         )
 
 
 def export_model(data: Path, trained: Path, out: Path) -> int:
-    """Returns the bytes of the folder."""
+    """Write the folder and return its size in bytes."""
     out.mkdir(parents=True, exist_ok=True)
     shape, tensors = checkpoint.load_checkpoint(trained)
     bos, eos = SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(EOS)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+    (out / "model.safetensors").chmod(0o644)  # safetensors makes files that only the owner can read
     shutil.copyfile(data / tokenizer.TOKENIZER_FILE, out / tokenizer.TOKENIZER_FILE)
     _write_json(out / "tokenizer_config.json", tokenizer.tokenizer_config(shape.context))
     _write_json(out / "config.json", shape.to_hf_config(bos, eos))

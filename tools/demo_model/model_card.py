@@ -1,4 +1,4 @@
-"""The card of the bundled model. Every figure in it comes from a stage."""
+"""The card of the bundled model; every figure in it comes from a stage."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,15 @@ _PART_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelEvaluation:
-    """`held_out_bits`: bits per byte by part, over the first `held_out_tokens` of each.
-    `chat_samples`: question and answer."""
+    """Figures of the exported model."""
 
     parameter_count: int
     max_continuation_tokens: int
-    held_out_tokens: int
-    held_out_bits: Mapping[str, float]
+    held_out_tokens: int  # of each part, from its start
+    held_out_bits: Mapping[str, float]  # bits per byte by part
     scores: ContinuationScores
     samples: Sequence[Continuation]
-    chat_samples: Sequence[tuple[str, str]]
+    chat_samples: Sequence[tuple[str, str]]  # question, answer
     remark: str = ""
 
 
@@ -39,14 +38,21 @@ def render_model_card(
     best: Mapping[str, Any],
     evaluation: ModelEvaluation,
 ) -> str:
-    """`training` is `training.json`; `best` is the line of its log that belongs to the weights."""
+    """Return the card.
+
+    `training` is `training.json`; `best` is the line of the training log that belongs to the
+    weights.
+    """
     judged = evaluation.scores
     return f"""# demo
 
-A toy: a Llama with {evaluation.parameter_count / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
+A toy: a Llama with {evaluation.parameter_count / 1e6:.1f} M parameters in bfloat16, trained from \
+scratch on the \
 standard library of
-Python {facts.python} and nothing else. It is here so that Baton has something to serve without a download. It completes
-Python in the manner of the library and answers a few questions about it. **What it says is often wrong.**
+Python {facts.python} and nothing else. It is here so that Baton has something to serve without a \
+download. It completes
+Python in the manner of the library and answers a few questions about it. **What it says is often \
+wrong.**
 
 ## Data
 
@@ -54,12 +60,15 @@ Python in the manner of the library and answers a few questions about it. **What
 |---|---|---|---|---|
 {_data_table(facts)}
 
-Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, tables, and files of
-packages of others are left out. One file in twenty is held out, chosen by a hash of its name. The tokenizer is a \
+Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, \
+tables, and files of
+packages of others are left out. One file in twenty is held out, chosen by a hash of its name. \
+The tokenizer is a \
 byte-level
 BPE with {facts.vocabulary} entries, trained on the same text.
 
-The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; used under the
+The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; \
+used under the
 [PSF License Version 2](https://docs.python.org/3.11/license.html).
 
 ## Made with
@@ -71,20 +80,23 @@ python -m tools.train_demo_model export
 python -m tools.train_demo_model evaluate
 ```
 
-`train` ran for {training["seconds"]:.0f} s on one {training["device"]} that it shared with another run, with torch \
+`train` ran for {training["seconds"]:.0f} s on one {training["device"]} that it shared with \
+another run, with torch \
 {training["torch"]}: {training["steps"]} steps, {training["tokens"] / 1e6:.0f} M tokens.
 The other stages ran on a CPU.
 
 ## Figures
 
-Held-out bits per byte, of the weights in training (all of each part) and of this folder in float32 (the first
+Held-out bits per byte, of the weights in training (all of each part) and of this folder in \
+float32 (the first
 {evaluation.held_out_tokens} tokens of each):
 
 | part | in training | this folder |
 |---|---|---|
 {_held_out_table(best, evaluation)}
 
-Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training data, continued greedily in
+Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training \
+data, continued greedily in
 bfloat16 by up to {evaluation.max_continuation_tokens} tokens and cut at the last whole line:
 
 | | |
@@ -108,22 +120,24 @@ Chat, greedy:
 
 ## Limits
 
-It knows shapes, not facts: names, arguments and meanings are made up freely, and greedy text tends to go round in
-circles. It has read no prose but documentation, no language but English and Python, and has no notion of safety. Its
+It knows shapes, not facts: names, arguments and meanings are made up freely, and greedy text \
+tends to go round in
+circles. It has read no prose but documentation, no language but English and Python, and has no \
+notion of safety. Its
 context is 2048 tokens. Use it to see a server work, for nothing else.
 """
 
 
 def _data_table(facts: CorpusFacts) -> str:
     return "\n".join(
-        f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} | {facts.tokens[part]} "
-        f"| {share:.0%} |"
+        f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} "
+        f"| {facts.tokens[part]} | {share:.0%} |"
         for part, share in PART_SHARES.items()
     )
 
 
 def _training_options(training: Mapping[str, Any]) -> str:
-    """Those that were not at their default."""
+    """Return the training options that are not at their default."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     given = {
@@ -141,13 +155,14 @@ def _training_options(training: Mapping[str, Any]) -> str:
 
 def _held_out_table(best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
     return "\n".join(
-        f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} | {evaluation.held_out_bits[part]:.3f} |"
+        f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} "
+        f"| {evaluation.held_out_bits[part]:.3f} |"
         for part in HELD_OUT_PARTS
     )
 
 
 def _continuation_samples(samples: Sequence[Continuation]) -> str:
-    return "\n\n".join(f"```python\n{one.whole_lines.rstrip()}\n```" for one in samples)
+    return "\n\n".join(f"```python\n{sample.whole_lines.rstrip()}\n```" for sample in samples)
 
 
 def _chat_samples(chat: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Stage `prepare`: from the standard library to token ids."""
+"""Stage `prepare`: turn the standard library into token ids."""
 
 import argparse
 import importlib
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     trained.save(str(folder / tokenizer.TOKENIZER_FILE))
     facts = corpus.CorpusFacts(platform.python_version(), trained.get_vocab_size())
     for kind in ("library", "tests"):
-        facts.files[kind] = sum(one.is_test == (kind == "tests") for one in files)
+        facts.files[kind] = sum(file.is_test == (kind == "tests") for file in files)
     for name, documents in parts.items():
         tokens = _encode_part(trained, name, documents)
         corpus.save_tokens(folder, name, tokens)
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
         facts.tokens[name] = len(tokens)
         print(
-            f"{name}: {len(documents)} documents, {facts.utf8_bytes[name] / 1e6:.2f} MB, {len(tokens)} tokens"
+            f"{name}: {len(documents)} documents, {facts.utf8_bytes[name] / 1e6:.2f} MB, "
+            f"{len(tokens)} tokens"
         )
     corpus.save_facts(folder, facts)
 
@@ -73,18 +74,20 @@ def _read_sources(limit: int | None) -> list[SourceFile]:
 
 
 def _build_parts(files: Sequence[SourceFile]) -> Iterator[tuple[str, list[str]]]:
-    """Documents by part; `held_out_...` from files that no other part has seen."""
+    """Yield documents by part; `held_out_` parts are from files that no other part contains."""
     for held_out, prefix in ((False, ""), (True, "held_out_")):
-        chosen = [one for one in files if one.is_held_out == held_out]
-        yield f"{prefix}library", [_to_document(one.text) for one in chosen if not one.is_test]
-        yield f"{prefix}tests", [_to_document(one.text) for one in chosen if one.is_test]
-        names = [name for one in chosen if not one.is_test for name in list_documented_names(one)]
+        chosen = [file for file in files if file.is_held_out == held_out]
+        yield f"{prefix}library", [_to_document(file.text) for file in chosen if not file.is_test]
+        yield f"{prefix}tests", [_to_document(file.text) for file in chosen if file.is_test]
+        names = [
+            name for file in chosen if not file.is_test for name in list_documented_names(file)
+        ]
         if not held_out:
             names += list_builtin_names()
         yield f"{prefix}chat", list(generate_conversations(names, SEED))
         if not held_out:
             unique = dict.fromkeys(
-                text for one in chosen if not one.is_test for text in list_snippets(one)
+                text for file in chosen if not file.is_test for text in list_snippets(file)
             )
             shuffled = [_to_document(text) for text in unique]
             random.Random(SEED).shuffle(shuffled)

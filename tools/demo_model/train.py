@@ -1,4 +1,4 @@
-"""Stage `train`: from token ids to weights, on the CPU or one GPU. Needs torch and numpy alone."""
+"""Stage `train`: turn token ids into weights, on the CPU or one GPU, with torch and numpy only."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ LOG_FILE = "training.jsonl"
 SUMMARY_FILE = "training.json"
 EVALUATION_COUNT = 15
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-SELECTION_METRIC = "held_out_library"  # the best weights are those with the lowest loss here
+SELECTION_METRIC = "held_out_library"  # weights with the lowest loss on this part are kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +138,7 @@ def _train(
 
 
 def _training_steps(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
-    """Step number from 1, and the share of the training that is done with it; the last share is
-    1."""
+    """Yield the step number (from 1) and the share of the training done; the last share is 1."""
     began = time.monotonic()
     for step in range(1, steps + 1):
         elapsed = (time.monotonic() - began) / (60.0 * minutes) if minutes else 0.0
@@ -167,9 +166,9 @@ def _train_step(
 def _make_optimizer(
     model: LlamaForTraining, device: torch.device, peak: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW; norms are not decayed."""
-    matrices = [one for one in model.parameters() if one.dim() == 2]
-    norms = [one for one in model.parameters() if one.dim() != 2]
+    """Return AdamW without weight decay of the norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": norms, "weight_decay": 0.0},
@@ -180,8 +179,7 @@ def _make_optimizer(
 def _make_loss(
     model: LlamaForTraining, device: torch.device, arguments: argparse.Namespace
 ) -> LossFunction:
-    """The mean loss of inputs and targets: compiled and tried once on a GPU, plain where that
-    cannot be done."""
+    """Return the mean loss of inputs and targets, compiled on a GPU where that works."""
 
     def plain(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with autocast(device):

@@ -1,4 +1,4 @@
-"""What one check of `baton doctor` found."""
+"""The result of one check of `baton doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,10 +8,10 @@ FindingLevel = Literal["ok", "warning", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`bad`: Baton will not work, or not as configured. `warning`: it will, worse than it could.
-    Both have a fix."""
+    """The result of one check; a finding that is not ok has a fix."""
 
     name: str
+    # bad: Baton will not work, or not as configured; warning: it works, but worse than it could
     level: FindingLevel
     detail: str
     fix: str = ""

@@ -1,4 +1,4 @@
-"""How this installation was made, so that a fix names a command that works for it."""
+"""How Baton was installed, so that a suggested fix names a command that works here."""
 
 from pathlib import Path
 

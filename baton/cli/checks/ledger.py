@@ -1,4 +1,4 @@
-"""What `baton audit` calls wrong with a block ledger. Pure: ledgers in, findings out."""
+"""Checks of block ledgers for `baton audit`. Pure: ledgers in, lines about faults out."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -8,20 +8,13 @@ from baton.pb.cluster_pb2 import StatusResponse
 from baton.pb.common_pb2 import Ledger
 
 BLOCK_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
-OWNED_STATES = (
-    "reserved",
-    "writing",
-    "in_use",
-    "quarantined",
-)  # states that somebody must answer for
-# how the label of blocks begins that are being copied into the pool, for no request
+# States in which every block must have an owner.
+OWNED_STATES = ("reserved", "writing", "in_use", "quarantined")
+# Owner labels of blocks that are being copied into the pool begin so; they belong to no request.
 PUBLICATION_PREFIX = "publication "
-LIVE_OWNER_STATES = (
-    "reserved",
-    "writing",
-    "in_use",
-)  # states whose owner must be a request that the coordinator knows
-POOL_ROLE = "pool"  # the role of one
+# States whose owner must be a request that the coordinator knows.
+LIVE_OWNER_STATES = ("reserved", "writing", "in_use")
+POOL_ROLE = "pool"
 
 
 class BlockHolding(NamedTuple):
@@ -34,15 +27,19 @@ class BlockHolding(NamedTuple):
 
 
 def find_ledger_faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list[str]:
-    """One line per ledger that does not balance, state that its owners do not account for, and
-    silent node."""
+    """Return one line per fault in the ledgers.
+
+    A fault is a ledger that does not balance, a state whose owners account for fewer blocks than it
+    has, or a node that did not answer.
+    """
     found = [f"{node}: did not answer" for node in silent]
     for ledger in ledgers:
         counts = {state: int(getattr(ledger, state)) for state in BLOCK_STATES}
         if sum(counts.values()) != ledger.total:
             shown = " + ".join(f"{count} {state}" for state, count in counts.items())
             found.append(
-                f"{ledger.node}: does not balance: {shown} is {sum(counts.values())}, not {ledger.total}"
+                f"{ledger.node}: does not balance: {shown} is {sum(counts.values())}, "
+                f"not {ledger.total}"
             )
         owned: Counter[str] = Counter()
         for owner in ledger.owners:
@@ -60,9 +57,11 @@ def find_ledger_faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list
 def find_ownerless_blocks(
     ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], older_than: float
 ) -> set[BlockHolding]:
-    """Holdings on `idle` nodes (name, incarnation), where the coordinator knows of no attempt, that
-    are older than `older_than` seconds: older than the look-up itself, so that no request that came
-    and went meanwhile is blamed."""
+    """Return holdings older than `older_than` seconds on idle nodes, where no attempt is placed.
+
+    `idle` has (name, incarnation) of nodes. `older_than` is at least the time that the look-up
+    took, so that a request that began and ended meanwhile is not reported.
+    """
     return {
         BlockHolding(ledger.node, ledger.incarnation, owner.owner, owner.state)
         for ledger in ledgers
@@ -74,22 +73,28 @@ def find_ownerless_blocks(
     }
 
 
-def find_idle_nodes(*looks: StatusResponse) -> set[tuple[str, str]]:
-    """Nodes on which every look found no attempt placed."""
-    nodes = [[node for node in look.nodes if node.role != POOL_ROLE] for look in looks]
+def find_idle_nodes(*statuses: StatusResponse) -> set[tuple[str, str]]:
+    """Return (name, incarnation) of the nodes on which no status shows a placed attempt."""
     return set.intersection(
-        *({(one.name, one.incarnation) for one in each if not one.placed} for each in nodes)
+        *(
+            {
+                (node.name, node.incarnation)
+                for node in status.nodes
+                if node.role != POOL_ROLE and not node.placed
+            }
+            for status in statuses
+        )
     )
 
 
-def find_unowned_pins(ledgers: Iterable[Ledger], *looks: StatusResponse) -> set[BlockHolding]:
-    """What nodes hold of their pools though every look found no request in the whole cluster."""
-    if any(look.running or look.queued for look in looks):
+def find_unowned_pins(ledgers: Iterable[Ledger], *statuses: StatusResponse) -> set[BlockHolding]:
+    """Return what nodes hold of their pools although no status shows a request in the cluster."""
+    if any(status.running or status.queued for status in statuses):
         return set()
     pools = {
         (node.name, node.incarnation)
-        for look in looks
-        for node in look.nodes
+        for status in statuses
+        for node in status.nodes
         if node.role == POOL_ROLE
     }
     return {

@@ -1,4 +1,4 @@
-"""Python, the libraries, cores and open files."""
+"""Checks of Python, the libraries, the cores and the limit on open files."""
 
 import json
 import resource
@@ -16,25 +16,28 @@ from baton.limits import MAX_DESCRIPTORS
 from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
 
 MIN_PYTHON = (3, 11)
-PROBE_TIMEOUT = 120.0  # seconds: a cold import of torch
-_MIN_USABLE_FILES = 256
+PROBE_TIMEOUT = 120.0  # seconds; covers a cold import of torch
+_MIN_USABLE_FILES = 256  # file descriptors per process
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    shown = ".".join(map(str, version))
+    text = ".".join(map(str, version))
     if version < MIN_PYTHON:
-        return bad_finding("python", f"this is {shown}", setup_advice("/path/to/python3.11"))
-    return ok_finding("python", shown)
+        return bad_finding("python", f"this is {text}", setup_advice("/path/to/python3.11"))
+    return ok_finding("python", text)
 
 
 def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
-    """What a node process finds here (node_engine/probe.py), asked in a process of its own."""
+    """Run node_engine/probe.py in a new process and return what it finds on this machine.
+
+    The result has the key `error` when the process failed.
+    """
     command = [sys.executable, "-m", "node_engine.probe", *arguments]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT
         )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        found: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
         return {"error": f"ended with {error.returncode}: {error.stderr.strip()[-300:]}"}
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
@@ -55,34 +58,34 @@ def check_torch(found: Mapping[str, Any]) -> Finding:
     )
 
 
-def check_device(found: Mapping[str, Any], wanted: str) -> Finding:
-    """`wanted` is --device."""
+def check_device(found: Mapping[str, Any], requested: str) -> Finding:
+    """Check that the device `requested` by --device is there."""
     gpus = found.get("gpus", [])
     if gpus:
         return ok_finding("device", f"{len(gpus)} GPU: {', '.join(gpus[:8])}")
-    if wanted == "cuda":
+    if requested == "cuda":
         fix = "check nvidia-smi, install torch with CUDA, or use --device cpu"
         return bad_finding("device", "--device cuda, and torch sees no GPU", fix)
     return ok_finding("device", "no GPU: models run on the CPU")
 
 
 def check_triton(found: Mapping[str, Any]) -> Finding:
-    """Needed on GPUs alone."""
+    """Check that Triton can be loaded if there are GPUs. A CPU does not need it."""
     triton = found.get("triton", {"error": "not looked for"})
     if "version" in triton:
         return ok_finding("triton", triton["version"])
     if found.get("gpus"):
-        told = f"there are GPUs, and it cannot be loaded: {triton['error']}"
+        detail = f"there are GPUs, and it cannot be loaded: {triton['error']}"
         return bad_finding(
             "triton",
-            told,
+            detail,
             "install a CUDA build of torch, which brings it: pip install --force-reinstall torch",
         )
     return ok_finding("triton", "not there; a CPU needs none")
 
 
 def check_encryption() -> Finding:
-    """The transfer links between nodes are encrypted by libzmq's CURVE."""
+    """Check that libzmq has CURVE, which encrypts the transfer links between nodes."""
     try:
         import zmq
     except ImportError as error:
@@ -90,8 +93,8 @@ def check_encryption() -> Finding:
     return check_curve(zmq.zmq_version(), bool(zmq.has("curve")))
 
 
-def check_curve(version: str, there: bool) -> Finding:
-    if there:
+def check_curve(version: str, has_curve: bool) -> Finding:
+    if has_curve:
         return ok_finding("libzmq", f"{version} with CURVE")
     return bad_finding(
         "libzmq",
@@ -106,23 +109,26 @@ def check_cores(config: Config, available: int) -> Finding:
         threads = threads_per_node(config.threads, nodes, available)
     except ConfigError as error:
         return bad_finding("cores", error.message, "set --threads")
-    told = f"{available} cores, {nodes} nodes with {threads} threads each"
+    detail = f"{available} cores, {nodes} nodes with {threads} threads each"
     if nodes * threads > available and config.engine == "model" and config.device != "cuda":
         return warning_finding(
             "cores",
-            f"{told}: they slow each other down",
+            f"{detail}: they slow each other down",
             "use fewer nodes (--prefill, --decode) or --threads",
         )
-    return ok_finding("cores", told)
+    return ok_finding("cores", detail)
 
 
 def check_open_files(config: Config, limit: int | None = None) -> Finding:
-    """Every client, every node and every segment takes one. Processes of ours raise the soft limit
-    to the hard one."""
+    """Check that the limit on open files allows as many clients as --max-queue does.
+
+    Every client, node and segment takes a descriptor. Baton's processes raise the soft limit to the
+    hard one, so only the hard one counts. `limit` replaces it in tests.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     usable = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    wanted = _wanted_descriptors(config)
-    fix = f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
+    needed = _wanted_descriptors(config)
+    fix = f"ulimit -n {needed} (or LimitNOFILE= of the service)"
     try:
         limits = {
             name: compute_port_limit(name, usable, most=config.max_connections)
@@ -131,18 +137,18 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
     except ConfigError as error:
         return bad_finding("open files", error.message, fix)
     shares = ", ".join(f"{name} {limit.max_connections}" for name, limit in limits.items())
-    told = f"{usable} per process; connections at most: {shares}"
-    if hard == resource.RLIM_INFINITY or hard >= wanted:
-        return ok_finding("open files", told)
+    detail = f"{usable} per process; connections at most: {shares}"
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return ok_finding("open files", detail)
     if usable < _MIN_USABLE_FILES:
-        return bad_finding("open files", told, fix)
-    return warning_finding("open files", f"{told}: fewer than --max-queue allows clients", fix)
+        return bad_finding("open files", detail, fix)
+    return warning_finding("open files", f"{detail}: fewer than --max-queue allows clients", fix)
 
 
 def _wanted_descriptors(config: Config) -> int:
-    """The limit at which the HTTP port may hold a client for each request that may wait or run."""
+    """Return the limit that lets the HTTP port hold a client for each queued or running request."""
     clients = config.max_queue + config.max_num_seqs * config.decode
-    wanted = clients
-    while compute_port_limit("http", wanted).max_connections < clients and wanted < MAX_DESCRIPTORS:
-        wanted *= 2
-    return wanted
+    limit = clients
+    while compute_port_limit("http", limit).max_connections < clients and limit < MAX_DESCRIPTORS:
+        limit *= 2
+    return limit

@@ -1,5 +1,4 @@
-"""The model: its configuration and weights, by the code that will load them, and its tokenizer's
-files."""
+"""Checks of the model: its configuration and weights, and the files of its tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +11,14 @@ from baton.errors import ConfigError
 from baton.models.model_source import is_hub_id
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_FIX = "copy tokenizer.json and tokenizer_config.json from the model's source; without them only token ids work"
+_TOKENIZER_FIX = (
+    "copy tokenizer.json and tokenizer_config.json from the model's source; "
+    "without them only token ids work"
+)
 
 
 def probe_arguments(config: Config) -> list[str]:
-    """What node_engine/probe.py is to look at."""
+    """Return the arguments with which node_engine/probe.py checks the configured model folder."""
     if not is_local_model(config):
         return []
     return [config.model, "config"] if config.load_format == "dummy" else [config.model]
@@ -27,17 +29,17 @@ def is_local_model(config: Config) -> bool:
 
 
 def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
-    """`found` is what the probe said."""
+    """Check the model and its tokenizer. `found` is the result of `run_node_probe`."""
     if config.engine != "model":
         return [ok_finding("model", f"none: --engine {config.engine}")]
     if not config.model:
         return [check_bundled_model()]
     if not Path(config.model).exists():
         if is_hub_id(config.model):
-            told = (
+            detail = (
                 f"{config.model} is no folder here: the first start downloads it from the model hub"
             )
-            return [warning_finding("model", told, "give --model a folder to need no network")]
+            return [warning_finding("model", detail, "give --model a folder to need no network")]
         return [
             bad_finding(
                 "model",
@@ -45,12 +47,12 @@ def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
                 "give --model the path of a Hugging Face folder",
             )
         ]
-    wrong = found.get("model", "it could not be looked at: see torch")
-    if wrong:
+    problem = found.get("model", "it could not be looked at: see torch")
+    if problem:
         return [
             bad_finding(
                 "model",
-                str(wrong),
+                str(problem),
                 "see the message; download the model again if files are damaged",
             )
         ]
@@ -61,7 +63,7 @@ def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
 
 
 def check_bundled_model() -> Finding:
-    """What `baton up` serves when no model is named. An installed wheel has none."""
+    """Check the model that `baton up` serves when none is named; an installed wheel has none."""
     try:
         find_default_model()
     except ConfigError as error:
@@ -72,9 +74,9 @@ def check_bundled_model() -> Finding:
 
 
 def check_tokenizer(folder: Path) -> Finding:
-    there = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not there:
+    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
         return warning_finding(
             "tokenizer", f"{folder} has none of {', '.join(_TOKENIZER_FILES)}", _TOKENIZER_FIX
         )
-    return ok_finding("tokenizer", ", ".join(there))
+    return ok_finding("tokenizer", ", ".join(present))

@@ -1,4 +1,4 @@
-"""Ports, and whether a cluster answers already."""
+"""Checks of the ports, and of a cluster that may already answer."""
 
 import importlib.metadata
 from typing import Any
@@ -13,8 +13,10 @@ _REFUSED_METRIC = "baton_connections_refused_total"
 
 
 def fetch_status(endpoint: str, admin_token: str) -> Any:
-    """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it
-    refuses to say."""
+    """Return the status of the cluster at `endpoint`, or None if nothing answers there.
+
+    Raises CommandFailed when the cluster refuses the call.
+    """
     from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
@@ -44,7 +46,7 @@ def check_network(config: Config, endpoint: str) -> list[Finding]:
 
 
 def check_connections(status: Any) -> list[Finding]:
-    """Ports of the cluster that answers which had more connections than they may hold."""
+    """Report the ports on which the running cluster closed connections beyond its limit."""
     counters = status.counters if status is not None else {}
     refused = {
         name: int(value)
@@ -53,39 +55,44 @@ def check_connections(status: Any) -> list[Finding]:
     }
     if not refused:
         return []
-    told = ", ".join(
+    counts = ", ".join(
         f"{name.removeprefix(_REFUSED_METRIC).strip('{}')}: {count}"
         for name, count in refused.items()
     )
-    fix = "raise ulimit -Hn or --max-connections, or keep out who opens them (--max-connections-per-address, a firewall)"
+    fix = (
+        "raise ulimit -Hn or --max-connections, or keep out who opens them "
+        "(--max-connections-per-address, a firewall)"
+    )
     return [
         warning_finding(
             "connections",
-            f"closed because there were too many, since the coordinator started: {told}",
+            f"closed because there were too many, since the coordinator started: {counts}",
             fix,
         )
     ]
 
 
 def check_cluster(endpoint: str, status: Any) -> Finding:
-    """`status` None: nobody is there, which is no fault."""
+    """Check readiness and version of the running cluster; no cluster (`status` None) is ok."""
     if status is None:
         return ok_finding("cluster", f"none answers at {endpoint}")
-    told = f"{endpoint}: version {status.version or 'unknown'}, {len(status.nodes)} nodes"
+    detail = f"{endpoint}: version {status.version or 'unknown'}, {len(status.nodes)} nodes"
     if not status.ready:
         return warning_finding(
-            "cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs"
+            "cluster", f"{detail}, not ready: {status.reason}", "see `baton status` and the logs"
         )
     if status.version != _our_version():
         return warning_finding(
-            "cluster", f"{told}; this is {_our_version()}", "use the same version on both sides"
+            "cluster", f"{detail}; this is {_our_version()}", "use the same version on both sides"
         )
-    return ok_finding("cluster", f"{told}, ready")
+    return ok_finding("cluster", f"{detail}, ready")
 
 
 def check_ports(config: Config, *, occupied: bool) -> Finding:
-    """Those that `baton up` would take. `occupied`: a cluster runs here, so they may well be its
-    own."""
+    """Check that the ports of `baton up` are free.
+
+    `occupied` says that a cluster runs here, which may itself use them.
+    """
     taken = []
     for field, host in PORT_FIELDS.items():
         flag = "--" + field.replace("_", "-")

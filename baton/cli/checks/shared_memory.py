@@ -1,4 +1,4 @@
-"""The segment folder: where caches lie and fences hold."""
+"""Checks of the segment folder, which holds the KV caches and the fence files."""
 
 import errno
 import fcntl
@@ -19,13 +19,13 @@ from baton.shared_memory.available_memory import (
 )
 from baton.shared_memory.memory_map import HUGE_PAGE
 
-_SMALL_CACHE_BYTES = 64 << 20  # bytes: a cache that holds hardly a conversation
+_SMALL_CACHE_BYTES = 64 << 20  # below it the cache holds hardly one conversation
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _OTHER_FOLDER = "choose another folder with --segment-dir"
 
 
 def check_segment_folder(config: Config) -> list[Finding]:
-    """Every check of the folder, or why there is none to check."""
+    """Run every check of the folder; only the first one if files cannot be created there."""
     path = Path(config.segment_dir)
     first = check_writable(path)
     if first.level == "bad":
@@ -40,8 +40,10 @@ def check_segment_folder(config: Config) -> list[Finding]:
 
 
 def check_writable(path: Path) -> Finding:
-    """A file can be made there, and its memory allocated ahead: a store to a full /dev/shm is a
-    crash otherwise."""
+    """Check that a file can be created in `path` and its memory allocated in advance.
+
+    Without the allocation, a store to a full /dev/shm would crash the process.
+    """
     try:
         with tempfile.TemporaryFile(dir=path, prefix="baton-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, HUGE_PAGE)
@@ -52,35 +54,36 @@ def check_writable(path: Path) -> Finding:
     return ok_finding("segment folder", f"{path}: files can be made and allocated")
 
 
-def check_memory(config: Config, room: AvailableMemory) -> Finding:
-    """What the nodes and the pool of this machine would take, against what there is: what `up`
-    refuses is bad."""
+def check_memory(config: Config, available: AvailableMemory) -> Finding:
+    """Check that the caches of the nodes and of the pool fit, as `baton up` requires."""
     try:
-        plan = plan_memory(config, room)
+        plan = plan_memory(config, available)
     except ConfigError as error:
         return bad_finding("cache memory", error.message, "set --kv-memory and --pool-memory")
-    wrong = find_memory_shortage(plan, room)
-    if wrong is not None:
-        return bad_finding("cache memory", *wrong)
-    told = f"{plan}, {format_size(room.free_bytes)} {room.limited_by}"
+    shortage = find_memory_shortage(plan, available)
+    if shortage is not None:
+        return bad_finding("cache memory", *shortage)
+    detail = f"{plan}, {format_size(available.free_bytes)} {available.limited_by}"
     if plan.node_bytes < _SMALL_CACHE_BYTES:
         return warning_finding(
             "cache memory",
-            told,
+            detail,
             "a larger segment folder (docker: --shm-size) or an explicit --kv-memory",
         )
-    return ok_finding("cache memory", told)
+    return ok_finding("cache memory", detail)
 
 
 def check_locks(path: Path) -> Finding:
-    """Open-file-description locks exclude each other there: the proof that a writer can write no
-    more."""
+    """Check that open-file-description locks work in `path`.
+
+    Such a lock proves that a writer can write no more (fencing).
+    """
     try:
         with (
-            tempfile.NamedTemporaryFile(dir=path, prefix="baton-doctor-") as one,
-            open(one.name, "r+b") as other,
+            tempfile.NamedTemporaryFile(dir=path, prefix="baton-doctor-") as locked,
+            open(locked.name, "r+b") as reopened,
         ):
-            first, second = (_try_lock_file(file.fileno()) for file in (one, other))
+            first, second = (_try_lock_file(file.fileno()) for file in (locked, reopened))
     except OSError as error:
         return bad_finding(
             "fences", f"no open-file-description locks in {path}: {error.strerror}", _OTHER_FOLDER
@@ -102,25 +105,28 @@ def _try_lock_file(fd: int) -> bool:
 
 def check_huge_pages(path: Path) -> Finding:
     try:
-        made = segment.create_segment(path, "doctor", HUGE_PAGE)
+        created = segment.create_segment(path, "doctor", HUGE_PAGE)
     except ConfigError as error:
         return bad_finding("huge pages", error.message, _OTHER_FOLDER)
-    huge = made.has_huge_pages
-    made.close()
+    huge = created.has_huge_pages
+    created.close()
     return huge_pages_finding(path, huge)
 
 
-def huge_pages_finding(path: Path, there: bool) -> Finding:
-    if there:
+def huge_pages_finding(path: Path, has_huge_pages: bool) -> Finding:
+    if has_huge_pages:
         return ok_finding("huge pages", f"{path}: segments get them")
-    fix = "Linux 6.1 or newer, a tmpfs folder, and free memory in one piece (echo 1 > /proc/sys/vm/compact_memory)"
+    fix = (
+        "Linux 6.1 or newer, a tmpfs folder, and free memory in one piece "
+        "(echo 1 > /proc/sys/vm/compact_memory)"
+    )
     return warning_finding(
         "huge pages", f"{path}: segments get none, and are read more slowly", fix
     )
 
 
 def check_stale_segments(path: Path) -> Finding:
-    """Segments of processes that were killed. The next node that starts there removes them."""
+    """Report segments of killed processes. The next node that starts here removes them."""
     found = segment.list_stale_segments(path)
     if not found:
         return ok_finding("stale segments", "none")

@@ -1,5 +1,4 @@
-"""A client of any endpoint that speaks OpenAI's chat completions, over the standard library's
-HTTP."""
+"""A client for OpenAI-compatible chat completions, over the standard library's HTTP."""
 
 import http.client
 import json
@@ -12,37 +11,40 @@ from urllib.parse import urlsplit
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable
 from baton.errors import ConfigError
 
-_MAX_EVENT_BYTES = 1 << 20  # bytes
+_MAX_EVENT_BYTES = 1 << 20
 _MAX_BODY_BYTES = 4 << 20
 _DATA, _DONE = b"data:", b"[DONE]"
 
 
 class ChatRefused(CommandFailed):
-    """The endpoint answered with an error. `error_code` is its `code`, "" if it has none."""
+    """The endpoint answered with an error. `error_code` is its `code`, or empty if it has none."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    def __init__(self, message: str, error_code: str = "") -> None:
         super().__init__(message)
-        self.error_code = kind
+        self.error_code = error_code
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """Some of the answer, and why it ended with it ("" as long as it goes on)."""
+    """A part of the answer."""
 
     text: str
-    finish_reason: str = ""
+    finish_reason: str = ""  # empty until the last chunk
 
 
 @dataclass(frozen=True, slots=True)
 class ChatClient:
-    """`timeout_seconds`: seconds that the endpoint may be silent."""
+    """A client of one endpoint; each call opens its own connection."""
 
     url: str
     api_key: str = ""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = 600.0  # how long the endpoint may be silent
 
     def get_first_model(self) -> str:
-        """The name of the first model served. Raises Refused, Unreachable, ConfigError."""
+        """Return the name of the first model served.
+
+        Raises ChatRefused, EndpointUnreachable or ConfigError.
+        """
         with closing(self._connection()) as connection:
             response = self._send(connection, "GET", "/models")
             try:
@@ -53,7 +55,10 @@ class ChatClient:
                 ) from None
 
     def stream_answer(self, body: Mapping[str, Any]) -> Iterator[AnswerChunk]:
-        """The answer as it comes. Closing the iterator stops it. Raises Refused, Unreachable."""
+        """Yield the answer as it arrives; closing the iterator cancels the request.
+
+        Raises ChatRefused or EndpointUnreachable.
+        """
         with closing(self._connection()) as connection:
             response = self._send(connection, "POST", "/chat/completions", {**body, "stream": True})
             try:
@@ -97,10 +102,10 @@ class ChatClient:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {self.url!r} is not an http:// or https:// URL")
-        kind = (
+        connection_type = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        return kind(parts.hostname, parts.port, timeout=self.timeout_seconds)
+        return connection_type(parts.hostname, parts.port, timeout=self.timeout_seconds)
 
     def _base_path(self) -> str:
         path = urlsplit(self.url).path.rstrip("/")
@@ -108,8 +113,10 @@ class ChatClient:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """What the stream says, until its [DONE]. Raises HTTPException when it breaks off before, or is
-    none."""
+    """Yield the events of the stream until [DONE].
+
+    Raises HTTPException when the stream ends early or is not made of JSON events.
+    """
     while line := response.readline(_MAX_EVENT_BYTES):
         if not line.startswith(_DATA):
             continue

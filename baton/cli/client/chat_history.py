@@ -1,4 +1,4 @@
-"""What has been said in one conversation, as the messages of a chat request. Pure."""
+"""The history of one conversation, as messages of a chat request. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,9 @@ ChatMessage = dict[str, str]
 
 @dataclass(slots=True)
 class ChatHistory:
-    """`system_prompt` stays at the head, whatever is forgotten; "" is none. Questions and answers
-    alternate."""
+    """Alternating questions and answers, after an optional system prompt that is never dropped."""
 
-    system_prompt: str = ""
+    system_prompt: str = ""  # empty: none
     history: list[ChatMessage] = field(default_factory=list)
 
     @property
@@ -22,22 +21,24 @@ class ChatHistory:
 
     @property
     def answered_turns(self) -> int:
-        """Questions that have an answer."""
+        """The number of questions that have an answer."""
         return len(self.history) // 2
 
     def add_question(self, text: str) -> None:
         self.history.append({"role": "user", "content": text})
 
     def add_answer(self, text: str) -> None:
-        """Of the last question, perhaps only as far as it came. Nothing at all is no answer: the
-        question goes too."""
+        """Add the answer to the last question, which may be incomplete.
+
+        An empty text is no answer: it removes the question.
+        """
         if text:
             self.history.append({"role": "assistant", "content": text})
         else:
             self.history.pop()
 
     def drop_oldest_turn(self) -> bool:
-        """Drop the oldest question and its answer. False when only the last question is left."""
+        """Drop the oldest question and its answer. Return False if none has an answer."""
         if not self.answered_turns:
             return False
         del self.history[:2]

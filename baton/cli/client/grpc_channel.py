@@ -1,5 +1,4 @@
-"""The gRPC client of every command: one channel, one way to be unreachable, one translation of a
-server's error."""
+"""gRPC channels to the coordinator, with errors translated for the command line."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +9,8 @@ import grpc
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable
 from baton.config.resolve import read_secret
 
-CONNECT_TIMEOUT = 5.0  # seconds for an endpoint that neither answers nor refuses
+CONNECT_TIMEOUT = 5.0  # seconds; for an endpoint that neither answers nor refuses
+CALL_TIMEOUT = 15.0  # seconds; for one call of an operator's command
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))
 
 Metadata = tuple[tuple[str, str], ...]
@@ -18,10 +18,9 @@ Metadata = tuple[tuple[str, str], ...]
 
 @contextmanager
 def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
-    """A channel on which the coordinator has answered. Raises Unreachable at the first refused
-    connection.
+    """Yield a connected channel. Raises EndpointUnreachable at the first refused connection.
 
-    Errors of calls inside the block become Bad, with the server's own message.
+    Errors of calls inside the block become CommandFailed with the server's own message.
     """
     channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
     try:
@@ -34,13 +33,12 @@ def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
 
 
 def api_key_metadata(api_key: str) -> Metadata:
-    """Metadata that carries the client's key; none for an empty one. `@FILE` reads it from a
-    file."""
+    """Return metadata with the client's key, empty without a key. `@FILE` reads it from a file."""
     return (("authorization", f"Bearer {read_secret(api_key, 'api_key')}"),) if api_key else ()
 
 
 def admin_metadata(admin_token: str) -> Metadata:
-    """Metadata that lets an operator in from another host; none for an empty token."""
+    """Return metadata that authorizes an operator on another host, empty without a token."""
     return (
         (("authorization", f"Bearer {read_secret(admin_token, 'admin_token')}"),)
         if admin_token
@@ -49,21 +47,22 @@ def admin_metadata(admin_token: str) -> Metadata:
 
 
 def _wait_until_ready(channel: grpc.Channel, endpoint: str) -> None:
-    decided = threading.Event()
+    connected_or_failed = threading.Event()
     state = grpc.ChannelConnectivity.IDLE
 
-    def changed(new: grpc.ChannelConnectivity) -> None:
+    def on_state_change(new: grpc.ChannelConnectivity) -> None:
         nonlocal state
         state = new
         if new in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
-            decided.set()
+            connected_or_failed.set()
 
-    channel.subscribe(changed, try_to_connect=True)
-    decided.wait(CONNECT_TIMEOUT)
-    channel.unsubscribe(changed)
+    channel.subscribe(on_state_change, try_to_connect=True)
+    connected_or_failed.wait(CONNECT_TIMEOUT)
+    channel.unsubscribe(on_state_change)
     if state is not grpc.ChannelConnectivity.READY:
         raise EndpointUnreachable(
-            f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint"
+            f"no cluster answers at {endpoint}: start one with `baton up`, "
+            "or name it with --endpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""Waiting for a gRPC service to be healthy: one Watch stream, no polling."""
+"""Wait for a gRPC service to become healthy, with one Watch stream instead of polling."""
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -7,18 +7,17 @@ GENERATION_SERVICE = "baton.v1.Generation"
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # which is how long one attempt may take
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also the timeout of one attempt
     ("grpc.max_reconnect_backoff_ms", 250),
 )
-# The coordinator is not there yet, or was restarted while we watched.
+# The coordinator has not started yet, or was restarted during the watch.
 _TRANSIENT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 async def wait_until_serving(endpoint: str, service: str = GENERATION_SERVICE) -> None:
-    """Return when `service` at `endpoint` says SERVING. Waits for ever; bound it with
-    asyncio.timeout.
+    """Return when `service` at `endpoint` reports SERVING. Waits without a time limit.
 
-    Raises grpc.aio.AioRpcError when the endpoint answers with anything but patience.
+    Raises grpc.aio.AioRpcError for any error but UNAVAILABLE and CANCELLED, which are retried.
     """
     request = health_pb2.HealthCheckRequest(service=service)
     async with grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS) as channel:

@@ -1,4 +1,4 @@
-"""The cluster's status as it changes: one stream, no polling."""
+"""Stream the cluster's status instead of polling it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,10 @@ from baton.cli.client.grpc_channel import Metadata
 
 @contextmanager
 def watch_status(channel: Any, interval: float, metadata: Metadata) -> Iterator[Iterator[Any]]:
-    """StatusResponses, `interval` seconds apart at least. The call ends with the block."""
+    """Yield an iterator of StatusResponses, at least `interval` seconds apart.
+
+    The call is cancelled at the end of the block.
+    """
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     stub = cluster_pb2_grpc.ClusterStub(channel)

@@ -1,4 +1,4 @@
-"""The model that `up` and `make demo` serve when none is named: the bundled one."""
+"""The bundled model, which `baton up` and `make demo` serve when none is named."""
 
 from pathlib import Path
 
@@ -10,15 +10,14 @@ _BUNDLED = Path("models", "demo")
 
 
 def find_default_model(root: Path = _ROOT) -> Path:
-    """Its folder, named `demo`: beside the packages in a source tree, so a checkout or an editable
-    installation.
+    """Return the bundled model's folder, which source trees and editable installations have.
 
-    Raises ConfigError where it is not: an installed wheel has no weights in it.
+    Raises ConfigError if it is missing: an installed wheel has no weights in it.
     """
     bundled = root / _BUNDLED
     if not (bundled / "config.json").exists():
         raise ConfigError(
-            f"no model named, and this installation has none of its own in {bundled}: name a folder with --model, "
-            "or run from a checkout, which has one in models/demo"
+            f"no model named, and this installation has none of its own in {bundled}: "
+            "name a folder with --model, or run from a checkout, which has one in models/demo"
         )
     return bundled

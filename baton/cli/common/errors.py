@@ -1,14 +1,16 @@
-"""What a command can fail with beyond the errors of baton/errors.py, and the exit code of each."""
+"""Errors of the command line beyond baton/errors.py, and the exit code of each."""
 
+import signal
 import sys
 
 from baton.errors import BatonError, ConfigError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class CommandFailed(BatonError):
-    """The thing asked about is bad, or the cluster answered with an error. The message says all."""
+    """The checked object is bad, or the cluster answered with an error."""
 
 
 class EndpointUnreachable(BatonError):
@@ -16,22 +18,24 @@ class EndpointUnreachable(BatonError):
 
 
 def innermost_error(error: BaseException) -> BaseException:
-    """The first error inside an exception group, however deep: what a task group was ended by."""
+    """Return the first error inside an exception group, at any depth."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def exit_code(error: BatonError) -> int:
-    """The exit code that the command-line contract gives this error."""
+    """Return the documented exit code for this error."""
     if isinstance(error, EndpointUnreachable):
         return EXIT_UNREACHABLE
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
 def print_error(error: BatonError, *, as_json: bool) -> None:
-    """One line on standard error: plain words, or a line as a log has them, of a command whose
-    output is a log."""
+    """Print the error as one line on standard error.
+
+    `as_json` prints a JSON log line, for a command whose output is a log.
+    """
     if as_json:
         from baton.process import log
 

@@ -1,5 +1,4 @@
-"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those
-commands share."""
+"""Command-line options, generated from the fields of Config or shared by several commands."""
 
 import inspect
 from argparse import Namespace
@@ -61,11 +60,10 @@ PER_NODE_FIELDS = frozenset(
 
 
 def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(settings: Config, **own)` one option per setting, `--config FILE` and `--set
-    KEY=VALUE`.
+    """Give `command(settings: Config, **own)` an option for each setting, --config and --set.
 
-    The wrapper resolves flag > environment > file > default. Raises ConfigError naming field, value
-    and source.
+    The wrapper resolves flag > environment > file > default. It raises ConfigError that names the
+    field, the value and its source.
     """
     own = [
         p

@@ -1,4 +1,4 @@
-"""Commands that are documented and not built yet. They say so, whatever their arguments."""
+"""Commands that are documented but not built yet; each one refuses with any arguments."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,8 +11,8 @@ UNAVAILABLE_COMMANDS = {
 }
 
 
-def not_available_error(what: str) -> CommandFailed:
-    return CommandFailed(f"{what} is not available in this version")
+def not_available_error(name: str) -> CommandFailed:
+    return CommandFailed(f"{name} is not available in this version")
 
 
 def register(app: typer.Typer) -> None:
@@ -20,8 +20,10 @@ def register(app: typer.Typer) -> None:
 
 
 def register_unavailable(app: typer.Typer, group: str, commands: Mapping[str, str]) -> None:
-    """Give `app`, the commands of `group`, some that refuse when they are called; with their help
-    texts."""
+    """Register `commands` (name to help text) in `app`, each of which refuses when called.
+
+    `group` is the command group that `app` stands for, or empty.
+    """
     for name, text in commands.items():
         app.command(
             name,

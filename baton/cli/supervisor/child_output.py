@@ -1,8 +1,7 @@
-"""Where the lines of child processes go: to log files (detached), or to the terminal with their
-names.
+"""Copies the output lines of child processes to log files (detached) or to the terminal.
 
-All of them pass through the supervisor, which never stops reading: a child does not wait for a disk
-or a terminal. What those do not take is dropped and counted by the LineWriter in front of them.
+All lines pass through the supervisor, which never stops reading, so that no child waits for a disk
+or a terminal. The LineWriter in front of them drops and counts what they do not take.
 """
 
 import asyncio
@@ -18,27 +17,27 @@ from baton.process import log
 from baton.process.line_writer import LineWriter
 
 _READ_BYTES = 1 << 16
-_MAX_LINE_BYTES = 1 << 16  # bytes; longer ones are broken
-_KEPT_LINES = 20  # lines
+_MAX_LINE_BYTES = 1 << 16  # longer lines are split
+_KEPT_LINES = 20  # last lines of each child that are kept in memory
 _ERROR_PREFIX = "error: "
-_CLOSE_TIMEOUT = 1.0  # seconds for all files together to take them
+_CLOSE_TIMEOUT = 1.0  # seconds to write the pending lines of all files
 _DEFAULTS = Config()
 
 
 class ChildOutput(Protocol):
-    """The sink of all children of one supervisor."""
+    """Takes the output of all children of one supervisor."""
 
     async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
-        """Carry the child's lines until its end."""
+        """Copy the child's lines until its output ends."""
         ...
 
     def get_last_lines(self, name: str) -> list[str]:
-        """The child's last lines."""
+        """Return the last lines of the child."""
         ...
 
 
 def find_failure_message(lines: list[str]) -> str:
-    """What a child that gave up said: its `error: ` line, else its last line."""
+    """Return why a child failed: its last `error: ` line, or else its last line."""
     for line in reversed(lines):
         if line.startswith(_ERROR_PREFIX):
             return line.removeprefix(_ERROR_PREFIX)
@@ -46,11 +45,13 @@ def find_failure_message(lines: list[str]) -> str:
 
 
 class LineRelay:
-    """Lines pass through `write(name, line)`, which neither blocks nor raises, and the last few of
-    each child are remembered. An `error: ` line is what a process of ours says last: the supervisor
-    tells it, once, for all the children that may say the same."""
+    """Passes lines to `write(name, line)`, which must neither block nor raise.
 
-    writes_error_lines = False
+    The last lines of each child are kept. An `error: ` line is the last line of a Baton process
+    that fails. It is not passed on: the supervisor prints it once for all children that fail alike.
+    """
+
+    writes_error_lines = False  # whether `error: ` lines are passed on too
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
@@ -80,8 +81,10 @@ class LineRelay:
 
 
 class LogFiles(LineRelay):
-    """One file per child in `folder`, begun anew by this supervisor and rotated. Each has a writer
-    of its own: one that blocks holds up no other."""
+    """Writes one log file per child in `folder`: truncated at the start and rotated.
+
+    Each file has its own writer, so that one that blocks does not hold up the others.
+    """
 
     writes_error_lines = True
 
@@ -91,7 +94,7 @@ class LogFiles(LineRelay):
         max_bytes: int = _DEFAULTS.log_max_bytes,
         backups: int = _DEFAULTS.log_backups,
     ) -> None:
-        """Raises ConfigError when there is no such folder and none can be made."""
+        """Create the folder if needed. Raises ConfigError when that fails."""
         super().__init__(lambda name, line: self._get_writer(name).write(line))
         self.folder = folder
         self._max_bytes = max_bytes
@@ -108,16 +111,16 @@ class LogFiles(LineRelay):
         return self.folder / f"{name}.log"
 
     def count_dropped_lines(self, name: str) -> int:
-        """Lines of a child that its file did not take."""
+        """Return how many lines of the child its file did not take."""
         return self._writers[name].dropped_lines if name in self._writers else 0
 
     def close(self) -> None:
-        """Write what is still to be written, if the files take it."""
-        patience = _CLOSE_TIMEOUT
+        """Write the pending lines, as far as the files take them in time, and close the files."""
+        timeout_seconds = _CLOSE_TIMEOUT
         while self._writers:
             _, writer = self._writers.popitem()
-            if not writer.close(patience):
-                patience = 0.0
+            if not writer.close(timeout_seconds):
+                timeout_seconds = 0.0
 
     def _get_writer(self, name: str) -> LineWriter:
         if name not in self._writers:

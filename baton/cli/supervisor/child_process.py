@@ -1,4 +1,4 @@
-"""One child process that is kept running until it is told to stop."""
+"""A child process that is restarted until it is told to stop."""
 
 import asyncio
 import contextlib
@@ -22,39 +22,39 @@ from baton.errors import ConfigError, NodeFailed
 from baton.process import clock, liveness
 
 _EXIT_CONFIG = 2
-_EXIT_NOT_STARTED = 126  # what a shell says of a command that it cannot run
-_DRAIN_OUTPUT_TIMEOUT = 1.0  # seconds to carry what a child wrote before it ended
+_EXIT_NOT_STARTED = 126  # as in shells: the command cannot be run
+_DRAIN_OUTPUT_TIMEOUT = 1.0  # seconds to copy what a child wrote before it ended
 _READ_BYTES = 1 << 16
 _PROC = Path("/proc")
 
 
 class ChildProcess:
-    """`keep()` runs it again and again; `stop()` ends that. Both belong to one event loop."""
+    """`run()` starts the process again and again until `stop()`. Both run on one event loop."""
 
-    def __init__(self, spec: ChildSpec, output: ChildOutput, tell: Callable[[str], None]) -> None:
+    def __init__(self, spec: ChildSpec, output: ChildOutput, notify: Callable[[str], None]) -> None:
         self.spec = spec
         self._output = output
-        self._notify = tell
+        self._notify = notify
         self._backoff = RestartBackoff()
         self._frozen_watch = FrozenWatch()
         self._liveness_watch = LivenessWatch()
-        self._aborted_pid: int | None = (
-            None  # the pid that was told to end because it showed no sign of life
-        )
+        self._aborted_pid: int | None = None  # the process that was aborted as unresponsive
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
-        self.is_starting = (
-            True  # until the whole cluster was ready once: a child that cannot start ends `up`
-        )
+        # Until the whole cluster has been ready once. A child that cannot start then ends `up`.
+        self.is_starting = True
 
     @property
     def pid(self) -> int | None:
-        """Of the running process, None between two runs."""
+        """The pid of the running process, or None between two runs."""
         return self._process.pid if self._process else None
 
     async def run(self) -> None:
-        """Run until `stop()`. Raises ConfigError or NodeFailed when it cannot even start."""
+        """Keep the process running until `stop()`.
+
+        Raises ConfigError or NodeFailed when it cannot start.
+        """
         try:
             while not self._stopping.is_set():
                 started = clock.monotonic_clock()
@@ -64,23 +64,25 @@ class ChildProcess:
         finally:
             self._ended.set()
 
-    async def stop(self, patience: float) -> None:
-        """SIGTERM, and after `patience` seconds SIGKILL. Returns when the process is gone."""
+    async def stop(self, timeout_seconds: float) -> None:
+        """Send SIGTERM, and SIGKILL after `timeout_seconds`. Returns when the process has ended."""
         self._stopping.set()
         self._send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_seconds):
                 await self._ended.wait()
         except TimeoutError:
             self._notify(
-                f"{self.spec.name} did not end within {patience:g} s of SIGTERM: killing it"
+                f"{self.spec.name} did not end within {timeout_seconds:g} s of SIGTERM: killing it"
             )
             self._send_signal(signal.SIGKILL)
             await self._ended.wait()
 
     def kill_if_frozen(self, now: float) -> None:
-        """A process that has been stopped for long holds blocks that nobody may reuse before it is
-        proven gone."""
+        """Kill the process if it has been stopped (SIGSTOP, tracer) for FROZEN_KILL_SECONDS.
+
+        A frozen process holds blocks that cannot be reused until it is proven to be gone.
+        """
         state = self._process_state()
         if (
             self._process is not None
@@ -92,41 +94,44 @@ class ChildProcess:
             )
             self._send_signal(signal.SIGKILL)
 
-    def abort_if_unresponsive(self, looks: float, every: float) -> None:
-        """To be called every `every` seconds, which is at least the period of a sign of life. A
-        process that shows none any more is alive for the kernel only. SIGABRT lets it show where
-        its threads are; if that does not end it, the next look does."""
+    def abort_if_unresponsive(self, max_silent_checks: float, interval_seconds: float) -> None:
+        """End the process if it shows no sign of life for `max_silent_checks` checks.
+
+        Call it every `interval_seconds`, which is at least the period of the signs of life. SIGABRT
+        makes the process write where its threads are. If it has not ended by the next check,
+        SIGKILL follows.
+        """
         state = self._process_state()
         if self._process is None or not state:
             return
         pid = self._process.pid
-        if not self._liveness_watch.check_unresponsive(pid, state, looks):
+        if not self._liveness_watch.check_unresponsive(pid, state, max_silent_checks):
             return
         if self._aborted_pid == pid:
             self._send_signal(signal.SIGKILL)
             return
         self._aborted_pid = pid
-        silence = f"{looks * every:g} s (--liveness-timeout)"
+        silence = f"{max_silent_checks * interval_seconds:g} s (--liveness-timeout)"
         self._notify(f"{self.spec.name} has shown no sign of life for {silence}: ending it")
         self._send_signal(signal.SIGABRT)
 
     def _process_state(self) -> str:
-        """The state letter of the process, empty if there is none or it has ended."""
+        """Return the state letter of the process, empty if there is none or it has ended."""
         if self._process is None:
             return ""
         try:
             return parse_process_state((_PROC / str(self._process.pid) / "stat").read_text())
-        # it has ended, or /proc is mounted with hidepid and shows no process that leaves no core
-        # file
         except OSError:
+            # The process has ended, or /proc is mounted with hidepid, which hides processes that
+            # leave no core file.
             return _state_from_waitid(self._process.pid)
 
     async def _run_once(self) -> int:
-        """One life of the process; its exit code, negative for a signal."""
+        """Run the process once and return its exit code, negative for a signal."""
         receiver, sender = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             process = await self._spawn(sender)
-        except OSError as error:  # no memory, no descriptors: that passes
+        except OSError as error:  # such as no memory or no descriptors, which is temporary
             os.close(receiver)
             self._notify(f"{self.spec.name} cannot be started: {error.strerror}")
             return _EXIT_NOT_STARTED
@@ -138,17 +143,17 @@ class ChildProcess:
         loop = asyncio.get_running_loop()
         loop.add_reader(receiver, self._read_liveness, receiver, process.pid)
         assert process.stdout is not None
-        lines = asyncio.create_task(self._copy_output(process.stdout))
+        copying = asyncio.create_task(self._copy_output(process.stdout))
         try:
             code = await process.wait()
-            await asyncio.wait({lines}, timeout=_DRAIN_OUTPUT_TIMEOUT)
+            await asyncio.wait({copying}, timeout=_DRAIN_OUTPUT_TIMEOUT)
             return code
         except asyncio.CancelledError:
             self._send_signal(signal.SIGKILL)
             await process.wait()
             raise
         finally:
-            lines.cancel()
+            copying.cancel()
             loop.remove_reader(receiver)
             os.close(receiver)
             self._process = None
@@ -163,19 +168,21 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(sender,),
-            start_new_session=True,  # Ctrl-C is ours to handle: the coordinator ends first
+            start_new_session=True,  # the supervisor handles Ctrl-C: the coordinator ends first
         )
 
     def _read_liveness(self, receiver: int, pid: int) -> None:
         with contextlib.suppress(BlockingIOError):
             if os.read(receiver, _READ_BYTES):
                 self._liveness_watch.record_sign_of_life(pid)
-            else:  # it has closed its end: it ends
+            else:  # the child has closed its end of the pipe: it is exiting
                 asyncio.get_running_loop().remove_reader(receiver)
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
-        """Carry the lines of one life. Whatever goes wrong with them, the child must not wait for a
-        reader."""
+        """Copy the output of one run.
+
+        After an error it still reads the output, so that the child never waits for a reader.
+        """
         try:
             await self._output.copy_lines(self.spec.name, stream)
         except Exception as error:
@@ -185,23 +192,24 @@ class ChildProcess:
             while await stream.read(_READ_BYTES):
                 pass
 
-    async def _handle_exit(self, code: int, ran: float) -> None:
-        """Judge a run that nobody asked to end, then wait for the moment of the next."""
+    async def _handle_exit(self, code: int, run_seconds: float) -> None:
+        """Report an unexpected exit and wait before the restart; raise if a restart cannot help."""
         name = self.spec.name
-        delay = self._backoff.next_delay(ran)
-        said = find_failure_message(self._output.get_last_lines(name))
-        hopeless = self.is_starting and self._backoff.consecutive_failures >= MAX_FAILED_STARTS
-        if self.spec.is_optional and (hopeless or (self.is_starting and code == _EXIT_CONFIG)):
-            self._notify(f"{name} cannot run: going on without it ({said})")
+        delay = self._backoff.next_delay(run_seconds)
+        message = find_failure_message(self._output.get_last_lines(name))
+        has_given_up = self.is_starting and self._backoff.consecutive_failures >= MAX_FAILED_STARTS
+        if self.spec.is_optional and (has_given_up or (self.is_starting and code == _EXIT_CONFIG)):
+            self._notify(f"{name} cannot run: going on without it ({message})")
             self._stopping.set()
             return
         if self.is_starting and code == _EXIT_CONFIG:
-            raise ConfigError(said)
-        if hopeless:
+            raise ConfigError(message)
+        if has_given_up:
             raise NodeFailed(
-                f"{name} failed {MAX_FAILED_STARTS} times ({_describe_exit(code)}) before it was ready: {said}"
+                f"{name} failed {MAX_FAILED_STARTS} times ({_describe_exit(code)}) "
+                f"before it was ready: {message}"
             )
-        ending = f"{_describe_exit(code)} ({said})" if code > 0 else _describe_exit(code)
+        ending = f"{_describe_exit(code)} ({message})" if code > 0 else _describe_exit(code)
         self._notify(f"{name} {ending}: starting it again in {delay:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay)
@@ -213,8 +221,10 @@ class ChildProcess:
 
 
 def _state_from_waitid(pid: int) -> str:
-    """What the kernel tells the parent of a process: T for a stopped one, R for any other, empty if
-    there is none. Its end is left to be waited for."""
+    """Ask the kernel for the state of a child: T if stopped, R if not, empty if there is none.
+
+    The exit status is left for the later wait.
+    """
     try:
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,7 +1,7 @@
-"""What `up` starts: pure. Settings in, child processes with their environments out.
+"""The child processes that `baton up` starts, each with its environment. Pure.
 
-Settings travel in the environment only: secrets never stand on a command line, and a child reads
-the same table as a process that was started by hand.
+Settings travel in the environment only. Secrets never stand on a command line, and a child reads
+its settings as a process that was started by hand does.
 """
 
 from collections.abc import Mapping
@@ -18,40 +18,45 @@ from baton.types import Role, mint_id
 COORDINATOR = "coordinator"
 POOL_NAME = "pool-0"
 _ROLE_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
-_NODE_SECRETS = frozenset(
-    {"cluster_token"}
-)  # and of pools; the coordinator has every door, so every key
+# Secrets that nodes and pools get. The coordinator serves every port, so it gets all of them.
+_NODE_SECRETS = frozenset({"cluster_token"})
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One child: its name, the module that `python -m` runs, and its whole environment."""
+    """One child process: how to start it."""
 
     name: str
-    module: str
-    environ: Mapping[str, str]
-    is_optional: bool = False  # the cluster goes on without it when it cannot start
+    module: str  # what `python -m` runs
+    environ: Mapping[str, str]  # the whole environment
+    is_optional: bool = False  # whether the cluster can run without it
 
 
 def complete_config(config: Config) -> tuple[Config, list[str]]:
-    """Fill in what `up` decides: the mode without prefill nodes, a token. Also returns what to tell
-    the user. Raises ConfigError for a port that is open to others without its key."""
+    """Fill in the settings that `baton up` decides; also return notices for the user.
+
+    Without prefill nodes the mode becomes colocated, and a missing cluster token is minted. Raises
+    ConfigError for a port that other hosts can reach without a key.
+    """
     changed: dict[str, object] = {}
-    notes = []
+    notices = []
     if config.prefill == 0 and config.mode != "colocated":
         changed["mode"] = "colocated"
-        notes.append(f"--prefill 0: mode {config.mode} becomes colocated")
+        notices.append(f"--prefill 0: mode {config.mode} becomes colocated")
     if not config.cluster_token:
         changed["cluster_token"] = mint_id(256)
     completed = msgspec.structs.replace(config, **changed)
     check_coordinator_binds(completed)
-    return completed, notes
+    return completed, notices
 
 
 def threads_per_node(threads: str, nodes: int, cores: int) -> int:
-    """Compute threads of each node. `auto` shares the cores out: two nodes with as many threads as
-    cores each would slow each other down several times over. Raises ConfigError unless `threads` is
-    auto or a positive number."""
+    """Return the compute threads of each node.
+
+    `auto` divides the cores among the nodes: with a thread per core in every node, they would slow
+    each other down several times over. Raises ConfigError unless `threads` is auto or a positive
+    number.
+    """
     if threads == "auto":
         return max(1, cores // nodes)
     if not threads.isdecimal() or int(threads) < 1:
@@ -62,54 +67,59 @@ def threads_per_node(threads: str, nodes: int, cores: int) -> int:
 
 
 def make_child_specs(
-    config: Config, where: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
+    config: Config, endpoints: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
 ) -> tuple[ChildSpec, ...]:
-    """The coordinator, the pool if there is one, then the nodes. `config` is complete and has real
-    ports; `supervisor` is the pid to die with."""
+    """Return the specs of the coordinator, of the pool if there is one, and of the nodes.
+
+    `config` is complete and has real ports. Children end when the process `supervisor` (a pid)
+    does.
+    """
     roles = [
         (role, index) for role, count in _role_counts(config).items() for index in range(count)
     ]
     threads = str(threads_per_node(config.threads, len(roles), cores))
-    base = (
+    child_environ = (
         _inherited_environ(environ)
         | _settings_environ(config)
         | {"BATON_SUPERVISOR_PID": str(supervisor)}
     )
-    base["OMP_WAIT_POLICY"] = environ.get(
-        "OMP_WAIT_POLICY", "passive"
-    )  # a spinning thread takes a neighbour's core
-    base["GRPC_VERBOSITY"] = environ.get(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # else it writes a line for each failed handshake
-    front = base | {"OMP_NUM_THREADS": "1"}
-    base = {
+    # A spinning thread would take the core of another process.
+    child_environ["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")
+    # Otherwise gRPC writes a line for each failed handshake.
+    child_environ["GRPC_VERBOSITY"] = environ.get("GRPC_VERBOSITY", "ERROR")
+    coordinator_environ = child_environ | {"OMP_NUM_THREADS": "1"}
+    child_environ = {
         key: value
-        for key, value in base.items()
+        for key, value in child_environ.items()
         if key not in map(_variable_name, SECRET_FIELDS - _NODE_SECRETS)
     }
-    node = base | {
+    node_environ = child_environ | {
         "BATON_THREADS": threads,
-        "BATON_COORDINATOR": where.cluster,
-        "BATON_POOL": where.pool,
+        "BATON_COORDINATOR": endpoints.cluster,
+        "BATON_POOL": endpoints.pool,
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
     nodes = (
-        ChildSpec(name, _ROLE_MODULES[role], node | {"BATON_NAME": name})
+        ChildSpec(name, _ROLE_MODULES[role], node_environ | {"BATON_NAME": name})
         for role, name in _named_roles(roles)
     )
-    return (ChildSpec(COORDINATOR, COORDINATOR, front), *_pool_specs(base, where), *nodes)
+    return (
+        ChildSpec(COORDINATOR, COORDINATOR, coordinator_environ),
+        *_pool_specs(child_environ, endpoints),
+        *nodes,
+    )
 
 
-def _pool_specs(base: Mapping[str, str], where: Endpoints) -> tuple[ChildSpec, ...]:
-    if not where.pool:
+def _pool_specs(base: Mapping[str, str], endpoints: Endpoints) -> tuple[ChildSpec, ...]:
+    if not endpoints.pool:
         return ()
-    own = {
+    pool_environ = {
         "BATON_NAME": POOL_NAME,
-        "BATON_COORDINATOR": where.cluster,
-        "BATON_LISTEN": where.pool,
+        "BATON_COORDINATOR": endpoints.cluster,
+        "BATON_LISTEN": endpoints.pool,
         "OMP_NUM_THREADS": "1",
     }
-    return (ChildSpec(POOL_NAME, "kv_pool", {**base, **own}, is_optional=True),)
+    return (ChildSpec(POOL_NAME, "kv_pool", {**base, **pool_environ}, is_optional=True),)
 
 
 def _role_counts(config: Config) -> dict[Role, int]:
@@ -121,8 +131,10 @@ def _named_roles(roles: list[tuple[Role, int]]) -> list[tuple[Role, str]]:
 
 
 def _inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment without settings, which were resolved once and are passed on, and
-    without what looks like one: who started `up` has been told of it."""
+    """Return the user's environment without BATON_ settings.
+
+    Settings have been resolved and are passed on. Unknown variables have been reported to the user.
+    """
     passed = NON_SETTING_VARIABLES - {"BATON_CONFIG"}
     return {
         key: value

@@ -1,5 +1,4 @@
-"""The memory that the nodes and the pool of one machine take together, against what there is: for
-`up` and `doctor`."""
+"""Plan the cache memory of a machine's nodes and pool, for `baton up` and `baton doctor`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,11 @@ from baton.shared_memory.available_memory import (
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes: of each of `node_count`, and of the pool, 0 if there is none. With auto they are what
-    is taken at most."""
+    """Memory of the caches on one machine. With auto, the sizes are upper bounds."""
 
     node_count: int
-    node_bytes: int
-    pool_bytes: int
+    node_bytes: int  # of each node
+    pool_bytes: int  # 0: no pool
 
     @property
     def total_bytes(self) -> int:
@@ -34,20 +32,23 @@ class MemoryPlan:
         return f"{self.node_count} nodes with {format_size(self.node_bytes)} each{pool}"
 
 
-def plan_memory(config: Config, room: AvailableMemory) -> MemoryPlan:
-    """Sizes that are left to auto fit; others may not. Raises ConfigError for what is no size."""
+def plan_memory(config: Config, available: AvailableMemory) -> MemoryPlan:
+    """Return the sizes of all caches; those set to auto are reduced until the plan fits.
+
+    Raises ConfigError for a malformed size.
+    """
     nodes = config.prefill + config.decode
     plan = MemoryPlan(
         nodes,
-        resolve_memory_size(config.kv_memory, room),
-        resolve_memory_size(config.pool_memory, room, "pool_memory") if config.has_pool else 0,
+        resolve_memory_size(config.kv_memory, available),
+        resolve_memory_size(config.pool_memory, available, "pool_memory") if config.has_pool else 0,
     )
     auto_nodes = nodes if config.kv_memory == AUTO else 0
     auto_pool = int(config.has_pool and config.pool_memory == AUTO)
-    if plan.total_bytes <= room.usable_bytes or not auto_nodes + auto_pool:
+    if plan.total_bytes <= available.usable_bytes or not auto_nodes + auto_pool:
         return plan
     given = (nodes - auto_nodes) * plan.node_bytes + (1 - auto_pool) * plan.pool_bytes
-    share = max(0, room.usable_bytes - given) // (auto_nodes + auto_pool)
+    share = max(0, available.usable_bytes - given) // (auto_nodes + auto_pool)
     return MemoryPlan(
         nodes,
         min(plan.node_bytes, share) if auto_nodes else plan.node_bytes,
@@ -55,43 +56,58 @@ def plan_memory(config: Config, room: AvailableMemory) -> MemoryPlan:
     )
 
 
-def find_memory_shortage(plan: MemoryPlan, room: AvailableMemory) -> tuple[str, str] | None:
-    """What is wrong with it and what mends it, None if it fits."""
-    if plan.total_bytes <= room.usable_bytes:
+def find_memory_shortage(plan: MemoryPlan, available: AvailableMemory) -> tuple[str, str] | None:
+    """Return what is too large and how to fix it, or None if the plan fits."""
+    if plan.total_bytes <= available.usable_bytes:
         return None
-    left = f"{format_size(room.free_bytes)} {room.limited_by}, {format_size(room.reserve_bytes)} kept in reserve"
-    fix = f"--kv-memory {format_size(room.usable_bytes // plan.node_count * 9 // 10)} or less"
+    left = (
+        f"{format_size(available.free_bytes)} {available.limited_by}, "
+        f"{format_size(available.reserve_bytes)} kept in reserve"
+    )
+    fix = f"--kv-memory {format_size(available.usable_bytes // plan.node_count * 9 // 10)} or less"
     if plan.pool_bytes:
-        with_pool = (room.usable_bytes - plan.pool_bytes) // plan.node_count
+        with_pool = (available.usable_bytes - plan.pool_bytes) // plan.node_count
         fix = f"a smaller --pool-memory (0: no pool), or with none {fix}"
         if with_pool > 0:
-            fix = f"--kv-memory {format_size(with_pool * 9 // 10)} or less, or a smaller --pool-memory (0: no pool)"
-    fix += ", fewer nodes (--prefill, --decode), or a larger folder (docker: --shm-size) or memory limit"
+            fix = (
+                f"--kv-memory {format_size(with_pool * 9 // 10)} or less, "
+                "or a smaller --pool-memory (0: no pool)"
+            )
+    fix += (
+        ", fewer nodes (--prefill, --decode), "
+        "or a larger folder (docker: --shm-size) or memory limit"
+    )
     return f"{plan} are {format_size(plan.total_bytes)}; {left}", fix
 
 
 def fit_memory(config: Config) -> tuple[Config, str]:
-    """`config` with sizes that fit where they are left to auto, and a line that says what is taken.
-    Raises ConfigError for more than there is."""
+    """Return `config` with sizes that fit, and a notice that states them.
+
+    Raises ConfigError when explicit sizes exceed the available memory.
+    """
     try:
-        room = measure_available_memory(Path(config.segment_dir))
+        available = measure_available_memory(Path(config.segment_dir))
     except OSError as error:
         raise ConfigError(
-            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): "
+            "give --segment-dir a folder"
         ) from None
-    plan = plan_memory(config, room)
-    wrong = find_memory_shortage(plan, room)
-    if wrong is not None:
-        raise ConfigError(f"{wrong[0]}: give {wrong[1]}", param="kv_memory")
+    plan = plan_memory(config, available)
+    shortage = find_memory_shortage(plan, available)
+    if shortage is not None:
+        raise ConfigError(f"{shortage[0]}: give {shortage[1]}", param="kv_memory")
     changed = {}
-    if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, room):
+    if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, available):
         changed["kv_memory"] = str(plan.node_bytes)
     if (
         config.has_pool
         and config.pool_memory == AUTO
-        and plan.pool_bytes < resolve_memory_size(AUTO, room, "pool_memory")
+        and plan.pool_bytes < resolve_memory_size(AUTO, available, "pool_memory")
     ):
         changed["pool_memory"] = str(plan.pool_bytes)
-    most = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
-    told = f"cache memory: {most}{plan} (--kv-memory, --pool-memory) of {format_size(room.free_bytes)} {room.limited_by}"
-    return msgspec.structs.replace(config, **changed), told
+    qualifier = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
+    notice = (
+        f"cache memory: {qualifier}{plan} (--kv-memory, --pool-memory) "
+        f"of {format_size(available.free_bytes)} {available.limited_by}"
+    )
+    return msgspec.structs.replace(config, **changed), notice

@@ -1,9 +1,8 @@
-"""Ports that belong to the cluster from before its first process starts until after its last one
-ended.
+"""Ports that the supervisor reserves for as long as the cluster runs.
 
 The supervisor binds every port without listening on it. So a port in use is an error before
-anything starts, "0" is resolved once, nobody takes a port while the coordinator is being restarted,
-and nodes can be started with the coordinator's address before it listens. Linux lets the
+anything starts, port 0 is resolved once, no other process can take a port while the coordinator
+restarts, and nodes can start with the coordinator's address before it listens. Linux lets the
 coordinator bind the same port, because both sockets set SO_REUSEADDR and only one of them listens.
 """
 
@@ -23,58 +22,64 @@ PORT_FIELDS = {
     "admin_port": "admin_host",
     "cluster_port": "cluster_host",
 }
-_LOOPBACK = "127.0.0.1"  # where a pool listens: its nodes are on its host
+_LOOPBACK = "127.0.0.1"  # a pool listens here, since its nodes are on the same host
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where this machine's processes reach the cluster, each HOST:PORT."""
+    """The addresses at which processes of this machine reach the cluster, each HOST:PORT."""
 
     http: str
     grpc: str
     admin: str
     cluster: str
-    pool: str = ""  # if there is one
+    pool: str = ""  # empty: no pool
 
 
 def reserve_ports(config: Config) -> tuple[Config, list[socket.socket]]:
-    """`config` with real port numbers, and the sockets that hold them. Raises ConfigError for a
-    port in use."""
-    held: dict[str, socket.socket] = {}
+    """Return `config` with real port numbers, and the sockets that reserve them.
+
+    Raises ConfigError for a port in use.
+    """
+    sockets: dict[str, socket.socket] = {}
     try:
         for field, host_field in PORT_FIELDS.items():
-            held[field] = reserve_port(
+            sockets[field] = reserve_port(
                 getattr(config, host_field), getattr(config, field), "--" + field.replace("_", "-")
             )
         if config.has_pool:
-            held["pool_port"] = reserve_port(_LOOPBACK, config.pool_port, "--pool-port")
+            sockets["pool_port"] = reserve_port(_LOOPBACK, config.pool_port, "--pool-port")
     except ConfigError:
-        for one in held.values():
-            one.close()
+        for reserved in sockets.values():
+            reserved.close()
         raise
-    ports = {field: one.getsockname()[1] for field, one in held.items()}
-    return msgspec.structs.replace(config, **ports), list(held.values())
+    ports = {field: reserved.getsockname()[1] for field, reserved in sockets.items()}
+    return msgspec.structs.replace(config, **ports), list(sockets.values())
 
 
 def reserve_port(host: str, port: int, flag: str) -> socket.socket:
-    """Bind without listening. Raises ConfigError naming the address and the flag that changes
-    it."""
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return a socket that is bound and does not listen.
+
+    Raises ConfigError that names the address and the flag that changes it.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        reserved.bind((host, port))
     except OSError as error:
-        held.close()
+        reserved.close()
         reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         raise ConfigError(
             f"cannot listen on {host}:{port} ({reason}): choose another {flag}, 0 for any"
         ) from None
-    return held
+    return reserved
 
 
 def cluster_endpoints(config: Config) -> Endpoints:
-    """Of a configuration with real port numbers. A wildcard host is dialled at its loopback
-    address."""
+    """Return the endpoints of a configuration with real port numbers.
+
+    A wildcard host is dialled at its loopback address.
+    """
     return Endpoints(
         http=dial_address(config.host, config.port),
         grpc=dial_address(config.host, config.grpc_port),
@@ -85,6 +90,6 @@ def cluster_endpoints(config: Config) -> Endpoints:
 
 
 def dial_address(host: str, port: int) -> str:
-    """Where this machine dials what listens on `host`."""
+    """Return the address at which this machine dials a server that listens on `host`."""
     host = _WILDCARD_LOOPBACKS.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,48 +1,51 @@
-"""When a child that died is started again, and when one that stands still is given up. Pure;
-seconds of any steady clock."""
+"""When a dead child is restarted, and when a frozen or silent one is ended. Pure.
+
+Times are seconds of any monotonic clock.
+"""
 
 from collections.abc import Hashable
 
 INITIAL_DELAY = 0.1  # seconds
 MAX_DELAY = 2.0
-BACKOFF_RESET_SECONDS = 10.0  # a child that ran so long starts over with the first delay
-FROZEN_KILL_SECONDS = (
-    10.0  # a child stopped for so long is killed: it may hold blocks that nobody may reuse
-)
-MAX_FAILED_STARTS = 5  # before the cluster was ready for the first time
+BACKOFF_RESET_SECONDS = 10.0  # a child that ran so long restarts after INITIAL_DELAY
+# A child that has been stopped for so long is killed: it may hold blocks that cannot be reused.
+FROZEN_KILL_SECONDS = 10.0
+MAX_FAILED_STARTS = 5  # of one child, before the cluster is ready for the first time
 TERM_GRACE_SECONDS = 15.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
 
 _STOPPED_STATES = frozenset("Tt")  # /proc/PID/stat: stopped by a signal, or by a tracer
 
 
 def max_stop_seconds(drain_timeout: float) -> float:
-    """Seconds in which a supervisor has ended everything: the coordinator drains, the nodes drain,
-    the pool ends."""
+    """Return the longest time a supervisor takes to stop the cluster.
+
+    The coordinator drains, then the nodes drain, then the pool ends.
+    """
     return 2 * (drain_timeout + TERM_GRACE_SECONDS) + TERM_GRACE_SECONDS
 
 
 class RestartBackoff:
-    """Exponential back-off of one child."""
+    """Exponential back-off of the restarts of one child."""
 
     def __init__(self) -> None:
-        self.consecutive_failures = 0  # in a row
+        self.consecutive_failures = 0
 
-    def next_delay(self, ran: float) -> float:
-        """Seconds to wait before the next start, given that the last run took `ran` seconds."""
+    def next_delay(self, run_seconds: float) -> float:
+        """Return the seconds to wait before the next start; the last run took `run_seconds`."""
         self.consecutive_failures = (
-            1 if ran >= BACKOFF_RESET_SECONDS else self.consecutive_failures + 1
+            1 if run_seconds >= BACKOFF_RESET_SECONDS else self.consecutive_failures + 1
         )
         return float(min(MAX_DELAY, INITIAL_DELAY * 2 ** (self.consecutive_failures - 1)))
 
 
 class FrozenWatch:
-    """Notices that a process has been stopped at every look for FROZEN_FOR seconds."""
+    """Notices a process that every check in FROZEN_KILL_SECONDS has seen stopped."""
 
     def __init__(self) -> None:
         self._stopped_since: tuple[int, float] | None = None
 
     def check_frozen(self, pid: int, state: str, now: float) -> bool:
-        """One look: `state` is the third field of /proc/PID/stat."""
+        """Check once; `state` is the third field of /proc/PID/stat."""
         if state not in _STOPPED_STATES:
             self._stopped_since = None
             return False
@@ -52,11 +55,11 @@ class FrozenWatch:
 
 
 class LivenessWatch:
-    """Notices that a process which has shown signs of life shows none any more.
+    """Notices a process that has shown signs of life and shows none any more.
 
-    It counts looks, not seconds: a supervisor that was itself stopped, or had no processor, has
-    looked as seldom as it has read signs. A process that was never heard of is still starting,
-    which takes as long as it takes.
+    It counts checks, not seconds: a supervisor that was itself stopped or had no CPU has read the
+    signs as seldom as it has checked. A process that has shown no sign yet is still starting, which
+    may take any time.
     """
 
     def __init__(self) -> None:
@@ -65,19 +68,23 @@ class LivenessWatch:
         self._silent_checks = 0
 
     def record_sign_of_life(self, process: Hashable) -> None:
-        """A sign of life of this process came."""
+        """Record a sign of life of this process."""
         self._process, self._has_shown_life, self._silent_checks = process, True, 0
 
-    def check_unresponsive(self, process: Hashable, state: str, looks: float) -> bool:
-        """One look at it: whether this is at least the `looks`-th in a row without a sign. A
-        stopped process shows none and is FrozenWatch's to judge."""
+    def check_unresponsive(self, process: Hashable, state: str, max_silent_checks: float) -> bool:
+        """Check once; return whether more than `max_silent_checks` in a row saw no sign of life.
+
+        A stopped process shows no sign and is left to FrozenWatch.
+        """
         if process != self._process or not self._has_shown_life:
             return False
         self._silent_checks = 0 if state in _STOPPED_STATES else self._silent_checks + 1
-        return self._silent_checks > looks
+        return self._silent_checks > max_silent_checks
 
 
 def parse_process_state(stat: str) -> str:
-    """The state letter in the text of /proc/PID/stat. The command before it may hold spaces and
-    brackets."""
+    """Return the state letter in the text of /proc/PID/stat.
+
+    The command name before it may contain spaces and parentheses.
+    """
     return stat[stat.rindex(")") + 2]

@@ -1,4 +1,4 @@
-"""A log file that does not grow without bound."""
+"""A log file of bounded size."""
 
 import contextlib
 import itertools
@@ -7,9 +7,12 @@ from pathlib import Path
 
 
 class RotatingFile:
-    """A sink of a LineWriter. Once the file has `max_bytes` it becomes FILE.1, FILE.1 becomes
-    FILE.2, and so on up to FILE.`backups`. Whatever fails, the next write goes on from there, so
-    that a disk with room again is written to again and no backup is lost meanwhile."""
+    """A sink of a LineWriter that rotates its file at `max_bytes`.
+
+    FILE becomes FILE.1, FILE.1 becomes FILE.2, and so on up to FILE.`backups`. After any failure
+    the next write continues from there: writing resumes once the disk has room, and no backup is
+    lost.
+    """
 
     def __init__(
         self,
@@ -20,8 +23,11 @@ class RotatingFile:
         descriptor: int | None = None,
         anew: bool = False,
     ) -> None:
-        """`descriptor` always leads to the current file, for what writes to it directly. `anew`:
-        what is in the file now is dropped."""
+        """Open nothing yet; the first write opens the file.
+
+        `descriptor` is redirected to the current file for code that writes to it directly. `anew`
+        truncates the existing file.
+        """
         self._path = path
         self._max_bytes = max_bytes
         self._max_backups = backups
@@ -30,7 +36,7 @@ class RotatingFile:
         self._file: int | None = None
 
     def write(self, data: memoryview) -> int:
-        """Raises OSError."""
+        """Write to the file, after a rotation if it is full. Raises OSError."""
         if self._file is None:
             self._open()
         assert self._file is not None
@@ -52,14 +58,17 @@ class RotatingFile:
         self._file = opened
 
     def _rotate(self) -> None:
-        """Make way for a new file, once: if no new one can be opened, the full one bears another
-        name by the next try, and moving the backups again would lose one of them."""
+        """Move the full file away, once, and open a new one.
+
+        If the new file cannot be opened, the full one has been moved already: the next try must not
+        move the backups again, which would lose one.
+        """
         if self._is_current():
             self._shift_backups()
         self._open()
 
     def _is_current(self) -> bool:
-        """Whether the open file is still the one at the path."""
+        """Return whether the open file is still the one at the path."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))

@@ -1,6 +1,6 @@
-"""`up` after its checks: run the supervisor, show progress, announce, wait for a signal.
+"""Run the supervisor of `baton up`: show progress, announce readiness, wait for a signal.
 
-Nothing here writes to a terminal, pipe or file by itself: whoever reads them may stop reading at
+Nothing here writes directly to a terminal, pipe or file, because their readers may stop reading at
 any time.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.cli.supervisor import daemonize as detach
 from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
+from baton.cli.supervisor.daemonize import close_announcement
 from baton.cli.supervisor.ports import Endpoints
 from baton.cli.supervisor.rotating_file import RotatingFile
 from baton.cli.supervisor.supervisor import running_cluster
@@ -26,49 +26,51 @@ _ANNOUNCE_TIMEOUT = 10.0  # seconds for the caller of --detach to read the annou
 _FLUSH_TIMEOUT = 1.0  # seconds to write the last lines of standard output
 
 
-def run_cluster(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
-    """Run the cluster until SIGTERM or SIGINT. With `logs` the children's lines go to files there,
-    else to this terminal. `notes` are told at first. Returns the exit code."""
+def run_cluster(config: Config, logs: Path | None, notices: Sequence[str]) -> int:
+    """Run the cluster until SIGTERM or SIGINT, and return the exit code.
+
+    The children's lines go to files in `logs`, or to this terminal if it is None. `notices` are
+    printed first.
+    """
     on_terminal = os.isatty(_STDERR) and logs is None
-    in_words = config.log_format == "console" or (config.log_format == "auto" and on_terminal)
+    as_text = config.log_format == "console" or (config.log_format == "auto" and on_terminal)
     announce_json = config.log_format == "json"
-    if in_words:
-        config = msgspec.structs.replace(
-            config, log_format="console"
-        )  # children see a pipe, we know the terminal
-    own = logs / "up.log" if logs else None
+    if as_text:
+        # Children see only a pipe, so they cannot detect the terminal themselves.
+        config = msgspec.structs.replace(config, log_format="console")
+    own_log = logs / "up.log" if logs else None
     sink = (
-        RotatingFile(own, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
-        if own
+        RotatingFile(own_log, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
+        if own_log
         else None
     )
     log.configure_logging(config.log_level, config.log_format, sink=sink, node="up")
     log_capture.install_log_capture()
     if not config.core_dumps:
         runtime.disable_core_dumps()
-    tell = _notify_as_text if in_words else _notify_as_json
-    for note in notes if logs is None else ():  # else the caller's terminal has shown them
-        tell(note)
+    notify = _notify_as_text if as_text else _notify_as_json
+    for notice in notices if logs is None else ():  # detached, the terminal has shown them
+        notify(notice)
     output: ChildOutput = (
         _open_log_files(logs, config)
         if logs
-        else LineRelay(_write_text_line if in_words else _write_json_line)
+        else LineRelay(_write_text_line if as_text else _write_json_line)
     )
     stdout = LineWriter(DescriptorSink(_STDOUT), log.format_drop_notice, name="stdout")
 
-    def announce(where: Endpoints) -> None:
-        said = (
-            _json_announcement(config, where)
+    def announce(endpoints: Endpoints) -> None:
+        announcement = (
+            _json_announcement(config, endpoints)
             if announce_json
-            else ready_announcement(config, where)
+            else ready_announcement(config, endpoints)
         )
-        for line in said.splitlines():
+        for line in announcement.splitlines():
             stdout.write(line)
 
     try:
         return runtime.run_event_loop(
             lambda stop: _run_until_stopped(
-                config, output, tell, announce, stdout, stop, detached=logs is not None
+                config, output, notify, announce, stdout, stop, detached=logs is not None
             ),
             structured=config.log_format == "json",
         )
@@ -81,14 +83,14 @@ def run_cluster(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
 async def _run_until_stopped(
     config: Config,
     output: ChildOutput,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     announce: Callable[[Endpoints], None],
     stdout: LineWriter,
     stop: asyncio.Event,
     *,
     detached: bool,
 ) -> None:
-    async with running_cluster(config, output, tell) as cluster:
+    async with running_cluster(config, output, notify) as cluster:
         log.get_logger("up").info(
             f"starting {_describe_cluster(config)}: a warm-up token has to come through"
         )
@@ -103,7 +105,7 @@ async def _run_until_stopped(
             announce(cluster.endpoints)
             if detached:
                 await asyncio.to_thread(stdout.flush, _ANNOUNCE_TIMEOUT)
-                detach.close_announcement()
+                close_announcement()
         await stop.wait()
 
 
@@ -120,8 +122,7 @@ def _notify_as_text(text: str) -> None:
 
 
 def _write_json_line(name: str, line: str) -> None:
-    """Our processes' lines are JSON and name their node; what a library writes by itself becomes
-    JSON here."""
+    """Pass on JSON lines of Baton's processes; make a JSON line of any other text."""
     if line.startswith("{") and line.endswith("}"):
         log.write_plain_line(line)
     elif line.strip():
@@ -132,36 +133,36 @@ def _notify_as_json(text: str) -> None:
     log.get_logger("up").warning(text)
 
 
-def _json_announcement(config: Config, where: Endpoints) -> str:
-    facts = {
+def _json_announcement(config: Config, endpoints: Endpoints) -> str:
+    cluster = {
         "event": "ready",
         "model": get_served_model_name(config),
         "prefill": config.prefill,
         "decode": config.decode,
     }
-    doors = {
+    addresses = {
         "mode": config.mode,
-        "http": f"http://{where.http}/v1",
-        "grpc": where.grpc,
-        "admin": f"http://{where.admin}",
+        "http": f"http://{endpoints.http}/v1",
+        "grpc": endpoints.grpc,
+        "admin": f"http://{endpoints.admin}",
     }
-    return json.dumps(facts | doors)
+    return json.dumps(cluster | addresses)
 
 
-def ready_announcement(config: Config, where: Endpoints) -> str:
-    """What `up` prints once a token has come through."""
+def ready_announcement(config: Config, endpoints: Endpoints) -> str:
+    """Return what `baton up` prints once a warm-up token has come through."""
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
-    prompt = (
-        "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'
-    )  # the paced engine has no tokenizer
+    # The paced engine has no tokenizer.
+    prompt = "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'
     fields = '"return_token_ids": true, ' if config.engine == "paced" else ""
     body = f"""'{{"prompt": {prompt}, "max_tokens": 32, {fields}"stream": true}}'"""
     return (
         f"Baton is ready: {_describe_cluster(config)}\n"
-        f"  HTTP   http://{where.http}/v1\n"
-        f"  gRPC   {where.grpc}\n"
-        f"  admin  http://{where.admin}\n"
-        f"try: curl -N http://{where.http}/v1/completions{key} -H 'Content-Type: application/json' -d {body}"
+        f"  HTTP   http://{endpoints.http}/v1\n"
+        f"  gRPC   {endpoints.grpc}\n"
+        f"  admin  http://{endpoints.admin}\n"
+        f"try: curl -N http://{endpoints.http}/v1/completions{key} "
+        f"-H 'Content-Type: application/json' -d {body}"
     )
 
 

@@ -1,8 +1,7 @@
-"""The folder in which a cluster on this machine keeps its pid, its ports and its logs: one per HTTP
-port.
+"""The folder with the pid, the ports and the logs of a cluster: one per HTTP port.
 
-The supervisor holds a file lock on its pid file for life. So a pid file whose lock can be obtained
-belongs to nobody, and nobody is signalled by mistake.
+The supervisor holds a file lock on its pid file for its whole life. A pid file whose lock is free
+is stale, so that no unrelated process is signalled.
 """
 
 import fcntl
@@ -21,8 +20,11 @@ _PID_FILE = "up.pid"
 
 
 def state_folder(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
-    """`--state-dir`, else a folder named by the HTTP port below $XDG_RUNTIME_DIR, ~/.baton or the
-    temporary folder."""
+    """Return --state-dir, or a folder named by the HTTP port.
+
+    That folder is below $XDG_RUNTIME_DIR, ~/.baton or the temporary folder, the first that is
+    usable.
+    """
     if config.state_dir:
         return Path(config.state_dir).absolute()
     if runtime := environ.get("XDG_RUNTIME_DIR"):
@@ -35,11 +37,13 @@ def state_folder(config: Config, environ: Mapping[str, str] = os.environ) -> Pat
 
 
 class PidFile:
-    """Held by the supervisor."""
+    """The locked pid file, held by the supervisor."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when a cluster already runs from `folder`, or the folder cannot be
-        used."""
+        """Lock the file.
+
+        Raises ConfigError when a cluster already runs from `folder`, or the folder cannot be used.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(folder / _PID_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -55,7 +59,7 @@ class PidFile:
             )
 
     def write_pid(self) -> None:
-        """Name this process. Apart from locking, because `--detach` locks before it forks."""
+        """Write the pid of this process. Separate from locking: `--detach` forks after the lock."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -64,9 +68,12 @@ class PidFile:
         os.close(self._fd)
 
 
-def stop_cluster(folder: Path, patience: float) -> bool:
-    """SIGTERM the supervisor of `folder` and wait for its end, `patience` seconds, then SIGKILL it
-    (its children die with it). True when it ended by itself. Raises Bad when none runs."""
+def stop_cluster(folder: Path, timeout_seconds: float) -> bool:
+    """Stop the supervisor of `folder`; return whether it ended by itself.
+
+    It gets SIGTERM, and after `timeout_seconds` SIGKILL, which ends its children too. Raises
+    CommandFailed when no cluster runs from `folder`.
+    """
     try:
         fd = os.open(folder / _PID_FILE, os.O_RDONLY)
     except OSError:
@@ -75,10 +82,9 @@ def stop_cluster(folder: Path, patience: float) -> bool:
         ) from None
     try:
         text = os.pread(fd, 32, 0).strip()
-        handle = os.pidfd_open(int(text)) if text else None
-        # The lock is looked at after the handle is open: held, it proves that the handle is the
-        # supervisor's.
-        if handle is None or _try_lock_pid_file(fd):
+        pidfd = os.pidfd_open(int(text)) if text else None
+        # The lock is checked after the pidfd is open: if it is held, the pidfd is the supervisor's.
+        if pidfd is None or _try_lock_pid_file(fd):
             raise CommandFailed(
                 f"no cluster runs from {folder}: name it with --port or --state-dir"
             )
@@ -89,20 +95,20 @@ def stop_cluster(folder: Path, patience: float) -> bool:
     finally:
         os.close(fd)
     try:
-        signal.pidfd_send_signal(handle, signal.SIGTERM)
-        if _wait_for_exit(handle, patience):
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        if _wait_for_exit(pidfd, timeout_seconds):
             return True
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        _wait_for_exit(handle, patience)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _wait_for_exit(pidfd, timeout_seconds)
         return False
     finally:
-        os.close(handle)
+        os.close(pidfd)
 
 
-def _wait_for_exit(handle: int, patience: float) -> bool:
+def _wait_for_exit(pidfd: int, timeout_seconds: float) -> bool:
     poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    return bool(poll.poll(patience * 1000))
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_seconds * 1000))
 
 
 def _try_lock_pid_file(fd: int) -> bool:

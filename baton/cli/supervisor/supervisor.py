@@ -1,5 +1,4 @@
-"""The processes of one cluster on this machine, started together, kept running, and stopped in
-order."""
+"""The processes of one cluster on this machine: started together, restarted, stopped in order."""
 
 import asyncio
 import os
@@ -19,18 +18,18 @@ from baton.config.settings import Config
 from baton.process import clock, log
 from baton.shared_memory.segment import remove_stale_segments
 
-_CHECK_INTERVAL = 1.0  # seconds between looks for children that stand still
+_CHECK_INTERVAL = 1.0  # seconds between checks for frozen and silent children
 
 
 class Supervisor:
-    """What a caller sees of a running cluster. Made by `running`."""
+    """A running cluster, made by `running_cluster`."""
 
     def __init__(
         self,
         config: Config,
         output: ChildOutput,
-        tell: Callable[[str], None],
-        own: Mapping[str, Mapping[str, str]],
+        notify: Callable[[str], None],
+        extra_environ: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.config = config
         self.endpoints: Endpoints = cluster_endpoints(config)
@@ -42,51 +41,57 @@ class Supervisor:
             supervisor=os.getpid(),
         )
         specs = tuple(
-            replace(spec, environ={**spec.environ, **own.get(spec.name, {})}) for spec in specs
+            replace(spec, environ={**spec.environ, **extra_environ.get(spec.name, {})})
+            for spec in specs
         )
-        self._children = [ChildProcess(spec, output, tell) for spec in specs]
+        self._children = [ChildProcess(spec, output, notify) for spec in specs]
 
     def get_pids(self) -> dict[str, int]:
-        """Pid by name of the children that run at this moment."""
+        """Return the pids of the running children by name."""
         return {child.spec.name: child.pid for child in self._children if child.pid is not None}
 
     async def wait_until_ready(self) -> None:
-        """Return once the coordinator serves: a warm-up token has gone through the whole
-        cluster."""
+        """Return once the coordinator serves: a warm-up token has gone through the cluster."""
         await wait_until_serving(self.endpoints.grpc)
         for child in self._children:
             child.is_starting = False
 
     async def run(self) -> None:
-        """Run all children until `stop()`. Raises what `ChildProcess.run` raises, for the first
-        that cannot start."""
+        """Run all children until `stop()`. Raises what the first failing child raises."""
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch_children())
             await asyncio.wait([group.create_task(child.run()) for child in self._children])
             watch.cancel()
 
     async def stop(self) -> None:
-        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes,
-        all at once, each of which may drain as long, and the pool that they use."""
+        """Stop the coordinator, then the nodes, then the pool.
+
+        The coordinator refuses new requests and waits for running ones. All nodes stop at once,
+        each of which may drain as long. The pool goes last, because the nodes use it.
+        """
         coordinator, *others = self._children
-        drain = self.config.drain_timeout + TERM_GRACE_SECONDS
-        await coordinator.stop(drain)
-        for pools, patience in ((False, drain), (True, TERM_GRACE_SECONDS)):
+        drain_seconds = self.config.drain_timeout + TERM_GRACE_SECONDS
+        await coordinator.stop(drain_seconds)
+        for is_optional, timeout_seconds in ((False, drain_seconds), (True, TERM_GRACE_SECONDS)):
             await asyncio.gather(
-                *(one.stop(patience) for one in others if one.spec.is_optional is pools)
+                *(
+                    child.stop(timeout_seconds)
+                    for child in others
+                    if child.spec.is_optional is is_optional
+                )
             )
 
     async def _watch_children(self) -> None:
-        looks = self.config.liveness_timeout / _CHECK_INTERVAL
+        max_silent_checks = self.config.liveness_timeout / _CHECK_INTERVAL
         while True:
             await asyncio.sleep(_CHECK_INTERVAL)
             for child in self._children:
                 try:
                     child.kill_if_frozen(clock.monotonic_clock())
-                    child.abort_if_unresponsive(looks, _CHECK_INTERVAL)
-                except Exception as error:  # a look that fails must not be the last one
+                    child.abort_if_unresponsive(max_silent_checks, _CHECK_INTERVAL)
+                except Exception as error:  # a failed check must not end the checks
                     log.get_logger("up").error(
-                        "a look at a child failed",
+                        "child check failed",
                         child=child.spec.name,
                         **log.get_error_fields(error),
                     )
@@ -96,16 +101,16 @@ class Supervisor:
 async def running_cluster(
     config: Config,
     output: ChildOutput,
-    tell: Callable[[str], None],
-    own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    notify: Callable[[str], None],
+    extra_environ: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> AsyncIterator[Supervisor]:
-    """A cluster for the length of the block, ready or not yet. `config` is complete and its ports
-    are real and held. `own` adds to the environment of single children, by name.
+    """Run a cluster for the length of the block, which starts before the cluster is ready.
 
-    Raises (in an exception group) ConfigError or NodeFailed when a child cannot start. Afterwards
-    no child is left, and no segment that any dead process of ours held.
+    `config` is complete and its ports are real and reserved. `extra_environ` adds variables to
+    single children, by name. Raises ConfigError or NodeFailed (in an exception group) when a child
+    cannot start. Afterwards no child is left, and no segment of a dead Baton process.
     """
-    supervisor = Supervisor(config, output, tell, own)
+    supervisor = Supervisor(config, output, notify, extra_environ)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(supervisor.run())

@@ -1,14 +1,16 @@
-"""The terminal that tables are printed on."""
+"""The terminal on which tables are printed."""
 
 import sys
 
 from rich.console import Console
 
-_WIDTH_WITHOUT_TERMINAL = 160  # columns, where there is no terminal to ask
+_WIDTH_WITHOUT_TERMINAL = 160  # columns
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal; wide enough for every table where there is none, so that
-    nothing is cut."""
+    """Return a console as wide as the terminal.
+
+    Without a terminal it is wide enough for every table, so that nothing is cut.
+    """
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL)

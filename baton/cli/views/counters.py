@@ -1,4 +1,4 @@
-"""Sums of the counters in a status, over their labels."""
+"""Sum the counters of a status over their labels."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ _LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 
 def sum_counter(counters: Mapping[str, float], name: str, **labels: str) -> float:
-    """The sum of a counter over all its labels but those given."""
+    """Return the sum of a counter over all its labels except the given ones."""
     found = 0.0
     for key, value in counters.items():
         base, _, rest = key.partition("{")

@@ -1,4 +1,4 @@
-"""How an explanation looks on a terminal: a waterfall of stages, tokens by source, attempts."""
+"""Render the explanation of a request: a waterfall of stages, token sources and attempts."""
 
 from collections.abc import Sequence
 
@@ -20,82 +20,94 @@ _EXCLUSION_REASONS = {
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def render_explanation(told: ExplainResponse) -> RenderableType:
+def render_explanation(explanation: ExplainResponse) -> RenderableType:
     parts: list[RenderableType] = [
-        Text(_headline(told)),
-        _stage_table(told),
-        Text(_token_sources(told)),
+        Text(_headline(explanation)),
+        _stage_table(explanation),
+        Text(_token_sources(explanation)),
     ]
-    if told.timeline.handoff.slabs:
-        parts.append(Text(format_handoff(told.timeline.handoff)))
-    parts.append(_attempt_table(told))
-    if told.attempts_left_out:
-        parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
-    if told.attempts:
-        parts.append(_candidate_table(told.attempts[-1]))
-        if told.attempts[-1].way:
-            parts.append(Text(_describe_prefill_site(told.attempts[-1])))
-        if told.attempts[-1].HasField("predicted"):
-            parts.append(_prediction_table(told))
-    if told.others:
-        parts.append(_choice_table([told, *told.others]))
+    if explanation.timeline.handoff.slabs:
+        parts.append(Text(format_handoff(explanation.timeline.handoff)))
+    parts.append(_attempt_table(explanation))
+    if explanation.attempts_left_out:
+        parts.append(Text(f"{explanation.attempts_left_out} attempts in the middle are not kept"))
+    if explanation.attempts:
+        parts.append(_candidate_table(explanation.attempts[-1]))
+        if explanation.attempts[-1].way:
+            parts.append(Text(_describe_prefill_site(explanation.attempts[-1])))
+        if explanation.attempts[-1].HasField("predicted"):
+            parts.append(_prediction_table(explanation))
+    if explanation.others:
+        parts.append(_choice_table([explanation, *explanation.others]))
     return Group(*parts)
 
 
-def _headline(told: ExplainResponse) -> str:
-    kind = "warm-up request" if told.warm_up else "request"
-    which = f", the first of {1 + len(told.others)} choices" if told.others else ""
-    return f"{kind} {told.request_id}{which}: {_request_outcome(told)}"
+def _headline(explanation: ExplainResponse) -> str:
+    kind = "warm-up request" if explanation.warm_up else "request"
+    which = f", the first of {1 + len(explanation.others)} choices" if explanation.others else ""
+    return f"{kind} {explanation.request_id}{which}: {_request_outcome(explanation)}"
 
 
-def _request_outcome(told: ExplainResponse) -> str:
-    how = told.state or "not kept any more"
-    if told.state == "finished":
-        how += f" ({FinishReason.Name(told.finish_reason).removeprefix('FINISH_REASON_').lower()})"
-    if told.HasField("error"):
-        how += f": {told.error.code}: {told.error.message}"
+def _request_outcome(explanation: ExplainResponse) -> str:
+    how = explanation.state or "not kept any more"
+    if explanation.state == "finished":
+        finish = FinishReason.Name(explanation.finish_reason)
+        how += f" ({finish.removeprefix('FINISH_REASON_').lower()})"
+    if explanation.HasField("error"):
+        how += f": {explanation.error.code}: {explanation.error.message}"
     return how
 
 
-def _stage_table(told: ExplainResponse) -> Table:
-    """Each stage begins where the one before ended; together they are the time to the first
-    token."""
-    line = told.timeline
+def _stage_table(explanation: ExplainResponse) -> Table:
+    """Return the table of stages. Together they are the time to the first token.
+
+    The bar of each stage begins where the one of the previous stage ended.
+    """
+    timeline = explanation.timeline
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("stage", "left"), ("ms", "right"), ("share", "right"), ("", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
-    begun = 0.0
-    for name, seconds in stage_seconds(line).items():
-        share = seconds / line.ttft if line.ttft else 0.0
+    start = 0.0
+    for name, seconds in stage_seconds(timeline).items():
+        share = seconds / timeline.ttft if timeline.ttft else 0.0
         table.add_row(
             name.replace("_", " "),
             _format_ms(seconds),
             f"{share:.0%}",
-            _waterfall_bar(begun, share),
+            _waterfall_bar(start, share),
         )
-        begun += share
-    reached = "[bold]time to first token[/]" if told.output_tokens else "no token yet"
-    table.add_row(reached, f"[bold]{_format_ms(line.ttft)}[/]", "", "the sum")
-    each = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
-    pace = (
-        f"{told.output_tokens - 1} more tokens, {_format_ms(each)} each" if each is not None else ""
+        start += share
+    reached = "[bold]time to first token[/]" if explanation.output_tokens else "no token yet"
+    table.add_row(reached, f"[bold]{_format_ms(timeline.ttft)}[/]", "", "the sum")
+    token_seconds = (
+        explanation.decode / (explanation.output_tokens - 1)
+        if explanation.output_tokens > 1
+        else None
     )
-    table.add_row("decode", _format_ms(told.decode), "", pace)
-    table.add_row("whole request", _format_ms(line.total), "", "")
+    pace = (
+        f"{explanation.output_tokens - 1} more tokens, {_format_ms(token_seconds)} each"
+        if token_seconds is not None
+        else ""
+    )
+    table.add_row("decode", _format_ms(explanation.decode), "", pace)
+    table.add_row("whole request", _format_ms(timeline.total), "", "")
     return table
 
 
-def _waterfall_bar(begun: float, share: float) -> str:
-    """`share` of the width, after `begun` of it: a stage that took any time at all shows."""
-    start, width = round(begun * _BAR_WIDTH), share * _BAR_WIDTH
-    whole, part = int(width), int((width - int(width)) * 8)
-    if share > 0 and not whole and not part:
-        part = 1
-    return " " * min(start, _BAR_WIDTH - 1) + "█" * whole + _EIGHTHS[part].strip()
+def _waterfall_bar(begin: float, share: float) -> str:
+    """Return a bar of `share` of the width that starts at the share `begin`.
+
+    A stage that took any time at all is visible.
+    """
+    start, width = round(begin * _BAR_WIDTH), share * _BAR_WIDTH
+    full_cells, eighths = int(width), int((width - int(width)) * 8)
+    if share > 0 and not full_cells and not eighths:
+        eighths = 1
+    return " " * min(start, _BAR_WIDTH - 1) + "█" * full_cells + _EIGHTHS[eighths].strip()
 
 
-def _token_sources(told: ExplainResponse) -> str:
-    sources = told.sources
+def _token_sources(explanation: ExplainResponse) -> str:
+    sources = explanation.sources
     known = ", ".join(
         f"{count} {words}"
         for count, words in (
@@ -109,16 +121,19 @@ def _token_sources(told: ExplainResponse) -> str:
     )
     by_handoff = f"; {sources.received} of them by hand-off" if sources.received else ""
     origin = f" ({known}{by_handoff})" if known else ""
-    return f"prompt: {told.prompt_tokens} tokens{origin}\noutput: {told.output_tokens} of at most {told.max_tokens} tokens"
+    return (
+        f"prompt: {explanation.prompt_tokens} tokens{origin}\n"
+        f"output: {explanation.output_tokens} of at most {explanation.max_tokens} tokens"
+    )
 
 
-def _attempt_table(told: ExplainResponse) -> Table:
+def _attempt_table(explanation: ExplainResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("attempt", "placed", "over", "prefill", "decode", "context", "how it ended"):
         table.add_column(
             heading, justify="right" if heading in ("placed", "over", "context") else "left"
         )
-    for attempt in told.attempts:
+    for attempt in explanation.attempts:
         table.add_row(
             str(attempt.number),
             _format_ms(attempt.placed),
@@ -132,7 +147,7 @@ def _attempt_table(told: ExplainResponse) -> Table:
 
 
 def _prefill_cell(attempt: AttemptReport) -> str:
-    """The prefill node that was chosen, if one was, and whether it had a part in the answer."""
+    """Name the chosen prefill node, if any, and say whether it was needed."""
     if not attempt.prefill_node:
         return "-"
     return f"{attempt.prefill_node}, not needed" if attempt.way == "local" else attempt.prefill_node
@@ -143,12 +158,12 @@ def _attempt_end(attempt: AttemptReport) -> str:
 
 
 def _attempt_remarks(attempt: AttemptReport) -> str:
-    held = (
+    held_back = (
         f"; the retry budget had held it back for {_format_ms(attempt.held_back)} ms"
         if attempt.held_back
         else ""
     )
-    return held + ("; a probe of two nodes that had been kept apart" if attempt.probe else "")
+    return held_back + ("; a probe of two nodes that had been kept apart" if attempt.probe else "")
 
 
 def _attempt_outcome(attempt: AttemptReport) -> str:
@@ -160,34 +175,56 @@ def _attempt_outcome(attempt: AttemptReport) -> str:
 
 
 def _candidate_table(attempt: AttemptReport) -> Table:
-    """Of the last attempt. `predicted` is what the policy ranks by: seconds until a prefill node
-    would have the prompt computed and handed over, and what the whole answer would take on a decode
-    node."""
+    """Return the nodes that were considered for the last attempt.
+
+    `predicted` is what the policy ranks by: for a prefill node the time until the prompt is
+    computed and handed over, for a decode node the time of the whole answer.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     numbers = ("requests", "tokens to compute", "room", "tokens held", "predicted ms")
     for heading in (f"considered for attempt {attempt.number}", "role", *numbers, ""):
         table.add_column(heading, justify="right" if heading in numbers else "left")
-    for one in attempt.considered:
-        to_compute = str(one.uncomputed_tokens) if one.role == "prefill" else "-"
-        predicted = _format_ms(one.predicted_seconds) if one.HasField("predicted_seconds") else "-"
-        counts = (str(one.attempts), to_compute, str(one.room), str(one.held_tokens), predicted)
-        table.add_row(escape(one.node), one.role, *counts, _candidate_verdict(one))
+    for candidate in attempt.considered:
+        to_compute = str(candidate.uncomputed_tokens) if candidate.role == "prefill" else "-"
+        predicted = (
+            _format_ms(candidate.predicted_seconds)
+            if candidate.HasField("predicted_seconds")
+            else "-"
+        )
+        counts = (
+            str(candidate.attempts),
+            to_compute,
+            str(candidate.room),
+            str(candidate.held_tokens),
+            predicted,
+        )
+        table.add_row(
+            escape(candidate.node), candidate.role, *counts, _candidate_verdict(candidate)
+        )
     return table
 
 
-def _prediction_table(told: ExplainResponse) -> Table:
-    """What was expected of the last attempt, beside what came of it. Expected output is of the
-    whole attempt."""
-    attempt, line = told.attempts[-1], told.timeline
+def _prediction_table(explanation: ExplainResponse) -> Table:
+    """Compare what was predicted for the last attempt with what happened.
+
+    The predicted output is that of the whole attempt.
+    """
+    attempt, timeline = explanation.attempts[-1], explanation.timeline
     expected = attempt.predicted
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in (f"expected of attempt {attempt.number}", "predicted", "real"):
         table.add_column(heading, justify="left" if heading.startswith("expected") else "right")
     computed = attempt.prefill_ended - attempt.placed if attempt.HasField("prefill_ended") else None
     first = (
-        line.ttft - attempt.placed if told.output_tokens and line.ttft >= attempt.placed else None
+        timeline.ttft - attempt.placed
+        if explanation.output_tokens and timeline.ttft >= attempt.placed
+        else None
     )
-    step = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
+    step = (
+        explanation.decode / (explanation.output_tokens - 1)
+        if explanation.output_tokens > 1
+        else None
+    )
     prompt = expected.queue + expected.prefill
     table.add_row(
         "prompt computed, ms", _format_ms(prompt), "-" if computed is None else _format_ms(computed)
@@ -200,7 +237,7 @@ def _prediction_table(told: ExplainResponse) -> Table:
     table.add_row(
         "each step, ms", _format_ms(expected.step), "-" if step is None else _format_ms(step)
     )
-    table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(told.output_tokens))
+    table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(explanation.output_tokens))
     return table
 
 
@@ -219,29 +256,35 @@ _PLACEMENT_REASONS = {
 
 
 def _describe_prefill_site(attempt: AttemptReport) -> str:
-    """Who computed the prompt, and what was predicted of whom."""
-    told = f"prompt computed by: {_PREFILL_SITES.get(attempt.way, attempt.way)} ({_PLACEMENT_REASONS.get(attempt.why, attempt.why)}"
+    """Say where the prompt was computed, and what was predicted for both sites."""
+    site = _PREFILL_SITES.get(attempt.way, attempt.way)
+    text = f"prompt computed by: {site} ({_PLACEMENT_REASONS.get(attempt.why, attempt.why)}"
     if attempt.HasField("other_way"):
         taken, other = _predicted_ttft(attempt.predicted), _predicted_ttft(attempt.other_way)
-        told += f": first token predicted after {_format_ms(taken)} ms, the other way after {_format_ms(other)} ms"
-    return told + ")"
+        text += (
+            f": first token predicted after {_format_ms(taken)} ms, "
+            f"the other way after {_format_ms(other)} ms"
+        )
+    return text + ")"
 
 
-def _predicted_ttft(one: Prediction) -> float:
-    return one.queue + one.prefill + one.transfer
+def _predicted_ttft(prediction: Prediction) -> float:
+    return prediction.queue + prediction.prefill + prediction.transfer
 
 
-def _candidate_verdict(one: Candidate) -> str:
-    if one.chosen:
+def _candidate_verdict(candidate: Candidate) -> str:
+    if candidate.chosen:
         return "[green]chosen[/]"
-    verdict = "could have" if one.able else "had no room"
+    verdict = "could have" if candidate.able else "had no room"
     return (
-        f"{verdict}: {_EXCLUSION_REASONS.get(one.because, one.because)}" if one.because else verdict
+        f"{verdict}: {_EXCLUSION_REASONS.get(candidate.because, candidate.because)}"
+        if candidate.because
+        else verdict
     )
 
 
-def _choice_table(told: Sequence[ExplainResponse]) -> Table:
-    """All of an answer, a line each; the id of one explains it by itself."""
+def _choice_table(explanations: Sequence[ExplainResponse]) -> Table:
+    """Return the choices of one answer, one row each. The id of a choice explains it alone."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in (
         "choice",
@@ -256,17 +299,17 @@ def _choice_table(told: Sequence[ExplainResponse]) -> Table:
         table.add_column(
             heading, justify="right" if heading in ("first token", "whole", "tokens") else "left"
         )
-    for index, one in enumerate(told):
-        line = one.timeline
+    for index, choice in enumerate(explanations):
+        timeline = choice.timeline
         table.add_row(
             str(index),
-            one.request_id,
-            _format_ms(line.ttft) if one.output_tokens else "-",
-            _format_ms(line.total) if one.state else "-",
-            str(one.output_tokens) if one.state else "-",
-            escape(line.prefill_node or "-"),
-            escape(line.decode_node or "-"),
-            escape(_request_outcome(one)),
+            choice.request_id,
+            _format_ms(timeline.ttft) if choice.output_tokens else "-",
+            _format_ms(timeline.total) if choice.state else "-",
+            str(choice.output_tokens) if choice.state else "-",
+            escape(timeline.prefill_node or "-"),
+            escape(timeline.decode_node or "-"),
+            escape(_request_outcome(choice)),
         )
     return table
 

@@ -1,5 +1,4 @@
-"""Protobuf messages as plain JSON values, with the field names of the .proto files and numbers as
-numbers."""
+"""Protobuf messages as JSON values, with the .proto field names and numbers as numbers."""
 
 from typing import Any
 
@@ -7,8 +6,10 @@ from google.protobuf.message import Message
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Every field of `message`, set or not. (protobuf's own JSON writes 64-bit numbers as
-    strings.)"""
+    """Return every field of `message`, set or not.
+
+    Protobuf's own JSON is not used because it writes 64-bit numbers as strings.
+    """
     return {
         field.name: _field_to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields

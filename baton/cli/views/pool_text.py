@@ -1,5 +1,4 @@
-"""What `baton top` shows of the shared pools: all of them together, and what their nodes made of
-them between two statuses."""
+"""The line of `baton top` about the shared pools: their totals, and rates between statuses."""
 
 from dataclasses import dataclass
 
@@ -11,43 +10,43 @@ _POOL_ROLE = "pool"
 
 @dataclass(frozen=True, slots=True)
 class PoolRates:
-    """Between two statuses; all 0 when there is only one. Look-ups, blocks, evictions a second;
-    `hits` of the look-ups, a share; `lookup_seconds` and `lag_seconds` are means of one look-up and
-    of one publication."""
+    """Rates between two statuses; all 0 when there is only one."""
 
-    lookups: float = 0.0
-    hits: float = 0.0
-    lookup_seconds: float = 0.0
-    published: float = 0.0
-    lag_seconds: float = 0.0
-    evicted: float = 0.0
+    lookups: float = 0.0  # per second
+    hits: float = 0.0  # share of the look-ups, 0 to 1
+    lookup_seconds: float = 0.0  # mean of one look-up
+    published: float = 0.0  # blocks per second
+    lag_seconds: float = 0.0  # mean of one publication
+    evicted: float = 0.0  # blocks per second
 
 
 def compute_pool_rates(before: StatusResponse, now: StatusResponse, seconds: float) -> PoolRates:
-    """`seconds` passed between the two, more than 0. A node counts from 0 again when it has
-    restarted: it is left out then."""
-    known = {node.incarnation: node.stats.counters for node in before.nodes}
+    """Return the rates over the `seconds` (more than 0) between two statuses.
 
-    def grown(name: str, **labels: str) -> float:
+    A node that restarted meanwhile is left out, because its counters began at 0 again.
+    """
+    previous_counters = {node.incarnation: node.stats.counters for node in before.nodes}
+
+    def increase(name: str, **labels: str) -> float:
         pairs = (
-            (node.stats.counters, known[node.incarnation])
+            (node.stats.counters, previous_counters[node.incarnation])
             for node in now.nodes
-            if node.incarnation in known
+            if node.incarnation in previous_counters
         )
         return sum(
             max(0.0, sum_counter(new, name, **labels) - sum_counter(old, name, **labels))
             for new, old in pairs
         )
 
-    lookups = grown("baton_pool_lookups_total")
-    publications = grown("baton_pool_publications_total")
+    lookups = increase("baton_pool_lookups_total")
+    publications = increase("baton_pool_publications_total")
     return PoolRates(
         lookups=lookups / seconds,
-        hits=_ratio(grown("baton_pool_lookups_total", result="hit"), lookups),
-        lookup_seconds=_ratio(grown("baton_pool_lookup_seconds_total"), lookups),
-        published=grown("baton_pool_published_blocks_total") / seconds,
-        lag_seconds=_ratio(grown("baton_pool_publish_lag_seconds_total"), publications),
-        evicted=grown("baton_pool_evictions_total") / seconds,
+        hits=_ratio(increase("baton_pool_lookups_total", result="hit"), lookups),
+        lookup_seconds=_ratio(increase("baton_pool_lookup_seconds_total"), lookups),
+        published=increase("baton_pool_published_blocks_total") / seconds,
+        lag_seconds=_ratio(increase("baton_pool_publish_lag_seconds_total"), publications),
+        evicted=increase("baton_pool_evictions_total") / seconds,
     )
 
 
@@ -55,25 +54,37 @@ def list_pools(status: StatusResponse) -> list[NodeStatus]:
     return [node for node in status.nodes if node.role == _POOL_ROLE]
 
 
-def format_pools(status: StatusResponse, speed: PoolRates) -> str:
-    """Empty if there is no pool."""
+def format_pools(status: StatusResponse, rates: PoolRates) -> str:
+    """Return the line about all pools, empty if there is no pool."""
     pools = list_pools(status)
     if not pools:
         return ""
     stats = [pool.stats for pool in pools]
-    held = sum(one.blocks_cached + one.blocks_in_use + one.blocks_quarantined for one in stats)
-    blocks, pinned = sum(one.blocks_total for one in stats), sum(one.blocks_in_use for one in stats)
+    used_blocks = sum(
+        pool_stats.blocks_cached + pool_stats.blocks_in_use + pool_stats.blocks_quarantined
+        for pool_stats in stats
+    )
+    blocks, pinned = (
+        sum(pool_stats.blocks_total for pool_stats in stats),
+        sum(pool_stats.blocks_in_use for pool_stats in stats),
+    )
     size, pins = (
-        sum(sum_counter(one.counters, name) for one in stats)
+        sum(sum_counter(pool_stats.counters, name) for pool_stats in stats)
         for name in ("baton_pool_bytes", "baton_pool_pins")
     )
-    asked = f"{speed.lookups:.2f} look-ups/s, {speed.hits:.0%} hits, {speed.lookup_seconds * 1e3:.2f} ms each"
-    given = f"{speed.published:.1f} blocks/s published, {speed.lag_seconds * 1e3:.1f} ms each"
-    has = (
-        f"holds {held} of {blocks} blocks, {size / 1e6:.1f} MB  {pins:.0f} pins on {pinned} blocks"
+    lookups = (
+        f"{rates.lookups:.2f} look-ups/s, {rates.hits:.0%} hits, "
+        f"{rates.lookup_seconds * 1e3:.2f} ms each"
     )
-    return f"pool: {asked}  {given}  {speed.evicted:.1f}/s evicted  {has}"
+    publications = (
+        f"{rates.published:.1f} blocks/s published, {rates.lag_seconds * 1e3:.1f} ms each"
+    )
+    contents = (
+        f"holds {used_blocks} of {blocks} blocks, {size / 1e6:.1f} MB  "
+        f"{pins:.0f} pins on {pinned} blocks"
+    )
+    return f"pool: {lookups}  {publications}  {rates.evicted:.1f}/s evicted  {contents}"
 
 
-def _ratio(what: float, of: float) -> float:
-    return what / of if of else 0.0
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,11 +1,11 @@
-"""One line that changes: in place on a terminal, a line for each change elsewhere."""
+"""A progress line: updated in place on a terminal, one line per change elsewhere."""
 
 from types import TracebackType
 from typing import Self, TextIO
 
 
 class ProgressLine:
-    """`stream` None shows nothing."""
+    """Shows the latest line on `stream`; without a stream (None) it shows nothing."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The ratio in words, for `baton ratio`, `status` and `top`."""
+"""The ratio as text, for `baton ratio`, `baton status` and `baton top`."""
 
 from baton.pb.cluster_pb2 import Ratio, RoleSwitch
 
@@ -11,24 +11,27 @@ _PHASE_WORDS = {
 
 
 def format_ratio(ratio: Ratio) -> str:
-    have = f"ratio {ratio.prefill}:{ratio.decode}"
+    current = f"ratio {ratio.prefill}:{ratio.decode}"
     if not ratio.has_target:
-        return f"{have}, as the nodes have joined"
+        return f"{current}, as the nodes have joined"
     target = f"{ratio.target_prefill}:{ratio.target_decode}"
     if ratio.settled:
-        return f"{have}, as asked for"
+        return f"{current}, as asked for"
     under_way = len(ratio.switches)
     left = (
         f"{under_way} on their way"
         if under_way
         else "waiting for nodes to come back or into service"
     )
-    return f"{have}, {target} is asked for: {left}"
+    return f"{current}, {target} is asked for: {left}"
 
 
 def format_role_switch(switch: RoleSwitch) -> str:
-    """One change of role: seconds of each phase, as far as it is."""
-    seconds = f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, probe {switch.probe_seconds:.2f} s"
+    """Return one line about a role switch, with the seconds of each phase so far."""
+    seconds = (
+        f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, "
+        f"probe {switch.probe_seconds:.2f} s"
+    )
     state = _PHASE_WORDS.get(switch.phase, switch.phase)
     left = f", {switch.placed} requests left" if switch.placed else ""
     detail = f" ({switch.detail})" if switch.detail else ""
@@ -38,7 +41,7 @@ def format_role_switch(switch: RoleSwitch) -> str:
 
 
 def format_ratio_control(ratio: Ratio) -> str:
-    """Who changes it, and why it is as it is."""
+    """Say who changes the ratio, and why it is what it is."""
     served = f"; {ratio.good} of {ratio.ended} within it in the last minute" if ratio.ended else ""
     return (
         f"automatic, for {ratio.slo}{served}: {ratio.reason}" if ratio.automatic else ratio.reason
@@ -46,6 +49,6 @@ def format_ratio_control(ratio: Ratio) -> str:
 
 
 def format_ratio_progress(ratio: Ratio) -> str:
-    """One line while it goes on."""
+    """Return one line about the ratio and the role switches that are under way."""
     steps = ", ".join(f"{switch.node} {switch.phase}" for switch in ratio.switches)
     return f"{format_ratio(ratio)} {f'({steps})' if steps else ''}".rstrip()

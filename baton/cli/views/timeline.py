@@ -1,4 +1,4 @@
-"""How a request's timeline looks on a terminal."""
+"""Render a request's timeline on a terminal."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,18 +11,17 @@ _BAR_WIDTH = 40  # characters
 
 
 def stage_seconds(timeline: Timeline) -> dict[str, float]:
-    """Seconds by stage; together they make up the time to the first token."""
+    """Return seconds by stage; their sum is the time to the first token."""
     return {name: float(getattr(timeline, name)) for name in STAGES}
 
 
 def early_arrival_share(report: HandoffReport) -> float:
-    """Share of slabs that had landed on the decode node before the last layer was computed, 0 to
-    1."""
+    """Return the share of slabs that landed before the last layer was computed, 0 to 1."""
     return report.slabs_landed_before_last_layer / report.slabs if report.slabs else 0.0
 
 
 def render_timeline(timeline: Timeline) -> RenderableType:
-    """The stage table, and below it where the request ran and what its hand-off did."""
+    """Return the stage table, followed by the request's nodes and its hand-off."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("stage", "left"), ("ms", "right"), ("", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left")
@@ -39,15 +38,17 @@ def render_timeline(timeline: Timeline) -> RenderableType:
 
 
 def _placement_line(timeline: Timeline) -> str:
-    by = timeline.prefill_node or "no prefill node"
-    tries = "" if timeline.attempts <= 1 else f", {timeline.attempts} attempts"
-    return f"prefill: {by}   decode: {timeline.decode_node or 'none'}{tries}"
+    prefill_node = timeline.prefill_node or "no prefill node"
+    attempts = "" if timeline.attempts <= 1 else f", {timeline.attempts} attempts"
+    return f"prefill: {prefill_node}   decode: {timeline.decode_node or 'none'}{attempts}"
 
 
 def format_handoff(report: HandoffReport) -> str:
     return (
         f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
         f"{early_arrival_share(report):.0%} landed before the last layer was computed\n"
-        f"          computed {report.computed_tokens} tokens in {report.compute_seconds * 1e3:.1f} ms, exposed "
-        f"{report.exposed_seconds * 1e3:.1f} ms, commit {report.commit_seconds * 1e3:.1f} ms"
+        f"          computed {report.computed_tokens} tokens "
+        f"in {report.compute_seconds * 1e3:.1f} ms, "
+        f"exposed {report.exposed_seconds * 1e3:.1f} ms, "
+        f"commit {report.commit_seconds * 1e3:.1f} ms"
     )

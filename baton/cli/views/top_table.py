@@ -1,4 +1,4 @@
-"""What `baton top` shows: one status, and what happened between two of them."""
+"""Render `baton top`: one status, and the rates between two of them."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from baton.cli.views.pool_text import PoolRates, compute_pool_rates, format_pool
 from baton.cli.views.ratio_text import format_ratio_progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
-_BAR_CELLS = 16  # of the bar that stands for a node's cache
+_BAR_CELLS = 16  # width of the bar of a node's cache
 _SERVICE_WORDS = {
     "in": "in service",
     "draining": "[yellow]draining[/]",
@@ -22,25 +22,27 @@ _SERVICE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterRates:
-    """A second, between two statuses; all 0 when there is only one."""
+    """Rates per second between two statuses; all 0 when there is only one."""
 
     tokens: float = 0.0
     requests: float = 0.0
-    failed: float = 0.0
-    replaced: float = 0.0
+    failed: float = 0.0  # requests
+    replaced: float = 0.0  # attempts
     handoffs: float = 0.0
     handoff_bytes: float = 0.0
     pool: PoolRates = field(default_factory=PoolRates)
 
 
 def compute_rates(before: StatusResponse | None, now: StatusResponse) -> ClusterRates:
-    """A coordinator that has restarted in between counts from 0 again: then there is nothing to
-    compare with."""
+    """Return the rates between two statuses.
+
+    They are 0 if the coordinator restarted in between, because its counters began at 0 again.
+    """
     seconds = now.clock_seconds - before.clock_seconds if before is not None else 0.0
     if before is None or seconds <= 0:
         return ClusterRates()
 
-    def grown(name: str, **labels: str) -> float:
+    def rate(name: str, **labels: str) -> float:
         return (
             max(
                 0.0,
@@ -50,27 +52,29 @@ def compute_rates(before: StatusResponse | None, now: StatusResponse) -> Cluster
             / seconds
         )
 
-    ended = grown("baton_requests_total")
-    well = sum(grown("baton_requests_total", outcome=outcome) for outcome in ("stop", "length"))
+    ended_rate = rate("baton_requests_total")
+    success_rate = sum(
+        rate("baton_requests_total", outcome=outcome) for outcome in ("stop", "length")
+    )
     return ClusterRates(
-        tokens=grown("baton_generated_tokens_total"),
-        requests=ended,
-        failed=max(0.0, ended - well),
-        replaced=grown("baton_replaced_total"),
-        handoffs=grown("baton_handoffs_total", outcome="committed"),
-        handoff_bytes=grown("baton_handoff_bytes_total"),
+        tokens=rate("baton_generated_tokens_total"),
+        requests=ended_rate,
+        failed=max(0.0, ended_rate - success_rate),
+        replaced=rate("baton_replaced_total"),
+        handoffs=rate("baton_handoffs_total", outcome="committed"),
+        handoff_bytes=rate("baton_handoff_bytes_total"),
         pool=compute_pool_rates(before, now, seconds),
     )
 
 
-def render_top(status: StatusResponse, speed: ClusterRates) -> RenderableType:
+def render_top(status: StatusResponse, rates: ClusterRates) -> RenderableType:
     lines = [
         _readiness_line(status),
         escape(format_ratio_progress(status.ratio)),
-        _traffic_line(status, speed),
+        _traffic_line(status, rates),
         _latency_line(status),
     ]
-    pool = format_pools(status, speed.pool)
+    pool = format_pools(status, rates.pool)
     return Group(*lines, *([pool] if pool else []), _node_table(status))
 
 
@@ -82,23 +86,24 @@ def _readiness_line(status: StatusResponse) -> str:
     )
 
 
-def _traffic_line(status: StatusResponse, speed: ClusterRates) -> str:
+def _traffic_line(status: StatusResponse, rates: ClusterRates) -> str:
     committed = sum_counter(status.counters, "baton_handoffs_total", outcome="committed")
     return (
-        f"{speed.tokens:.1f} tokens/s  {speed.requests:.2f} requests/s  {speed.failed:.2f} failed/s  "
-        f"{speed.replaced:.2f} placed again/s  hand-offs {speed.handoffs:.2f}/s, "
-        f"{speed.handoff_bytes / 1e6:.2f} MB/s, {committed:.0f} in all"
+        f"{rates.tokens:.1f} tokens/s  {rates.requests:.2f} requests/s  "
+        f"{rates.failed:.2f} failed/s  {rates.replaced:.2f} placed again/s  "
+        f"hand-offs {rates.handoffs:.2f}/s, "
+        f"{rates.handoff_bytes / 1e6:.2f} MB/s, {committed:.0f} in all"
     )
 
 
 def _latency_line(status: StatusResponse) -> str:
-    seen = status.latency
-    if not seen.requests:
-        return f"no request has ended in the last {seen.window_seconds:.0f} s"
+    latency = status.latency
+    if not latency.requests:
+        return f"no request has ended in the last {latency.window_seconds:.0f} s"
     return (
-        f"last {seen.window_seconds:.0f} s: {seen.requests} requests  "
-        f"TTFT p50 {seen.ttft_p50 * 1e3:.1f} p90 {seen.ttft_p90 * 1e3:.1f} ms  "
-        f"TPOT p50 {seen.tpot_p50 * 1e3:.2f} p90 {seen.tpot_p90 * 1e3:.2f} ms"
+        f"last {latency.window_seconds:.0f} s: {latency.requests} requests  "
+        f"TTFT p50 {latency.ttft_p50 * 1e3:.1f} p90 {latency.ttft_p90 * 1e3:.1f} ms  "
+        f"TPOT p50 {latency.tpot_p50 * 1e3:.2f} p90 {latency.tpot_p90 * 1e3:.2f} ms"
     )
 
 
@@ -128,15 +133,17 @@ def _cache_bar(node: NodeStatus) -> str:
     stats = node.stats
     if not stats.blocks_total:
         return "not heard yet"
-    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    held_blocks = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
     used = _to_cells(stats.blocks_in_use, stats.blocks_total)
-    waiting = _to_cells(held, stats.blocks_total)
+    waiting = _to_cells(held_blocks, stats.blocks_total)
     cached = _to_cells(stats.blocks_cached, stats.blocks_total)
     rest = max(0, _BAR_CELLS - used - waiting - cached)
     bar = f"[cyan]{'█' * used}[/][yellow]{'█' * waiting}[/][blue]{'▒' * cached}[/]{'·' * rest}"
-    return f"{bar} {stats.blocks_in_use}+{held}+{stats.blocks_cached} of {stats.blocks_total}"
+    return (
+        f"{bar} {stats.blocks_in_use}+{held_blocks}+{stats.blocks_cached} of {stats.blocks_total}"
+    )
 
 
-def _to_cells(blocks: int, of: int) -> int:
-    """Rounded up: any block shows."""
-    return -(-blocks * _BAR_CELLS // of)
+def _to_cells(blocks: int, total: int) -> int:
+    """Return the cells for `blocks` of `total`, rounded up so that any block is visible."""
+    return -(-blocks * _BAR_CELLS // total)

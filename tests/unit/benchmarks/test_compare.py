@@ -8,14 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.slo import Slo
-from benchmarks.compare import (
-    describe_results,
-    parse_declared,
-    parse_loads,
-    parse_systems,
-    parse_workloads,
-    to_rows,
-)
+from benchmarks.compare import parse_declared, parse_loads, parse_systems, parse_workloads
 from benchmarks.load import endpoint_model as identity
 from benchmarks.load.endpoint_model import EndpointModel, require_same_model
 from benchmarks.load.http_stream import HttpTarget, parse_url
@@ -28,6 +21,7 @@ from benchmarks.scenarios.comparison import (
     GoodputRounds,
     IdleLatency,
 )
+from benchmarks.scenarios.comparison_report import describe_results, to_rows
 
 SHORT, MIXED, LONG = COMPARISON_WORKLOADS
 IDLE = {128: IdleLatency(0.1, 0.01), 2048: IdleLatency(1.0, 0.02)}

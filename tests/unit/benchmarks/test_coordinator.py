@@ -7,7 +7,8 @@ import pytest
 
 from baton.types import SamplingParams
 from benchmarks.clusters.instant_nodes import run_instant_nodes
-from benchmarks.coordinator import CoordinatorFigures, cpu_seconds, to_rows
+from benchmarks.coordinator import CoordinatorFigures, to_rows
+from benchmarks.figures.process_time import cpu_seconds
 from coordinator.generation import Submission
 from tests.integration.coordinator_harness import collect_stream, running_coordinator
 

@@ -93,7 +93,8 @@ def test_bench_without_a_trace_says_so(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_bench_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        f'{{"timestamp": {one.arrival_seconds * 1e3}, "input_length": {one.prompt_tokens}, "output_length": 1, '
+        f'{{"timestamp": {one.arrival_seconds * 1e3}, "input_length": {one.prompt_tokens}, '
+        '"output_length": 1, '
         f'"hash_ids": {list(one.block_ids)}}}'
         for one in conversations(3, 60)
     ]

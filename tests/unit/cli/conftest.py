@@ -1,5 +1,4 @@
-"""A coordinator that is all front: canned answers behind real gRPC, and the command line run in
-this process."""
+"""A fake coordinator with canned answers over real gRPC, and the command line in this process."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -97,7 +96,7 @@ class FakeCoordinatorServer(
 
 
 @pytest.fixture
-def front() -> Iterator[FakeCoordinatorServer]:
+def coordinator() -> Iterator[FakeCoordinatorServer]:
     fake = FakeCoordinatorServer()
     server = grpc.server(ThreadPoolExecutor(4))
     generation_pb2_grpc.add_GenerationServicer_to_server(fake, server)
@@ -110,11 +109,14 @@ def front() -> Iterator[FakeCoordinatorServer]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("status", "--json")` is the command line; returns the exit code."""
+    """Return a function that runs a command line, as in `run("status", "--json")`.
+
+    It returns the exit code.
+    """
 
     def run_main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["baton", *arguments])
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer leaves its own behind
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
         with pytest.raises(SystemExit) as end:
             main()
         return (
@@ -126,10 +128,25 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def make_timeline() -> common_pb2.Timeline:
     report = common_pb2.HandoffReport(
-        transport="shm", bytes=2**40, slabs=24, slabs_landed_before_last_layer=18, compute_seconds=0.1,
-        exposed_seconds=0.002, commit_seconds=0.001, computed_tokens=512,
-    )  # fmt: skip
+        transport="shm",
+        bytes=2**40,
+        slabs=24,
+        slabs_landed_before_last_layer=18,
+        compute_seconds=0.1,
+        exposed_seconds=0.002,
+        commit_seconds=0.001,
+        computed_tokens=512,
+    )
     return common_pb2.Timeline(
-        queue=0.01, reserve=0.02, prefill=0.1, transfer=0.002, first_token=0.003, ttft=0.135, total=0.5, attempts=1,
-        prefill_node="prefill-0", decode_node="decode-0", handoff=report,
-    )  # fmt: skip
+        queue=0.01,
+        reserve=0.02,
+        prefill=0.1,
+        transfer=0.002,
+        first_token=0.003,
+        ttft=0.135,
+        total=0.5,
+        attempts=1,
+        prefill_node="prefill-0",
+        decode_node="decode-0",
+        handoff=report,
+    )

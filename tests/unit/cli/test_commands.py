@@ -28,9 +28,9 @@ def answers() -> list[generation_pb2.GenerateResponse]:
 
 
 def test_generate_writes_the_answer_and_nothing_else(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.answers = answers()
+    coordinator.answers = answers()
     options = (
         "--max-tokens",
         "3",
@@ -43,32 +43,40 @@ def test_generate_writes_the_answer_and_nothing_else(
         "5",
     )
     assert (
-        run("generate", "Say hi", *options, "--endpoint", front.endpoint, "--api-key", "sesame")
+        run(
+            "generate",
+            "Say hi",
+            *options,
+            "--endpoint",
+            coordinator.endpoint,
+            "--api-key",
+            "sesame",
+        )
         == 0
     )
     assert capsys.readouterr() == ("Hal lô\n", "")
-    assert front.requests == [
+    assert coordinator.requests == [
         generation_pb2.GenerateRequest(
             text="Say hi", max_tokens=3, temperature=0.5, seed=7, top_k=5, ignore_eos=True
         )
     ]
-    assert front.metadata["authorization"] == "Bearer sesame"
+    assert coordinator.metadata["authorization"] == "Bearer sesame"
 
 
-def test_generate_omits_unset_sampling_fields(front: FakeCoordinatorServer, run: Run) -> None:
-    front.answers = answers()
-    assert run("generate", "x", "--endpoint", front.endpoint) == 0
-    [request] = front.requests
+def test_generate_omits_unset_sampling_fields(coordinator: FakeCoordinatorServer, run: Run) -> None:
+    coordinator.answers = answers()
+    assert run("generate", "x", "--endpoint", coordinator.endpoint) == 0
+    [request] = coordinator.requests
     assert not any(
         request.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
     )
 
 
 def test_generate_json_is_one_object_with_numbers_as_numbers(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.answers = answers()
-    assert run("generate", "x", "--json", "--endpoint", front.endpoint) == 0
+    coordinator.answers = answers()
+    assert run("generate", "x", "--json", "--endpoint", coordinator.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == (
         "Hal lô",
@@ -80,10 +88,10 @@ def test_generate_json_is_one_object_with_numbers_as_numbers(
 
 
 def test_generate_timeline_goes_beside_the_answer(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.answers = answers()
-    assert run("generate", "x", "--timeline", "--endpoint", front.endpoint) == 0
+    coordinator.answers = answers()
+    assert run("generate", "x", "--timeline", "--endpoint", coordinator.endpoint) == 0
     out, err = capsys.readouterr()
     assert out == "Hal lô\n"
     assert re.search(r"prefill\s+100\.0", err)
@@ -91,10 +99,10 @@ def test_generate_timeline_goes_beside_the_answer(
 
 
 def test_an_error_of_the_cluster_is_one_line_and_exit_1(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.error = (grpc.StatusCode.INVALID_ARGUMENT, "temperature is 9: it must be 0 to 2")
-    assert run("generate", "x", "--endpoint", front.endpoint) == 1
+    coordinator.error = (grpc.StatusCode.INVALID_ARGUMENT, "temperature is 9: it must be 0 to 2")
+    assert run("generate", "x", "--endpoint", coordinator.endpoint) == 1
     assert capsys.readouterr() == (
         "",
         "error: temperature is 9: it must be 0 to 2 (invalid_argument)\n",
@@ -114,38 +122,40 @@ def test_unreachable_cluster_is_exit_3(run: Run, capsys: Capture, command: tuple
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_status_tells_readiness_by_exit_code(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture, ready: bool
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture, ready: bool
 ) -> None:
     stats = cluster_pb2.NodeStats(blocks_total=64, blocks_free=60)
     node = cluster_pb2.NodeStatus(name="decode-0", role="decode", pid=42, stats=stats)
-    front.status = cluster_pb2.StatusResponse(
+    coordinator.status = cluster_pb2.StatusResponse(
         ready=ready, reason="" if ready else "no decode node", nodes=[node]
     )
-    assert run("status", "--endpoint", front.endpoint, "--admin-token", "t") == (0 if ready else 1)
+    assert run("status", "--endpoint", coordinator.endpoint, "--admin-token", "t") == (
+        0 if ready else 1
+    )
     out = capsys.readouterr().out
     assert "decode-0" in out
     assert ("no decode node" in out) is not ready
-    assert front.metadata["authorization"] == "Bearer t"
-    assert run("status", "--json", "--endpoint", front.endpoint) == (0 if ready else 1)
+    assert coordinator.metadata["authorization"] == "Bearer t"
+    assert run("status", "--json", "--endpoint", coordinator.endpoint) == (0 if ready else 1)
     assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
 
 
 def test_status_says_how_full_a_pools_disk_is(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     counters = {"baton_pool_disk_slots": 640.0, "baton_pool_disk_slots_used": 100.0}
     pool = cluster_pb2.NodeStatus(
         name="pool-0", role="pool", stats=cluster_pb2.NodeStats(counters=counters)
     )
-    front.status = cluster_pb2.StatusResponse(ready=True, nodes=[pool])
-    assert run("status", "--endpoint", front.endpoint) == 0
+    coordinator.status = cluster_pb2.StatusResponse(ready=True, nodes=[pool])
+    assert run("status", "--endpoint", coordinator.endpoint) == 0
     assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
 
 
 def test_status_shows_degradation_steps(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.status = cluster_pb2.StatusResponse(
+    coordinator.status = cluster_pb2.StatusResponse(
         ready=True,
         pressure=1.25,
         notices=["degraded (shed_lowest): new requests of the lowest class are refused"],
@@ -157,12 +167,12 @@ def test_status_shows_degradation_steps(
             cluster_pb2.DegradationStep(step="capped_output"),
         ],
     )
-    assert run("status", "--endpoint", front.endpoint) == 0
+    assert run("status", "--endpoint", coordinator.endpoint) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "degraded (shed_lowest): new requests of the lowest class are refused" in out
     assert "pressure 1.25, given up: shed_lowest for 7 s, next at 1: capped_output" in out
-    del front.status.degradation[2], front.status.degradation[0]
-    assert run("status", "--endpoint", front.endpoint) == 0
+    del coordinator.status.degradation[2], coordinator.status.degradation[0]
+    assert run("status", "--endpoint", coordinator.endpoint) == 0
     assert "pressure 1.25, next at 1: nothing that could help" in capsys.readouterr().out
 
 
@@ -170,23 +180,27 @@ def ledger(**counts: int) -> common_pb2.Ledger:
     return common_pb2.Ledger(node="decode-0", incarnation="i", total=10, **counts)
 
 
-def audit_json(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> tuple[int, list[str]]:
-    code = run("audit", "--json", "--settle", "0", "--endpoint", front.endpoint)
+def audit_json(
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> tuple[int, list[str]]:
+    code = run("audit", "--json", "--settle", "0", "--endpoint", coordinator.endpoint)
     return code, json.loads(capsys.readouterr().out)["faults"]
 
 
 def test_audit_passes_a_ledger_that_balances(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, cached=6)])
-    assert audit_json(front, run, capsys) == (0, [])
+    coordinator.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, cached=6)])
+    assert audit_json(coordinator, run, capsys) == (0, [])
 
 
-def test_audit_names_what_is_wrong(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.ledger = cluster_pb2.LedgerResponse(
+def test_audit_names_what_is_wrong(
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
+) -> None:
+    coordinator.ledger = cluster_pb2.LedgerResponse(
         ledgers=[ledger(free=4, in_use=5)], silent=["prefill-0"]
     )
-    code, faults = audit_json(front, run, capsys)
+    code, faults = audit_json(coordinator, run, capsys)
     assert code == 1
     assert [line.split(":")[0] for line in faults] == ["prefill-0", "decode-0", "decode-0"]
     assert "is 9, not 10" in faults[1]
@@ -194,18 +208,18 @@ def test_audit_names_what_is_wrong(front: FakeCoordinatorServer, run: Run, capsy
 
 
 def test_audit_finds_blocks_whose_request_is_gone(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     held = ledger(free=7, in_use=3)
     held.owners.add(owner="r/1.0", state="in_use", blocks=3, age_seconds=60)
     node = cluster_pb2.NodeStatus(name="decode-0", incarnation="i", placed=0)
-    front.status = cluster_pb2.StatusResponse(ready=True, nodes=[node])
-    front.ledger = cluster_pb2.LedgerResponse(ledgers=[held])
-    code, faults = audit_json(front, run, capsys)
+    coordinator.status = cluster_pb2.StatusResponse(ready=True, nodes=[node])
+    coordinator.ledger = cluster_pb2.LedgerResponse(ledgers=[held])
+    code, faults = audit_json(coordinator, run, capsys)
     assert code == 1
     assert faults == ["decode-0: r/1.0 holds blocks in_use, and is no live request"]
-    front.status.nodes[0].placed = 1
-    assert audit_json(front, run, capsys) == (0, [])
+    coordinator.status.nodes[0].placed = 1
+    assert audit_json(coordinator, run, capsys) == (0, [])
 
 
 @pytest.mark.parametrize("command", sorted(UNAVAILABLE_COMMANDS))

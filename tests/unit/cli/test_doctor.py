@@ -1,4 +1,4 @@
-"""Every check of `baton doctor` on its bad side, and the whole on a machine that is well."""
+"""Every check of `baton doctor` on bad input, and the whole command on a good machine."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton.cli.checks import machine, network, shared_memory
-from baton.cli.checks import model as model_folder
+from baton.cli.checks import model as model_checks
 from baton.cli.checks.finding import Finding
 from baton.config.settings import Config
 from baton.errors import ConfigError
@@ -219,14 +219,14 @@ def model(tmp_path: Path) -> Path:
 
 
 def check_model_in_process(config: Config) -> list[Finding]:
-    """By the code that will load it, in this process."""
-    arguments = model_folder.probe_arguments(config)
+    """Check the model in this process, with the code that loads it."""
+    arguments = model_checks.probe_arguments(config)
     found = (
         {"model": probe.check_model_folder(arguments[0], weights=len(arguments) == 1)}
         if arguments
         else {}
     )
-    return model_folder.check_model(config, found)
+    return model_checks.check_model(config, found)
 
 
 def test_valid_model(model: Path) -> None:
@@ -263,7 +263,7 @@ def test_broken_models(model: Path, tmp_path: Path) -> None:
 def test_no_model_is_needed() -> None:
     assert_finding(check_model_in_process(Config(engine="paced"))[0], "ok", "paced")
     assert_finding(check_model_in_process(Config())[0], "ok", "its own")
-    assert_finding(model_folder.check_model(Config(model="/"), {})[0], "bad", "see torch")
+    assert_finding(model_checks.check_model(Config(model="/"), {})[0], "bad", "see torch")
 
 
 # the network
@@ -281,27 +281,30 @@ def test_a_port_in_use() -> None:
     )
 
 
-def test_the_cluster_that_answers(front: FakeCoordinatorServer) -> None:
+def test_the_cluster_that_answers(coordinator: FakeCoordinatorServer) -> None:
     assert_finding(network.check_cluster("here:1", None), "ok", "none answers")
-    front.status = cluster_pb2.StatusResponse(
+    coordinator.status = cluster_pb2.StatusResponse(
         ready=False, reason="there is no decode node", version="9"
     )
     config = Config(port=0, grpc_port=0, admin_port=0)
     assert_finding(
-        network.check_network(config, front.endpoint)[0], "warning", "there is no decode node"
+        network.check_network(config, coordinator.endpoint)[0], "warning", "there is no decode node"
     )
-    front.status.ready = True
+    coordinator.status.ready = True
     assert_finding(
-        network.check_network(config, front.endpoint)[0], "warning", "version 9", "the same version"
+        network.check_network(config, coordinator.endpoint)[0],
+        "warning",
+        "version 9",
+        "the same version",
     )
-    front.status.version = network._our_version()
-    assert_finding(network.check_network(config, front.endpoint)[0], "ok", "ready")
+    coordinator.status.version = network._our_version()
+    assert_finding(network.check_network(config, coordinator.endpoint)[0], "ok", "ready")
 
 
-def test_cluster_that_refuses_status(front: FakeCoordinatorServer) -> None:
-    front.error = (grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
+def test_cluster_that_refuses_status(coordinator: FakeCoordinatorServer) -> None:
+    coordinator.error = (grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
     assert_finding(
-        network.check_network(Config(port=0, grpc_port=0, admin_port=0), front.endpoint)[0],
+        network.check_network(Config(port=0, grpc_port=0, admin_port=0), coordinator.endpoint)[0],
         "warning",
         "--admin-token",
     )
@@ -311,11 +314,11 @@ def test_cluster_that_refuses_status(front: FakeCoordinatorServer) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_node_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "run_node_probe", lambda arguments: PROBE_RESULT)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("fake_node_probe")
 def test_doctor_exits_by_what_is_bad(
     run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,16 +39,34 @@ def explanation() -> pb.ExplainResponse:
         number=1, decode_node="decode-1", over=0.01, ended="refused", needed=8, free=1
     )
     served = pb.AttemptReport(
-        number=2, prefill_node="prefill-0", decode_node="decode-0", placed=0.01, over=0.5, ended="served",
-        context_tokens=512, considered=considered, prefill_ended=0.11,
-        predicted=pb.Prediction(queue=0.01, prefill=0.08, transfer=0.005, step=0.03, output_tokens=8),
-        way="hand_off", why="sooner", other_way=pb.Prediction(queue=0.0, prefill=0.3, step=0.03, output_tokens=8),
-    )  # fmt: skip
+        number=2,
+        prefill_node="prefill-0",
+        decode_node="decode-0",
+        placed=0.01,
+        over=0.5,
+        ended="served",
+        context_tokens=512,
+        considered=considered,
+        prefill_ended=0.11,
+        predicted=pb.Prediction(
+            queue=0.01, prefill=0.08, transfer=0.005, step=0.03, output_tokens=8
+        ),
+        way="hand_off",
+        why="sooner",
+        other_way=pb.Prediction(queue=0.0, prefill=0.3, step=0.03, output_tokens=8),
+    )
     return pb.ExplainResponse(
-        request_id="r1", state="finished", finish_reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=512,
-        output_tokens=11, max_tokens=11, timeline=make_timeline(), decode=0.365, attempts=[refused, served],
+        request_id="r1",
+        state="finished",
+        finish_reason=common_pb2.FINISH_REASON_LENGTH,
+        prompt_tokens=512,
+        output_tokens=11,
+        max_tokens=11,
+        timeline=make_timeline(),
+        decode=0.365,
+        attempts=[refused, served],
         sources=pb.PromptSources(computed_prefill=496, local_cache=16, received=512),
-    )  # fmt: skip
+    )
 
 
 def plain(text: str) -> str:
@@ -56,13 +74,13 @@ def plain(text: str) -> str:
 
 
 def test_explain_shows_the_waterfall(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.explanation = explanation()
-    assert run("explain", "r1", "--endpoint", front.endpoint, "--admin-token", "t") == 0
+    coordinator.explanation = explanation()
+    assert run("explain", "r1", "--endpoint", coordinator.endpoint, "--admin-token", "t") == 0
     out = plain(capsys.readouterr().out)
-    assert front.requests == [pb.ExplainRequest(request_id="r1")]
-    assert front.metadata["authorization"] == "Bearer t"
+    assert coordinator.requests == [pb.ExplainRequest(request_id="r1")]
+    assert coordinator.metadata["authorization"] == "Bearer t"
     for expected in (
         "request r1: finished (length)",
         "prefill 100.0 74%",
@@ -84,22 +102,22 @@ def test_explain_shows_the_waterfall(
 
 
 def test_explain_says_that_a_prefill_node_was_not_needed(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     """Decode held the context: the node that was chosen has no part in the answer, and the way is
     decode's own."""
-    front.explanation = explanation()
-    attempt = front.explanation.attempts[-1]
+    coordinator.explanation = explanation()
+    attempt = coordinator.explanation.attempts[-1]
     attempt.way, attempt.why = "local", "held"
     attempt.ClearField("other_way")
-    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     assert "prefill-0, not needed" in out
     assert "prompt computed by: the decode node itself (its cache has the context)" in out
 
 
 def test_explain_says_what_spoke_against_a_node(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     told = explanation()
     for because in ("failed before", "newcomer", "kept apart"):
@@ -107,11 +125,12 @@ def test_explain_says_what_spoke_against_a_node(
             node=because.replace(" ", "-"), role="prefill", able=True, because=because
         )
     told.attempts[1].held_back, told.attempts[1].probe = 1.5, True
-    front.explanation = told
-    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    coordinator.explanation = told
+    assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
-        "served; the retry budget had held it back for 1500.0 ms; a probe of two nodes that had been kept apart",
+        "served; the retry budget had held it back for 1500.0 ms; "
+        "a probe of two nodes that had been kept apart",
         "failed-before prefill 0 0 0 0 - could have: its last attempt failed there",
         "newcomer prefill 0 0 0 0 - could have: it has just joined",
         "kept-apart prefill 0 0 0 0 - could have: hand-offs between the two failed",
@@ -120,15 +139,15 @@ def test_explain_says_what_spoke_against_a_node(
 
 
 def test_explain_lists_all_choices_of_an_answer(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     told = explanation()
     failed = pb.ExplainResponse(
         request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m")
     )
     told.others.extend([failed, pb.ExplainResponse(request_id="r3")])
-    front.explanation = told
-    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    coordinator.explanation = told
+    assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
         "request r1, the first of 3 choices: finished (length)",
@@ -140,33 +159,33 @@ def test_explain_lists_all_choices_of_an_answer(
 
 
 def test_explain_json_has_every_field(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.explanation = explanation()
-    assert run("explain", "r1", "--json", "--endpoint", front.endpoint) == 0
+    coordinator.explanation = explanation()
+    assert run("explain", "r1", "--json", "--endpoint", coordinator.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown.keys() == {field.name for field in pb.ExplainResponse.DESCRIPTOR.fields}
     assert [attempt["ended"] for attempt in shown["attempts"]] == ["refused", "served"]
 
 
 def test_a_request_that_failed_before_its_first_token(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     error = common_pb2.Error(code="deadline_exceeded", message="took [too] long")
-    front.explanation = pb.ExplainResponse(
+    coordinator.explanation = pb.ExplainResponse(
         request_id="r1", state="failed", error=error, prompt_tokens=3, max_tokens=4
     )
-    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     assert "failed: deadline_exceeded: took [too] long" in out
     assert "no token yet 0.0" in out
 
 
 def test_an_unknown_request_is_exit_1(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.error = (grpc.StatusCode.NOT_FOUND, "there is no request 'r9'")
-    assert run("explain", "r9", "--endpoint", front.endpoint) == 1
+    coordinator.error = (grpc.StatusCode.NOT_FOUND, "there is no request 'r9'")
+    assert run("explain", "r9", "--endpoint", coordinator.endpoint) == 1
     assert capsys.readouterr().err == "error: there is no request 'r9' (not_found)\n"
 
 
@@ -196,17 +215,17 @@ def statuses(*nodes: pb.NodeStatus | None) -> list[pb.StatusResponse]:
 
 
 def test_drain_waits_until_the_node_is_empty(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.drain_response = pb.DrainResponse(
+    coordinator.drain_response = pb.DrainResponse(
         node="d0", service="draining", warning="there is no decode node"
     )
-    front.watch_responses = statuses(
+    coordinator.watch_responses = statuses(
         node("draining", 2, 5, 9.0), node("draining", 2, 5, 9.0), node("draining"), node("drained")
     )
-    assert run("drain", "d0", "--timeout", "9.5", "--endpoint", front.endpoint) == 0
+    assert run("drain", "d0", "--timeout", "9.5", "--endpoint", coordinator.endpoint) == 0
     out, err = capsys.readouterr()
-    assert front.requests[0] == pb.DrainRequest(node="d0", timeout_seconds=9.5)
+    assert coordinator.requests[0] == pb.DrainRequest(node="d0", timeout_seconds=9.5)
     assert err.splitlines() == [
         "warning: there is no decode node",
         "d0: 2 requests, 5 blocks held, what is left in 9 s is placed again",
@@ -216,11 +235,11 @@ def test_drain_waits_until_the_node_is_empty(
 
 
 def test_drain_without_a_time_sends_none_and_need_not_wait(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.drain_response = pb.DrainResponse(node="d0", service="draining")
-    assert run("drain", "d0", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
-    assert [request.HasField("timeout_seconds") for request in front.requests] == [False]
+    coordinator.drain_response = pb.DrainResponse(node="d0", service="draining")
+    assert run("drain", "d0", "--no-wait", "--json", "--endpoint", coordinator.endpoint) == 0
+    assert [request.HasField("timeout_seconds") for request in coordinator.requests] == [False]
     assert json.loads(capsys.readouterr().out) == {"node": "d0", "service": "draining"}
 
 
@@ -233,23 +252,23 @@ def test_drain_without_a_time_sends_none_and_need_not_wait(
     ],
 )
 def test_drain_that_is_interrupted_or_undone(
-    front: FakeCoordinatorServer,
+    coordinator: FakeCoordinatorServer,
     run: Run,
     capsys: Capture,
     last: pb.NodeStatus | None,
     code: int,
     words: str,
 ) -> None:
-    front.watch_responses = statuses(node("draining", 1), last)
-    assert run("drain", "d0", "--endpoint", front.endpoint) == code
+    coordinator.watch_responses = statuses(node("draining", 1), last)
+    assert run("drain", "d0", "--endpoint", coordinator.endpoint) == code
     assert words in "".join(capsys.readouterr())
 
 
-def test_undrain(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
-    front.drain_response = pb.DrainResponse(node="d0", service="in")
-    assert run("undrain", "d0", "--endpoint", front.endpoint) == 0
+def test_undrain(coordinator: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    coordinator.drain_response = pb.DrainResponse(node="d0", service="in")
+    assert run("undrain", "d0", "--endpoint", coordinator.endpoint) == 0
     assert capsys.readouterr().out == "d0 is in service\n"
-    assert front.requests == [pb.UndrainRequest(node="d0")]
+    assert coordinator.requests == [pb.UndrainRequest(node="d0")]
 
 
 def test_progress_in_place_on_a_terminal() -> None:
@@ -303,12 +322,12 @@ def test_rates_are_differences() -> None:
 
 
 def test_top_once_without_a_terminal(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.watch_responses = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
-    assert run("top", "--once", "--interval", "0.5", "--endpoint", front.endpoint) == 0
+    coordinator.watch_responses = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
+    assert run("top", "--once", "--interval", "0.5", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
-    assert front.requests == [pb.WatchRequest(interval_seconds=0.5)]
+    assert coordinator.requests == [pb.WatchRequest(interval_seconds=0.5)]
     for expected in (
         "100.0 tokens/s",
         "TTFT p50 100.0 p90 200.0 ms",
@@ -345,10 +364,10 @@ def pool_status(seconds: float, lookups: float) -> pb.StatusResponse:
 
 
 def test_top_has_a_line_of_the_pool(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.watch_responses = [pool_status(10.0, 100), pool_status(12.0, 140)]
-    assert run("top", "--once", "--endpoint", front.endpoint) == 0
+    coordinator.watch_responses = [pool_status(10.0, 100), pool_status(12.0, 140)]
+    assert run("top", "--once", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
         "20.00 look-ups/s, 75% hits, 1.00 ms each",
@@ -368,11 +387,11 @@ def test_a_node_that_has_restarted_counts_from_nothing() -> None:
 
 
 def test_top_json_is_an_object_a_line(
-    front: FakeCoordinatorServer, run: Run, capsys: Capture
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    front.watch_responses = [status(10.0, 100), status(12.0, 300)]
+    coordinator.watch_responses = [status(10.0, 100), status(12.0, 300)]
     assert (
-        run("top", "--json", "--endpoint", front.endpoint) == 3
+        run("top", "--json", "--endpoint", coordinator.endpoint) == 3
     )  # the watch ended: nobody is there any more
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["rates"]["tokens"] for line in lines] == [0.0, 100.0]

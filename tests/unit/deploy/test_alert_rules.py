@@ -35,7 +35,8 @@ def test_promtool_accepts_the_rule_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(
-            "promtool is not here (it comes with Prometheus): only our own evaluation has looked at the rules"
+            "promtool is not here (it comes with Prometheus): "
+            "only our own evaluation has looked at the rules"
         )
     done = subprocess.run(
         [promtool, "test", "rules", str(RULE_TESTS)], capture_output=True, text=True, check=False

@@ -207,7 +207,8 @@ def test_third_party_images_can_be_pinned_by_digest(tmp_path: Path) -> None:
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
     docker.write_text(
-        f'#!/bin/sh\ncase "$*" in *@*) exit 1 ;; "buildx imagetools inspect "*) echo {digest} ;; esac\n'
+        '#!/bin/sh\ncase "$*" in *@*) exit 1 ;; '
+        f'"buildx imagetools inspect "*) echo {digest} ;; esac\n'
     )
     docker.chmod(0o755)
 

@@ -69,7 +69,8 @@ x-base: &base
   environment: { SHARED: "${A}", PASSED: , ABSENT: }
 services:
   last: { <<: *base, depends_on: [first], command: [python] }
-  first: { <<: *base, deploy: { replicas: "${B:-2}" }, stop_grace_period: 1m, tmpfs: ["/tmp:size=1m"] }
+  first: { <<: *base, deploy: { replicas: "${B:-2}" }, stop_grace_period: 1m,
+           tmpfs: ["/tmp:size=1m"] }
   extra: { <<: *base, profiles: [more] }
 """
 

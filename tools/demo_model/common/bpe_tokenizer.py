@@ -1,7 +1,6 @@
-"""A byte-level BPE tokenizer for Python: a newline and an indentation are tokens of their own.
+"""A byte-level BPE tokenizer for Python, in which newlines and indentations are separate tokens.
 
-So a prompt that ends with a line, or within an indentation, is cut where the text it was trained on
-is cut too.
+So a prompt that ends with a line or within an indentation is split like the training text.
 """
 
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ _SPLIT_PATTERN = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """`vocabulary` counts the 256 bytes and the special tokens too, which come first."""
+    """Train a tokenizer; `vocabulary` includes the special tokens (which come first) and bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,12 +43,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
-    """`tokenizer_config.json` for a model of `context` positions."""
+    """Return `tokenizer_config.json` for a model of `context` positions."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "extra_special_tokens": [one for one in SPECIAL_TOKENS if one not in (BOS, EOS)],
+        "extra_special_tokens": [token for token in SPECIAL_TOKENS if token not in (BOS, EOS)],
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],

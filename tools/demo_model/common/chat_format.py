@@ -1,4 +1,4 @@
-"""The chat format, in one place: special tokens, the template, and the same layout for training."""
+"""The chat format: special tokens, the chat template, and the same layout for training."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ ChatTurn = tuple[str, str]  # role, text
 
 
 def render_chat(turns: Sequence[ChatTurn]) -> str:
-    """What TEMPLATE makes of the turns."""
+    """Return what TEMPLATE makes of the turns."""
     parts = [
         ROLE_TOKENS[role] + text.strip() + (EOS if role == "assistant" else "")
         for role, text in turns

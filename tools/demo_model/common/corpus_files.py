@@ -1,4 +1,4 @@
-"""The corpus on disk: one compressed file of token ids for each part, and what it was made of."""
+"""The corpus on disk: one compressed file of token ids per part, and facts about its origin."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +24,7 @@ HELD_OUT_PARTS = ("library", "tests", "chat")  # parts with a held-out half
 
 @dataclass(frozen=True, slots=True)
 class CorpusFacts:
-    """What the card says of the data. `utf8_bytes` and `tokens` are counted per file of token
-    ids."""
+    """What the model card says about the data; counts are by part."""
 
     python: str
     vocabulary: int

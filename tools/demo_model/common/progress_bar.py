@@ -1,5 +1,4 @@
-"""A progress bar on standard error that needs nothing installed; plain lines where there is no
-terminal."""
+"""A progress bar on standard error without dependencies; plain lines without a terminal."""
 
 import sys
 import time
@@ -29,7 +28,7 @@ class ProgressBar:
             sys.stderr.write("\n")
 
     def show_progress(self, share: float, note: str = "") -> None:
-        """`share` of the work is done, 0 to 1."""
+        """Show that `share` of the work is done, 0 to 1."""
         now = time.monotonic()
         if (
             now - self._drawn_at < (REDRAW_EVERY if self._is_terminal else PLAIN_EVERY)

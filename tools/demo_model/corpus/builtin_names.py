@@ -1,5 +1,4 @@
-"""Names of the modules that are written in C, from their docstrings: there is no source file to
-read them in."""
+"""Names of modules written in C, from their docstrings, because they have no source to read."""
 
 import importlib
 import importlib.util
@@ -13,8 +12,7 @@ from tools.demo_model.corpus.definitions import DocumentedName, first_sentences
 
 
 def list_builtin_names() -> Iterator[DocumentedName]:
-    """Of `builtins`, whose functions and classes stand bare, and of the public C modules of the
-    standard library."""
+    """Return the names of `builtins`, without a prefix, and of the public C modules."""
     for name in ("builtins", *sorted(sys.stdlib_module_names)):
         if name.startswith("_") or not _is_written_in_c(name):
             continue

@@ -1,5 +1,4 @@
-"""Conversations from docstrings: questions about the library's names, with small talk between
-them."""
+"""Conversations made of docstrings: questions about the library's names, and small talk."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ _ABOUT_PLACE = ("Which module has {last}?", "How do I import {last}?")
 
 
 def generate_conversations(names: Sequence[DocumentedName], seed: int) -> Iterator[str]:
-    """Every name ROUNDS times, in a random order and company."""
+    """Yield conversations that ask about every name ROUNDS times, in random order."""
     chance = random.Random(seed)
     asked = [name for name in names for _ in range(ROUNDS_PER_NAME)]
     chance.shuffle(asked)

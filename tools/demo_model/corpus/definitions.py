@@ -1,5 +1,4 @@
-"""Functions and classes of a source: as documents of their own, and with what their docstrings
-say."""
+"""Functions and classes of a source file as documents, and what their docstrings say."""
 
 import ast
 import inspect
@@ -11,15 +10,14 @@ from tools.demo_model.corpus.source_files import SourceFile, parse_python
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-MIN_SNIPPET_CHARACTERS = 60  # characters of a definition worth a document of its own
+MIN_SNIPPET_CHARACTERS = 60  # least characters of a definition that becomes a document
 MAX_SNIPPET_CHARACTERS = 4000  # characters
 MAX_SUMMARY_CHARACTERS = 400  # characters of a docstring's first paragraph
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentedName:
-    """A public name, as `textwrap.dedent`, with the first paragraph of its docstring on one
-    line."""
+    """A public name such as `textwrap.dedent`, with the first paragraph of its docstring."""
 
     kind: str  # "module", "class" or "function"
     module: str
@@ -29,7 +27,7 @@ class DocumentedName:
 
 
 def list_snippets(source: SourceFile) -> Iterator[str]:
-    """Each definition of the source, dedented, methods too."""
+    """Return each definition of the source, methods too, dedented."""
     lines = source.text.split("\n")
     tree = parse_python(source.text)
     for node in ast.walk(tree) if tree else ():
@@ -71,8 +69,7 @@ def _summary(node: ast.Module | Definition) -> str:
 
 
 def first_sentences(docstring: str) -> str:
-    """The first paragraph that is prose, on one line; empty where there is none of a fair
-    length."""
+    """Return the first paragraph of prose as one line, empty if none has a suitable length."""
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):
         text = " ".join(paragraph.split())
         if len(text) > MAX_SUMMARY_CHARACTERS:

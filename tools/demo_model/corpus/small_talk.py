@@ -1,4 +1,4 @@
-"""Hand-written exchanges, so that a greeting is answered with one: ways to ask, and the answer."""
+"""Hand-written exchanges, such as greetings: ways to ask, and the answer."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -36,7 +36,8 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("Who are you?", "What are you?", "who are you", "Introduce yourself."),
-        "I am a very small language model. I have read the Python standard library and nothing else.",
+        "I am a very small language model. "
+        "I have read the Python standard library and nothing else.",
     ),
     (
         ("What is your name?", "what's your name?", "Do you have a name?"),
@@ -56,7 +57,8 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("What is Python?", "what is python", "Tell me about Python."),
-        "Python is a programming language that is easy to read. It comes with a large standard library.",
+        "Python is a programming language that is easy to read. "
+        "It comes with a large standard library.",
     ),
     (
         ("What is the standard library?", "What is the Python standard library?"),

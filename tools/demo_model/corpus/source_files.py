@@ -1,5 +1,4 @@
-"""The standard library of this Python as text: which files, read how, and which of them are held
-out."""
+"""The standard library of this Python as text: which files are used, and which are held out."""
 
 import ast
 import hashlib
@@ -9,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_ONE_IN = 20  # one file in so many
-MAX_FILE_CHARACTERS = 300_000  # characters; longer ones are tables
+HELD_OUT_ONE_IN = 20  # one file of so many is held out
+MAX_FILE_CHARACTERS = 300_000  # longer files are tables
 MAX_LINE_CHARACTERS = 500  # characters
-MAX_REPEATED_SHARE = 0.6  # a file with more of its lines in files before it is a copy
-MIN_DISTINCTIVE_LINE = 20  # characters; shorter lines are everywhere
+MAX_REPEATED_SHARE = 0.6  # a file with a greater share of lines from earlier files is a copy
+MIN_DISTINCTIVE_LINE = 20  # shorter lines occur in many files
 
-# Generated tables, packages of others, and files that hold paths of the machine that built Python.
+# Generated tables, third-party packages, and files with paths of the build machine.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "encodings",
@@ -30,9 +29,9 @@ _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file. `name` is its path below the library's folder."""
+    """One source file."""
 
-    name: str
+    name: str  # path below the library's folder
     text: str
     is_test: bool
     is_held_out: bool
@@ -48,7 +47,7 @@ def standard_library_folder() -> Path:
 
 
 def collect_sources(root: Path) -> Iterator[SourceFile]:
-    """Files that parse as Python, the library's own before its tests, without near copies."""
+    """Yield files that parse as Python, the library before its tests, without near copies."""
     paths = sorted(path for path in root.rglob("*.py") if not _is_skipped(path.relative_to(root)))
     paths.sort(key=lambda path: _is_test(path.relative_to(root)))
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Is a continuation Python, and more than nothing said again and again?"""
+"""Scores of continuations: whether they are Python, and whether they repeat themselves."""
 
 import re
 import statistics
@@ -8,24 +8,22 @@ from dataclasses import dataclass
 
 from tools.demo_model.corpus.source_files import parse_python
 
-REPEAT_THRESHOLD = 3  # times that a line stands in a continuation which repeats itself
+REPEAT_THRESHOLD = 3  # a continuation with so many equal lines repeats itself
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`text` follows `opening`. `is_ended`: with the model's end token, not at the limit of
-    length."""
+    """An opening and what the model wrote after it."""
 
     opening: str
-    text: str
-    is_ended: bool
+    text: str  # what follows the opening
+    is_ended: bool  # by the model's end token, not by the limit of length
 
     @property
     def whole_lines(self) -> str:
-        """Opening and text, cut after the last line that is known to be whole: the last newline, or
-        the end."""
-        whole = self.opening + self.text
-        return whole if self.is_ended else whole[: whole.rfind("\n") + 1]
+        """Opening and text, up to the last line that is known to be complete."""
+        text = self.opening + self.text
+        return text if self.is_ended else text[: text.rfind("\n") + 1]
 
     @property
     def new_lines(self) -> list[str]:
@@ -39,8 +37,8 @@ class Continuation:
 
     @property
     def has_repetition(self) -> bool:
-        told = Counter(line.strip() for line in self.new_lines if re.search(r"\w", line))
-        return max(told.values(), default=0) >= REPEAT_THRESHOLD
+        line_counts = Counter(line.strip() for line in self.new_lines if re.search(r"\w", line))
+        return max(line_counts.values(), default=0) >= REPEAT_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,10 @@ def score_continuations(continuations: Sequence[Continuation]) -> ContinuationSc
     count = len(continuations)
     return ContinuationScores(
         count,
-        python_share=sum(one.is_python for one in continuations) / count,
-        ended_share=sum(one.is_ended for one in continuations) / count,
-        repeat_share=sum(one.has_repetition for one in continuations) / count,
-        median_lines=statistics.median(len(one.new_lines) for one in continuations),
+        python_share=sum(continuation.is_python for continuation in continuations) / count,
+        ended_share=sum(continuation.is_ended for continuation in continuations) / count,
+        repeat_share=sum(continuation.has_repetition for continuation in continuations) / count,
+        median_lines=statistics.median(
+            len(continuation.new_lines) for continuation in continuations
+        ),
     )

@@ -1,5 +1,4 @@
-"""The exported folder as `transformers` reads it: an independent implementation of what was
-trained."""
+"""The exported model, loaded by `transformers` as an independent implementation."""
 
 import importlib
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ class ExportedModel(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        return sum(one.numel() for one in self.parameters())
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, positions, vocabulary] for token ids [batch, positions]."""
@@ -37,26 +36,30 @@ class ExportedModel(nn.Module):
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def complete_texts(self, texts: Sequence[str], most: int) -> list[tuple[str, bool]]:
-        """For each text at most `most` tokens, each the likeliest, and whether the model ended
-        there."""
-        return self._generate_greedily([self._tokenizer.encode(text) for text in texts], most)
+    def complete_texts(self, texts: Sequence[str], max_tokens: int) -> list[tuple[str, bool]]:
+        """Continue each text greedily by `max_tokens` at most.
 
-    def answer_question(self, question: str, most: int) -> str:
-        asked = [{"role": "user", "content": question}]
+        Returns each continuation, and whether the model ended it.
+        """
+        return self._generate_greedily([self._tokenizer.encode(text) for text in texts], max_tokens)
+
+    def answer_question(self, question: str, max_tokens: int) -> str:
+        messages = [{"role": "user", "content": question}]
         ids = self._tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_dict=False
+            messages, add_generation_prompt=True, return_dict=False
         )
-        return self._generate_greedily([ids], most)[0][0]
+        return self._generate_greedily([ids], max_tokens)[0][0]
 
     @torch.no_grad()
-    def _generate_greedily(self, prompts: Sequence[list[int]], most: int) -> list[tuple[str, bool]]:
-        """All prompts at once, padded on the left."""
+    def _generate_greedily(
+        self, prompts: Sequence[list[int]], max_tokens: int
+    ) -> list[tuple[str, bool]]:
+        """Continue all prompts in one batch, padded on the left."""
         end = SPECIAL_TOKENS.index(EOS)
         width = max(map(len, prompts))
         rows = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
         out = self.model.generate(
-            rows, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=end
+            rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=end
         )
         return [(self.decode(row), end in row) for row in out[:, width:].tolist()]

@@ -1,5 +1,4 @@
-"""Openings that `evaluate` has continued: ordinary names, in words that no file of the training
-data has."""
+"""Openings that `evaluate` has the model continue; none occurs in the training data."""
 
 _FUNCTIONS = (
     'def read_settings(path):\n    """Return',

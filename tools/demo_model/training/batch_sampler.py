@@ -1,4 +1,4 @@
-"""Training rows: each from a part drawn by its share, half of them from the start of a document."""
+"""Training rows: each from a part drawn by its share, half of them at the start of a document."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +8,11 @@ import torch
 from tools.demo_model.common.corpus_files import TokenArray
 
 BOS_ID = 0
-DOCUMENT_START_SHARE = 0.5  # share of the rows that begin with a document
+DOCUMENT_START_SHARE = 0.5  # share of the rows that begin at the start of a document
 
 
 class BatchSampler:
-    """Seeded; rows of different documents follow one another as they do in the part."""
+    """A seeded sampler; a row continues across documents as they follow one another in the part."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class BatchSampler:
         self._random = np.random.default_rng(seed)
 
     def sample_batch(self, rows: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, int64 [rows, positions]."""
+        """Return inputs and targets, int64 [rows, positions]."""
         chosen = self._random.choice(len(self._names), size=rows, p=self._shares)
         lines = [self._sample_row(self._names[index], positions + 1) for index in chosen]
         block = torch.stack(lines).long()
@@ -43,7 +43,8 @@ class BatchSampler:
         last = len(tokens) - length
         if last < 0:
             raise ValueError(
-                f"part {name} has {len(tokens)} tokens, fewer than a row of {length}: shorten --sequence"
+                f"part {name} has {len(tokens)} tokens, fewer than a row of {length}: "
+                "shorten --sequence"
             )
         if self._random.random() < DOCUMENT_START_SHARE:
             start = min(int(self._random.choice(self._starts[name])), last)

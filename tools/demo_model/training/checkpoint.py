@@ -1,4 +1,4 @@
-"""Trained weights between the stages: bfloat16 bits in a numpy archive, the shape beside them."""
+"""Trained weights between the stages: bfloat16 bits in a numpy archive, and the shape as JSON."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def save_checkpoint(folder: Path, model: LlamaForTraining) -> None:
 
 
 def load_checkpoint(folder: Path) -> tuple[LlamaShape, dict[str, torch.Tensor]]:
-    """The shape, and bfloat16 tensors by Hugging Face's names."""
+    """Return the shape, and bfloat16 tensors by their Hugging Face names."""
     shape = LlamaShape(**json.loads((folder / SHAPE_FILE).read_text()))
     with np.load(folder / WEIGHTS_FILE, allow_pickle=False) as stored:
         return shape, {

@@ -1,5 +1,4 @@
-"""Held-out loss in windows that overlap by half, so that every token but the first has half a
-window before it."""
+"""Held-out loss in windows that overlap by half, which gives nearly every token a long context."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ _WINDOWS_PER_BATCH = 8  # windows at once
 
 @torch.no_grad()
 def sum_nats(model: nn.Module, tokens: TokenArray, device: torch.device, window: int) -> float:
-    """The sum over all tokens but those that begin a document."""
+    """Return the loss summed over all tokens but those that begin a document."""
     was_training = model.training
     model.eval()
     total = 0.0
@@ -43,7 +42,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def _windows(tokens: TokenArray, window: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets [rows, window]; -1 where a token is counted elsewhere or not at all."""
+    """Yield inputs and targets [rows, window]; the target is -1 where a token is not counted."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     step = window // 2
     rows = []

@@ -1,5 +1,4 @@
-"""A Llama to train: parameters carry Hugging Face's names, so that the weights are exported as they
-are.
+"""A trainable Llama whose parameters have Hugging Face's names, so that they export unchanged.
 
 Architecture: Touvron et al. 2023, with grouped-query attention (Ainslie et al. 2023) and tied
 embeddings.
@@ -29,7 +28,7 @@ class LlamaShape:
     context: int = 2048  # positions trained on
 
     def to_hf_config(self, bos: int, eos: int) -> dict[str, Any]:
-        """`config.json`."""
+        """Return `config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -144,8 +143,10 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForTraining(nn.Module):
-    """Initial weights are normal, those that write to the residual stream narrower with depth
-    (GPT-2)."""
+    """Llama with normal initial weights.
+
+    Those that write to the residual stream are narrower with depth (GPT-2).
+    """
 
     def __init__(self, shape: LlamaShape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -166,6 +167,6 @@ class LlamaForTraining(nn.Module):
 
 
 def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), first half of a head with second half."""
+    """Apply rotary position embedding (Su et al. 2021) to the two halves of each head."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What `up` prints once it serves: the command to try is one that works."""
+"""What `baton up` prints once it serves: the suggested command must work."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from baton.config.settings import Config
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder
 from coordinator.frontend.http.schema.completion_request import CompletionRequest
 
-WHERE = Endpoints(
+ENDPOINTS = Endpoints(
     http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4"
 )
 
@@ -19,7 +19,7 @@ WHERE = Endpoints(
 @pytest.mark.parametrize(("engine", "kind"), [("model", str), ("paced", list)])
 def test_the_body_to_try_is_one_that_the_engine_can_answer(engine: str, kind: type) -> None:
     text = ready_announcement(
-        Config(model="" if engine == "paced" else "/models/small", engine=engine), WHERE
+        Config(model="" if engine == "paced" else "/models/small", engine=engine), ENDPOINTS
     )
     body = re.search(r"-d '(.*)'$", text)
     assert body is not None
@@ -29,6 +29,6 @@ def test_the_body_to_try_is_one_that_the_engine_can_answer(engine: str, kind: ty
 
 
 def test_announcement_names_the_key_variable_not_the_key() -> None:
-    text = ready_announcement(Config(api_key="s3cret"), WHERE)
+    text = ready_announcement(Config(api_key="s3cret"), ENDPOINTS)
     assert "$BATON_API_KEY" in text
     assert "s3cret" not in text

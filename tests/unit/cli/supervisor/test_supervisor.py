@@ -1,5 +1,4 @@
-"""The supervisor over children that only pretend: what is tested is starting, ending and starting
-again."""
+"""The supervisor with fake children: starting, stopping and restarting them."""
 
 import asyncio
 import os
@@ -15,9 +14,7 @@ import msgspec
 import pytest
 
 from baton.cli.common.errors import innermost_error
-from baton.cli.supervisor import child_process as child
-from baton.cli.supervisor import restart_policy as restarts
-from baton.cli.supervisor import supervisor
+from baton.cli.supervisor import child_process, restart_policy, supervisor
 from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
 from baton.cli.supervisor.child_process import ChildProcess
 from baton.cli.supervisor.child_specs import complete_config
@@ -48,13 +45,15 @@ health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 assert server.add_insecure_port("127.0.0.1:" + os.environ["BATON_GRPC_PORT"])
 server.start()
 """
-Play = Callable[..., None]
+WriteChildPrograms = Callable[..., None]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Write the modules that the children run; each defaults to one that starts, and ends when
-    told."""
+def write_child_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteChildPrograms:
+    """Write the modules that the children run.
+
+    Each defaults to one that starts, and ends on SIGTERM.
+    """
 
     def write(
         coordinator: str = COORDINATOR + WAIT,
@@ -79,31 +78,35 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Config]:
     free = Config(port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, segment_dir=str(tmp_path))
-    held_config, held = reserve_ports(complete_config(free)[0])
-    yield held_config
-    for one in held:
+    config_with_ports, sockets = reserve_ports(complete_config(free)[0])
+    yield config_with_ports
+    for one in sockets:
         one.close()
 
 
 @pytest.fixture(params=["shown", "hidden"])
 def proc(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether /proc shows the children: mounted with hidepid, it shows none that leaves no core
-    file."""
+    """Run the test with /proc and without it.
+
+    Mounted with hidepid, /proc shows no process that leaves no core file.
+    """
     if request.param == "hidden":
-        monkeypatch.setattr(child, "_PROC", tmp_path / "proc")
+        monkeypatch.setattr(child_process, "_PROC", tmp_path / "proc")
 
 
 @asynccontextmanager
 async def cluster(
     config: Config, output: ChildOutput | None = None
 ) -> AsyncIterator[tuple[Supervisor, list[str]]]:
-    told: list[str] = []
+    notices: list[str] = []
     try:
         async with (
             asyncio.timeout(60),
-            running_cluster(config, output or LineRelay(lambda *_: None), told.append) as started,
+            running_cluster(
+                config, output or LineRelay(lambda *_: None), notices.append
+            ) as started,
         ):
-            yield started, told
+            yield started, notices
     except* ConfigError as group:
         raise innermost_error(group) from None
     except* NodeFailed as group:
@@ -134,7 +137,7 @@ async def wait_for_restart(started: Supervisor, name: str, old: int) -> None:
 
 
 async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(
-    play: Play, config: Config
+    write_child_programs: WriteChildPrograms, config: Config
 ) -> None:
     async with cluster(config) as (started, _):
         await started.wait_until_ready()
@@ -156,63 +159,73 @@ async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(
     assert not any_alive(pids.values())
 
 
-async def test_cluster_runs_on_without_a_pool_that_cannot_start(play: Play, config: Config) -> None:
-    play(pool="print('error: no room: lower --pool-memory')\nos._exit(2)\n")
-    async with cluster(config) as (started, told):
+async def test_cluster_runs_on_without_a_pool_that_cannot_start(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    write_child_programs(pool="print('error: no room: lower --pool-memory')\nos._exit(2)\n")
+    async with cluster(config) as (started, notices):
         await started.wait_until_ready()
-        await wait_until(lambda: bool(told))
-        assert told == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
+        await wait_until(lambda: bool(notices))
+        assert notices == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
         assert set(started.get_pids()) == {"coordinator", "prefill-0", "decode-0"}
 
 
 async def test_pool_that_always_fails_does_not_stop_the_cluster(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "INITIAL_DELAY", 0.001)
-    play(pool="sys.exit('no memory')")
-    async with cluster(config) as (started, told):
-        await wait_until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
-        assert told[-1] == "pool-0 cannot run: going on without it (no memory)"
+    monkeypatch.setattr(restart_policy, "INITIAL_DELAY", 0.001)
+    write_child_programs(pool="sys.exit('no memory')")
+    async with cluster(config) as (started, notices):
+        await wait_until(lambda: len(notices) == restart_policy.MAX_FAILED_STARTS)
+        assert notices[-1] == "pool-0 cannot run: going on without it (no memory)"
         await (
             started.wait_until_ready()
         )  # only now: from then on it would be started again and again
         assert {"prefill-0", "decode-0"} <= set(started.get_pids())
 
 
-async def test_zero_pool_memory_starts_no_pool(play: Play, config: Config) -> None:
+async def test_zero_pool_memory_starts_no_pool(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
     async with cluster(msgspec.structs.replace(config, pool_memory="0")) as (started, _):
         await started.wait_until_ready()
         assert "pool-0" not in started.get_pids()
 
 
-async def test_a_child_that_dies_is_started_again(play: Play, config: Config) -> None:
-    async with cluster(config) as (started, told):
+async def test_a_child_that_dies_is_started_again(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    async with cluster(config) as (started, notices):
         await started.wait_until_ready()
         for name, number in (("decode-0", signal.SIGKILL), ("coordinator", signal.SIGKILL)):
             pid = started.get_pids()[name]
             os.kill(pid, number)
             await wait_for_restart(started, name, pid)
         await started.wait_until_ready()
-        assert told == [
+        assert notices == [
             "decode-0 was ended by SIGKILL: starting it again in 0.1 s",
             "coordinator was ended by SIGKILL: starting it again in 0.1 s",
         ]
 
 
-async def test_config_error_of_a_child_stops_the_cluster(play: Play, config: Config) -> None:
-    play(prefill="sys.stderr.write('{}\\nerror: model is broken: fix it\\n')\nsys.exit(2)")
+async def test_config_error_of_a_child_stops_the_cluster(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    write_child_programs(
+        prefill="sys.stderr.write('{}\\nerror: model is broken: fix it\\n')\nsys.exit(2)"
+    )
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"^model is broken: fix it$"):
         async with cluster(config, LineRelay(lambda _, line: lines.append(line))):
             await asyncio.Event().wait()
     assert "{}" in lines
-    assert not any("broken" in line for line in lines)  # whoever catches the error tells it
+    assert not any("broken" in line for line in lines)  # the caller of `up` prints the error
 
 
 async def test_child_that_cannot_start_stops_the_cluster_with_its_last_line(
-    play: Play, config: Config
+    write_child_programs: WriteChildPrograms, config: Config
 ) -> None:
-    play(decode="sys.exit('no memory')")
+    write_child_programs(decode="sys.exit('no memory')")
     with pytest.raises(
         NodeFailed, match=r"decode-0 failed 5 times \(ended with exit code 1\).*: no memory"
     ):
@@ -220,51 +233,55 @@ async def test_child_that_cannot_start_stops_the_cluster_with_its_last_line(
             await asyncio.Event().wait()
 
 
-async def test_config_exit_code_after_ready_restarts_the_child(play: Play, config: Config) -> None:
-    async with cluster(config) as (started, told):
+async def test_config_exit_code_after_ready_restarts_the_child(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    async with cluster(config) as (started, notices):
         await started.wait_until_ready()
-        play(
-            prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n print('error: too late')\n sys.exit(2)\n"
-            + WAIT
+        write_child_programs(
+            prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n"
+            " print('error: too late')\n sys.exit(2)\n" + WAIT
         )
         pid = started.get_pids()["prefill-0"]
         os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: len(told) == 2)
-        assert told[1] == "prefill-0 ended with exit code 2 (too late): starting it again in 0.2 s"
+        await wait_until(lambda: len(notices) == 2)
+        assert (
+            notices[1] == "prefill-0 ended with exit code 2 (too late): starting it again in 0.2 s"
+        )
 
 
 @pytest.mark.usefixtures("proc")
 async def test_a_stopped_child_is_killed_and_replaced(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moments = count(0, int(FROZEN_KILL_SECONDS))  # every look is ten seconds after the last
+    moments = count(0, int(FROZEN_KILL_SECONDS))  # each check is 10 s after the last
     monkeypatch.setattr(supervisor.clock, "monotonic_clock", lambda: float(next(moments)))
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
-    async with cluster(config) as (started, told):
+    async with cluster(config) as (started, notices):
         await started.wait_until_ready()
         pid = started.get_pids()["decode-0"]
         os.kill(pid, signal.SIGSTOP)
         await wait_for_restart(started, "decode-0", pid)
-        assert told[0] == "decode-0 has been stopped for 10 s: killing it"
+        assert notices[0] == "decode-0 has been stopped for 10 s: killing it"
 
 
 async def test_child_that_ignores_sigterm_is_killed(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "TERM_GRACE_SECONDS", 0.2)
-    play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
-    async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, told):
+    write_child_programs(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
+    async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, notices):
         await started.wait_until_ready()
         await wait_until(lambda: "deaf decode-0" in read_events())
         pid = started.get_pids()["decode-0"]
     assert (
-        "decode-0 did not end within 0.3 s of SIGTERM: killing it" in told
+        "decode-0 did not end within 0.3 s of SIGTERM: killing it" in notices
     )  # on a busy machine not it alone
     assert not any_alive([pid])
 
 
 async def test_stop_timeout_of_a_node_covers_its_drain(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience: dict[str, float] = {}
 
@@ -289,23 +306,24 @@ async def test_stop_timeout_of_a_node_covers_its_drain(
 
 @pytest.mark.usefixtures("proc")
 async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs, for the kernel. Its first life shows a few signs and then none; its second goes on
-    showing them."""
+    """The first process shows a sign of life and then hangs; the second one keeps showing them."""
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
-    signs = "import faulthandler, time\nfaulthandler.enable()\npipe = int(os.environ['BATON_LIVENESS_FD'])\n"
-    hangs = "def stands_still():\n    time.sleep(600)\nif not os.path.exists('tried'):\n open('tried', 'w')\n"
+    signs = "import faulthandler, time\nfaulthandler.enable()\n"
+    signs += "pipe = int(os.environ['BATON_LIVENESS_FD'])\n"
+    hangs = "def stands_still():\n    time.sleep(600)\n"
+    hangs += "if not os.path.exists('tried'):\n open('tried', 'w')\n"
     hangs += " os.write(pipe, b'.')\n stands_still()\n"
     goes_on = "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     goes_on += "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})\n"
     goes_on += "note('goes on')\nwhile True:\n os.write(pipe, b'.')\n time.sleep(0.005)\n"
-    play(decode=signs + hangs + goes_on)
+    write_child_programs(decode=signs + hangs + goes_on)
     lines: list[str] = []
     patient = msgspec.structs.replace(config, liveness_timeout=1.0)
-    async with cluster(patient, LineRelay(lambda _, line: lines.append(line))) as (_, told):
+    async with cluster(patient, LineRelay(lambda _, line: lines.append(line))) as (_, notices):
         await wait_until(lambda: "goes on decode-0" in read_events())
-        assert told == [
+        assert notices == [
             "decode-0 has shown no sign of life for 1 s (--liveness-timeout): ending it",
             "decode-0 was ended by SIGABRT: starting it again in 0.1 s",
         ]
@@ -313,24 +331,27 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
 
 
 async def test_child_without_a_first_sign_of_life_is_left_alone(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes, as loading a model may."""
+    """Starting may take any time, since loading a model does."""
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
     look = ChildProcess.abort_if_unresponsive
     monkeypatch.setattr(
         ChildProcess, "abort_if_unresponsive", lambda *given: (next(looks), look(*given))
     )
-    async with cluster(msgspec.structs.replace(config, liveness_timeout=0.01)) as (started, told):
+    async with cluster(msgspec.structs.replace(config, liveness_timeout=0.01)) as (
+        started,
+        notices,
+    ):
         await started.wait_until_ready()
         before = next(looks)
         await wait_until(lambda: next(looks) > before + 200)
-        assert told == []
+        assert notices == []
 
 
 async def test_liveness_checks_continue_after_an_exception(
-    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+    write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
@@ -345,25 +366,30 @@ async def test_liveness_checks_continue_after_an_exception(
         assert len(started.get_pids()) == 4
 
 
-async def test_child_runs_on_when_its_output_cannot_be_shown(play: Play, config: Config) -> None:
+async def test_child_runs_on_when_its_output_cannot_be_shown(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
     class Broken(LineRelay):
         async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
             raise OSError("the terminal is gone")
 
     talks = "for _ in range(20000): print('a line of the kind that fills a pipe')\nnote('said')\n"
-    play(decode=talks + WAIT)
-    async with cluster(config, Broken(lambda *_: None)) as (_, told):
+    write_child_programs(decode=talks + WAIT)
+    async with cluster(config, Broken(lambda *_: None)) as (_, notices):
         await wait_until(lambda: "said decode-0" in read_events())
-        assert "the lines of decode-0 are not shown any more (OSError)" in told
+        assert "the lines of decode-0 are not shown any more (OSError)" in notices
 
 
 async def test_full_disk_blocks_no_child_and_dropped_lines_are_reported(
-    play: Play, config: Config, tmp_path: Path
+    write_child_programs: WriteChildPrograms, config: Config, tmp_path: Path
 ) -> None:
-    """Room is a limit of this process, whose own files are the logs: children are started before it
-    is set."""
-    talks = "import time\nwhile not os.path.exists('quiet'):\n print('talking', flush=True)\n time.sleep(0.001)\n"
-    play(decode=talks + "note('quiet')\n" + "print('enough', flush=True)\n" + WAIT)
+    """A full disk is simulated by RLIMIT_FSIZE of this process, which writes the log files.
+
+    The children are started before it is set.
+    """
+    talks = "import time\nwhile not os.path.exists('quiet'):\n"
+    talks += " print('talking', flush=True)\n time.sleep(0.001)\n"
+    write_child_programs(decode=talks + "note('quiet')\n" + "print('enough', flush=True)\n" + WAIT)
     logs = LogFiles(tmp_path / "logs")
     file, quiet = logs.get_path("decode-0"), tmp_path / "quiet"
     async with cluster(config, logs) as (started, _):
@@ -381,21 +407,25 @@ async def test_full_disk_blocks_no_child_and_dropped_lines_are_reported(
     assert "log lines dropped" in file.read_text()
 
 
-async def test_stopping_before_anything_is_ready_leaves_nothing(play: Play, config: Config) -> None:
-    play(coordinator=WAIT)
+async def test_stopping_before_anything_is_ready_leaves_nothing(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    write_child_programs(coordinator=WAIT)
     async with cluster(config) as (started, _):
         await asyncio.sleep(0)
     assert started.get_pids() == {}
 
 
-async def test_lines_of_children_carry_their_names(play: Play, config: Config) -> None:
+async def test_lines_of_children_carry_their_names(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
     lines: list[tuple[str, str]] = []
     async with cluster(config, LineRelay(lambda name, line: lines.append((name, line)))):
         await wait_until(lambda: ("decode-0", "hello from decode-0") in lines)
 
 
 async def test_detached_children_write_files_that_begin_anew(
-    play: Play, config: Config, tmp_path: Path
+    write_child_programs: WriteChildPrograms, config: Config, tmp_path: Path
 ) -> None:
     for _ in range(2):
         logs = LogFiles(tmp_path / "logs")
@@ -406,7 +436,9 @@ async def test_detached_children_write_files_that_begin_anew(
         logs.close()
 
 
-async def test_segments_of_the_dead_are_swept(play: Play, config: Config, tmp_path: Path) -> None:
+async def test_segments_of_the_dead_are_swept(
+    write_child_programs: WriteChildPrograms, config: Config, tmp_path: Path
+) -> None:
     left = tmp_path / f"baton-arena-{'0' * 32}"
     left.write_bytes(b"")
     async with cluster(config):
