@@ -23,7 +23,6 @@ from coordinator.core.common.messages import (
     NodeReport,
     PeerLostNotice,
     RatioChanged,
-    SendOrder,
 )
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.drains import NodeServiceState, is_node_empty
@@ -39,6 +38,7 @@ from coordinator.core.ratio.role_switcher import RoleSwitcher
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
 from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
 from coordinator.core.requests.node_reports import NodeReportHandler
+from coordinator.core.requests.placement_loop import PlacementLoop
 from coordinator.core.requests.pressure import PressureMonitor
 from coordinator.core.requests.record import RequestState
 from coordinator.core.requests.request_admitter import RequestAdmitter, SubmittedRequest
@@ -52,6 +52,7 @@ class Brain:
     ) -> None:
         self.node_registry = registry
         self._table = RequestTable(registry, placement, settings)
+        self._placement_loop = PlacementLoop(registry, self._table, settings.reserve_timeout)
         self._request_admitter = RequestAdmitter(self._table, settings)
         self._report_handler = NodeReportHandler(registry, self._table)
         self.role_switcher = RoleSwitcher(registry, self._table, settings.mode, self._drop_node)
@@ -59,7 +60,13 @@ class Brain:
             registry, self._table, self.role_switcher, settings.default_slo
         )
         self._pressure_monitor = PressureMonitor(self._table, settings)
-        self._pool_membership = PoolMembership(registry, self._table)
+        self._pool_membership = PoolMembership(
+            registry,
+            self.placement_state.pools,
+            self.placement_state.prefix_directory,
+            self.counters,
+            self._table.effects.append_effect,
+        )
 
     # inputs
 
@@ -94,7 +101,7 @@ class Brain:
     def reload_tenants(self, tenants: TenantTable, now: float) -> list[Effect]:
         """Other tenants from now on. Requests that are here keep their standing."""
         self._table.admission.reload_tenants(tenants, now)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         return self._take_effects(now)
 
     def join_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
@@ -118,7 +125,7 @@ class Brain:
         self._table.placement_state.add_node(node)
         self._table.loads.add_node(incarnation)
         self.role_switcher.on_node_joined(node, now)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.counters.joins["joined"] += 1
         return self._take_effects(now)
 
@@ -174,7 +181,7 @@ class Brain:
         long it takes) is placed again. Raises NotFound."""
         self.get_node(name)
         self.node_registry.drains.start_drain(name, None if timeout is None else now + timeout)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.role_switcher.on_service_changed()
         return self.tick(now)
 
@@ -183,7 +190,7 @@ class Brain:
         node's nor drained."""
         if not self.node_registry.drains.end_drain(name):
             self.get_node(name)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.role_switcher.on_service_changed()
         return self._take_effects(now)
 
@@ -224,7 +231,7 @@ class Brain:
         self.role_switcher.run_due(now)
         steered = self.ratio_controller.adjust_if_due(now)
         if steered is not None:
-            self._table.effects.append(RatioChanged(steered, self.ratio_controller.reason))
+            self._table.effects.append_effect(RatioChanged(steered, self.ratio_controller.reason))
         for request in self._table.timers.pop_due(now):
             self._table.on_request_timer(request, now)
         return self._take_effects(now)
@@ -389,9 +396,8 @@ class Brain:
     def _take_effects(self, now: float) -> list[Effect]:
         self.role_switcher.advance_switches(now)
         self._update_degradation(now)
-        self._table.place_waiting_requests(now)
-        out, self._table.effects = self._table.effects, []
-        return out
+        self._placement_loop.place_waiting_requests(now)
+        return self._table.effects.take_effects()
 
     def _update_degradation(self, now: float) -> None:
         degradation = self._table.degradation
@@ -401,23 +407,24 @@ class Brain:
             else None
         )
         if change is not None:
-            self._table.needs_placement = True
+            self._table.wake_placement()
             self._table.admission.on_degradation_changed(now)
-            self._table.effects.append(
+            self._table.effects.append_effect(
                 DegradationChanged(change.step.value, change.is_taken, change.pressure)
             )
 
     def _drop_node(self, node: NodeMember, error: BatonError, now: float) -> None:
         self.node_registry.remove_node(node.incarnation)
         self._table.context_capacity.on_node_left(node.info, now)
-        self._table.needs_placement = True  # what waits for a prefill node may go on without one
+        self._table.wake_placement()  # what waits for a prefill node may go on without one
         self._table.placement_state.remove_node(node.incarnation)
         expected = self.role_switcher.expects_disconnect(node)
         if not expected:
             self.counters.lost_nodes[error.code] += 1
-        self._table.effects.append(MemberLost(node.incarnation, node.info.name, error, expected))
-        self._table.effects += [
-            SendOrder(other, PeerLostNotice(node.incarnation)) for other in self.node_registry.nodes
-        ]
+        self._table.effects.append_effect(
+            MemberLost(node.incarnation, node.info.name, error, expected)
+        )
+        for other in self.node_registry.nodes:
+            self._table.effects.send_order(other, PeerLostNotice(node.incarnation))
         self._table.on_node_lost(node.incarnation, error, now)
         self.role_switcher.on_node_lost(node, now)

@@ -24,7 +24,7 @@ from baton.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from coordinator.core.placement.breakers import BreakerState
+from coordinator.core.common.breaker_state import BreakerState
 
 # what nodes say
 

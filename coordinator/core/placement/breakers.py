@@ -12,9 +12,9 @@ node that joins anew comes with a clean record.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from baton.types import AttemptKey, Incarnation
+from coordinator.core.common.breaker_state import BreakerState
 
 FAILURES_TO_OPEN = 3  # failures in a row
 FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
@@ -23,12 +23,6 @@ FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
 )  # seconds before a pair is tried again; doubled each time
 
 NodePair = tuple[Incarnation, Incarnation]  # prefill, decode
-
-
-class BreakerState(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
 
 
 @dataclass(slots=True)

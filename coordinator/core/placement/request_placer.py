@@ -23,7 +23,7 @@ from coordinator.core.placement.interface import (
 from coordinator.core.placement.latency_estimator import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.requests.record import RequestRecord
+from coordinator.core.placement.request_view import PlaceableRequest
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 
@@ -82,7 +82,7 @@ class RequestPlacer:
         return [self._loads.get_view(node) for node in self._registry.nodes_in_service()]
 
     def decide_placement(
-        self, record: RequestRecord, views: Sequence[NodeView], now: float, headroom: float = 0.0
+        self, record: PlaceableRequest, views: Sequence[NodeView], now: float, headroom: float = 0.0
     ) -> PlacementDecision | None:
         """None: wait."""
         views = self._candidate_views(record, views)
@@ -104,7 +104,7 @@ class RequestPlacer:
         )
 
     def find_deadline_error(
-        self, record: RequestRecord, now: float, *, wanted: bool
+        self, record: PlaceableRequest, now: float, *, wanted: bool
     ) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. `wanted`: others wait for its place,
         and unless its client has a part of the answer already, it is not to be had for one that
@@ -122,7 +122,7 @@ class RequestPlacer:
         )
 
     def make_demand(
-        self, record: RequestRecord, *, look_up: bool = False, headroom: float = 0.0
+        self, record: PlaceableRequest, *, look_up: bool = False, headroom: float = 0.0
     ) -> PlacementDemand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last
         token of an output needs no decode node where there is prefill. Without a prefill node that
@@ -153,7 +153,7 @@ class RequestPlacer:
         )
 
     def book_legs(
-        self, record: RequestRecord, key: AttemptKey, decision: PlacementDecision, now: float
+        self, record: PlaceableRequest, key: AttemptKey, decision: PlacementDecision, now: float
     ) -> None:
         """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
@@ -176,7 +176,7 @@ class RequestPlacer:
         )
 
     def find_remote_prefixes(
-        self, record: RequestRecord, decision: PlacementDecision
+        self, record: PlaceableRequest, decision: PlacementDecision
     ) -> dict[Incarnation, RemotePrefix]:
         """What the chosen nodes' pools may fetch from another host's."""
         choice, demand = decision.choice, decision.demand
@@ -197,7 +197,7 @@ class RequestPlacer:
         return told
 
     def _candidate_views(
-        self, record: RequestRecord, in_service: Sequence[NodeView]
+        self, record: PlaceableRequest, in_service: Sequence[NodeView]
     ) -> Sequence[NodeView]:
         """Nodes in service; for a probe its own node as the only one of its role."""
         if record.probe_node is None:
@@ -213,7 +213,7 @@ class RequestPlacer:
     def _node_name(self, node: Incarnation | None) -> NodeName | None:
         return self._registry.nodes[node].info.name if node is not None else None
 
-    def _can_prefill(self, record: RequestRecord) -> bool:
+    def _can_prefill(self, record: PlaceableRequest) -> bool:
         """Is there a prefill node in service, or the one that is to be probed, that can hold the
         context?"""
         tokens = record.context_tokens + 1
@@ -234,7 +234,7 @@ class RequestPlacer:
             else PlacementReason.NO_PREFILL_NODE
         )
 
-    def _cached_by_node(self, record: RequestRecord) -> dict[Incarnation, int]:
+    def _cached_by_node(self, record: PlaceableRequest) -> dict[Incarnation, int]:
         """By the directory. A prompt that is to be scored is computed without a look at any
         cache."""
         if record.awaits_prompt_logprobs:

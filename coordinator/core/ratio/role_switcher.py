@@ -11,7 +11,7 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, NodeDrained, Nod
 from baton.role_split import RoleSplit, format_splits, list_possible_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
-from coordinator.core.common.messages import RoleSwitchReport, SendOrder, SetRoleOrder
+from coordinator.core.common.messages import RoleSwitchReport, SetRoleOrder
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.ratio.role_moves import NodeRoleState, opposite_role, plan_role_moves
 from coordinator.core.ratio.role_switch import (
@@ -267,12 +267,12 @@ class RoleSwitcher:
             name, node.incarnation, opposite_role(to), to, self.target_generation, now
         )
         self._registry.switching_drains.start_drain(name, now + self._drain_timeout)
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     def _order_switch(self, flip: PendingRoleSwitch, now: float) -> None:
         flip.mark_ordered(now)
         self._registry.switching_drains.start_drain(flip.node, None)
-        self._table.effects.append(SendOrder(flip.incarnation, SetRoleOrder(flip.target_role)))
+        self._table.effects.send_order(flip.incarnation, SetRoleOrder(flip.target_role))
 
     def _give_up_node(self, flip: PendingRoleSwitch, now: float) -> None:
         """It was told, and has not come back in time."""
@@ -299,8 +299,8 @@ class RoleSwitcher:
         report = flip.build_report(outcome, now, detail)
         self.finished.append(report)
         self.outcome_counts[flip.target_role.value, outcome] += 1
-        self._table.effects.append(report)
-        self._table.needs_placement = True
+        self._table.effects.append_effect(report)
+        self._table.wake_placement()
         self._needs_reconcile = True
 
     # probes

@@ -149,7 +149,7 @@ class NodeReportHandler:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.acknowledge_leg(sender, attempt.key, computed=True, now=now)
-                self._table.needs_placement = True
+                self._table.wake_placement()
             if sender == attempt.decode and not attempt.is_committed:
                 self._table.on_committed(record, attempt)
             self._table.emit_tokens(record, attempt, fresh, tuple(fresh_scores), now)
@@ -262,7 +262,7 @@ class NodeReportHandler:
         self._table.loads.acknowledge_leg(sender, message.key, computed=True, now=now)
         self._table.placement_state.record_prefill(sender, message, now)
         count_token_sources(record, attempt, self._table.counters)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self._table.last_progress_at = now
         if record.awaits_prompt_logprobs:
             self._table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
@@ -331,18 +331,18 @@ class NodeReportHandler:
         self._table.loads.update_free_blocks(
             sender, message.stats.blocks_free + message.stats.blocks_cached
         )
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     def _on_cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:
         if self._table.placement_state.apply_cache_events(sender, message, now):
-            self._table.effects.append(m.SendOrder(sender, m.CacheSnapshotRequest()))
+            self._table.effects.send_order(sender, m.CacheSnapshotRequest())
 
     def _on_cache_snapshot(self, sender: Incarnation, message: m.CacheSnapshot, now: float) -> None:
         self._table.placement_state.apply_cache_snapshot(sender, message)
 
     def _on_node_leaving(self, sender: Incarnation, message: m.NodeLeaving, now: float) -> None:
         self._registry.nodes[sender].is_leaving = True
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     @property
     def _vocab_size(self) -> int:

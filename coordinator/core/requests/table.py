@@ -29,32 +29,28 @@ from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.messages import (
-    AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
     CancelOrder,
-    DecodeOrder,
-    Effect,
     EmitPromptLogprobs,
     EmitTokens,
-    PrefillOrder,
-    SendOrder,
     TicketOrder,
 )
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import CircuitBreakers, NodePair
-from coordinator.core.placement.context_capacity import ContextCapacity, OversizedRequests
-from coordinator.core.placement.decision import PlacementDecision
+from coordinator.core.placement.context_capacity import ContextCapacity
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.latency_estimator import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
-from coordinator.core.requests.attempt_trace import REFUSED, SERVED, start_trace
+from coordinator.core.requests.attempt_trace import REFUSED, SERVED
+from coordinator.core.requests.effects import EffectLog
 from coordinator.core.requests.ended_requests import EndedRequests
 from coordinator.core.requests.followers import PrefixFollowers
+from coordinator.core.requests.oversized import OversizedRequests
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.retries import RetryScheduler
 from coordinator.core.requests.retry_budget import RetryBudget
@@ -75,7 +71,7 @@ class RequestTable:
         self.loads = NodeLoads()
         self.timers = RequestTimers()
         self.counters = Counters()
-        self.effects: list[Effect] = []
+        self.effects = EffectLog()
         self.ended_probes: list[
             tuple[RequestId, FinishReason | BatonError]
         ] = []  # probes that have ended
@@ -117,8 +113,12 @@ class RequestTable:
         )
         self._registry = registry
         self._settings = settings
-        self._followers = PrefixFollowers(self.records, self.queue)
-        self._unadmitted: set[RequestId] = set()
+        self.followers = PrefixFollowers(self.records, self.queue)
+        self.unadmitted: set[RequestId] = set()  # not accepted yet: no node can serve them
+
+    def wake_placement(self) -> None:
+        """Something has changed for waiting requests: try to place them before effects are taken."""
+        self.needs_placement = True
 
     def next_due_times(self) -> tuple[float | None, ...]:
         """When something here is to be looked at again."""
@@ -155,11 +155,11 @@ class RequestTable:
             )
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
-            self._followers.add_follower(record, leader)
+            self.followers.add_follower(record, leader)
         record.admit_deadline = now + ADMIT_TIMEOUT_SECONDS
-        self._unadmitted.add(request.id)
+        self.unadmitted.add(request.id)
         self.timers.set_timer(request.id, record.next_timer_at())
-        self.needs_placement = True
+        self.wake_placement()
         return record
 
     def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
@@ -180,7 +180,7 @@ class RequestTable:
         self.records[request.id] = record
         self.queue.add_request_front(request.id)
         self.timers.set_timer(request.id, record.next_timer_at())
-        self.needs_placement = True
+        self.wake_placement()
 
     def find_attempt_of_sender(
         self, key: AttemptKey, sender: Incarnation
@@ -203,125 +203,6 @@ class RequestTable:
         found = self._registry.nodes.get(node) if node else None
         return found.info.name if found else NodeName("")
 
-    # placing
-
-    def place_waiting_requests(self, now: float) -> None:
-        """Admit and place what can be, if anything has changed."""
-        self.needs_placement |= self.retries.release_within_budget(now)
-        if not self.needs_placement:
-            return
-        self.needs_placement = False
-        self.oversized.release_fitting()
-        if self._unadmitted and not self.why_not_serving():
-            self._admit_waiting()
-        while self.queue and self._place_next(now):
-            pass
-
-    def _admit_waiting(self) -> None:
-        for record in [
-            record for request, record in self.records.items() if request in self._unadmitted
-        ]:
-            if not self.context_capacity.why_too_long(record):
-                self._admit_request(record)
-
-    def _admit_request(self, record: RequestRecord) -> None:
-        request = record.request.id
-        self._unadmitted.remove(request)
-        record.admit_deadline = None
-        self.timers.set_timer(request, record.next_timer_at())
-        self.effects.append(AdmitRequest(request))
-
-    def _place_next(self, now: float) -> bool:
-        views = self.placer.list_node_views(now)
-        full, passed_over = (
-            self.latency_estimator.is_decode_full(),
-            set[tuple[int, str]](),
-        )  # by class and tenant
-        smallest = min((view.max_context_tokens for view in views), default=0)
-        for request in self.queue.list_candidates() if self._registry.nodes else ():
-            record = self.records[request]
-            if (
-                late := self.placer.find_deadline_error(record, now, wanted=len(self.queue) > 1)
-            ) is not None:
-                self.end_request(record, late, now)
-                return True
-            if (
-                record.max_total_tokens > smallest
-                and record.probe_node is None
-                and self.context_capacity.why_too_long(record)
-            ):
-                if (error := self.oversized.hold_request(record)) is not None:
-                    self.end_request(record, error, now)
-                return True
-            if full and record.remaining_tokens > 1 and record.probe_node is None:
-                continue  # as it is most of the time under load
-            standing, headroom = (
-                record.request.principal,
-                self.admission.headroom_share(request, now),
-            )
-            flow = standing.priority_level, standing.tenant
-            if headroom and flow in passed_over:
-                continue  # its next would not be placed either
-            decision = self.placer.decide_placement(record, views, now, headroom)
-            if decision is not None:
-                yielding = [
-                    tenant for level, tenant in passed_over if level == standing.priority_level
-                ]
-                self.queue.take_request(request, now, yielding)
-                self._start_attempt(record, decision, now)
-                return True
-            if headroom:
-                passed_over.add(flow)
-        return False
-
-    def _start_attempt(
-        self, record: RequestRecord, decision: PlacementDecision, now: float
-    ) -> None:
-        if (
-            record.request.id in self._unadmitted
-        ):  # one token alone: prefill can serve it while there is no decode node
-            self._admit_request(record)
-        record.attempt_count += 1
-        request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
-        key = AttemptKey(request.id, record.attempt_count, request.choice_index)
-        attempt = Attempt(key, prefill, decode, start_trace(decision, self.node_name, now))
-        record.begin_attempt(attempt)
-        attempt.legs.update(filter(None, (decode, prefill)))
-        self.placer.book_legs(record, key, decision, now)
-        self.counters.placements[decision.prefill_site.value, decision.reason.value] += 1
-        record.set_state(RequestState.PLACED)
-        models = self._registry.list_model_digests(prefill, decode)
-        record.timestamps.mark_placed(now, self.node_name(prefill), self.node_name(decode), models)
-        work = record.make_attempt_spec(key, now)
-        elsewhere = self.placer.find_remote_prefixes(record, decision)
-        if decode is not None:
-            writer = self._registry.nodes[prefill].address if prefill is not None else None
-            share = self.placer.get_local_prefill_share(decision.demand)
-            self.effects.append(
-                SendOrder(decode, DecodeOrder(work, writer, share, elsewhere.get(decode)))
-            )
-        if prefill is not None:
-            self.effects.append(
-                SendOrder(
-                    prefill,
-                    PrefillOrder(
-                        work, needs_no_decode=decode is None, remote_prefix=elsewhere.get(prefill)
-                    ),
-                )
-            )
-            if decode is not None:
-                attempt.reserve_deadline = now + self._settings.reserve_timeout
-                self.timers.set_timer(request.id, record.next_timer_at())
-        if record.prefix_holder is not None and decode not in (None, record.prefix_holder):
-            self._followers.reassign_followers(record)
-        attempt.trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
-        pair = attempt.node_pair
-        attempt.trace.is_breaker_probe = pair is not None and self.breakers.try_start_probe(
-            pair, key
-        )
-        if record.attempt_count == 1:
-            self.last_progress_at = now
-
     # while an attempt runs
 
     def on_reserved(self, record: RequestRecord, attempt: Attempt, now: float) -> None:
@@ -334,7 +215,7 @@ class RequestTable:
 
     def send_ticket(self, attempt: Attempt, ticket: TicketOrder) -> None:
         attempt.transport = ticket.ticket.transport
-        self.effects.append(SendOrder(ticket.ticket.writer_incarnation, ticket))
+        self.effects.send_order(ticket.ticket.writer_incarnation, ticket)
 
     def on_committed(self, record: RequestRecord, attempt: Attempt) -> None:
         """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is
@@ -348,7 +229,7 @@ class RequestTable:
                 and self.breakers.record_commit(attempt.node_pair, attempt.key)
             ):
                 self.on_breaker_changed(attempt.node_pair)
-            self.needs_placement |= self._followers.release_followers(
+            self.needs_placement |= self.followers.release_followers(
                 record.request.id, attempt.decode
             )
         if attempt.prefill is not None and not record.awaits_prompt_logprobs:
@@ -366,7 +247,7 @@ class RequestTable:
         if record.state is not RequestState.STREAMING:
             if not record.emitted_token_ids and record.prompt_logprobs is not None:
                 if record.request.sampling.prompt_logprobs is not None:
-                    self.effects.append(
+                    self.effects.append_effect(
                         EmitPromptLogprobs(record.request.id, record.prompt_logprobs)
                     )
                 record.prompt_logprobs = ()
@@ -382,7 +263,7 @@ class RequestTable:
         self.admission.charge_tokens(record.request.principal.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.is_internal else len(tokens)
         self.last_progress_at = now
-        self.effects.append(EmitTokens(record.request.id, tuple(tokens), scores))
+        self.effects.append_effect(EmitTokens(record.request.id, tuple(tokens), scores))
 
     def close_leg(
         self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None
@@ -392,16 +273,18 @@ class RequestTable:
             return
         attempt.legs.remove(node)
         self.loads.remove_leg(node, attempt.key)
-        self.needs_placement = True
+        self.wake_placement()
         if cancel is not None:
-            self.effects.append(SendOrder(node, CancelOrder(attempt.key, cancel)))
+            self.effects.send_order(node, CancelOrder(attempt.key, cancel))
 
     def on_breaker_changed(self, pair: NodePair) -> None:
         """The breaker between two nodes has another state."""
         state = self.breakers.get_state(pair)
         self.counters.breaker_changes[state.value] += 1
-        self.needs_placement = True
-        self.effects.append(BreakerChanged(self.node_name(pair[0]), self.node_name(pair[1]), state))
+        self.wake_placement()
+        self.effects.append_effect(
+            BreakerChanged(self.node_name(pair[0]), self.node_name(pair[1]), state)
+        )
 
     # the ways on and out
 
@@ -434,7 +317,7 @@ class RequestTable:
             attempt.trace.mark_ended(
                 now, error.code if error else REFUSED, error.message if error else "no room there"
             )
-            self.effects.append(
+            self.effects.append_effect(
                 AttemptReplaced(attempt.key, error.message if error is not None else "refused")
             )
         record.prefix_holder = None
@@ -462,8 +345,8 @@ class RequestTable:
         del self.records[request]
         self.queue.remove_request(request)
         self.timers.cancel_timer(request)
-        self.needs_placement |= self._followers.release_followers(request, None)
-        self._unadmitted.discard(request)
+        self.needs_placement |= self.followers.release_followers(request, None)
+        self.unadmitted.discard(request)
         self.oversized.forget_request(request)
         self.retries.forget_request(request)
         if record.probe_node is not None:
@@ -479,7 +362,7 @@ class RequestTable:
                 len(record.emitted_token_ids),
                 now - began if began is not None else 0.0,
             )
-        self.effects.append(self.ended_requests.record_end(record, result, now))
+        self.effects.append_effect(self.ended_requests.record_end(record, result, now))
 
     def on_node_lost(self, node: Incarnation, error: BatonError, now: float) -> None:
         """The node is no more, and off the registry: what had a leg there goes on elsewhere, the
