@@ -1,6 +1,8 @@
-"""What each message of a node does to the requests. Messages of another attempt, or of a node that
-has no part in it any more, are dropped and counted: late, repeated and reordered ones change
-nothing."""
+"""Applies each node report to the requests.
+
+Reports of another attempt, or of a node that has no leg of it any more, are dropped and counted, so
+late, repeated and reordered reports change nothing.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -39,7 +41,7 @@ class NodeReportHandler:
         }
 
     def handle_message(self, sender: Incarnation, message: m.NodeReport, now: float) -> None:
-        """`sender` is a member."""
+        """Apply a report of `sender`, which must be a member."""
         self._handlers[type(message)](sender, message, now)
 
     def _on_blocks_reserved(
@@ -111,8 +113,7 @@ class NodeReportHandler:
         events: Sequence[TokenEvent],
         now: float,
     ) -> None:
-        """Tokens of one sequence in one message. What does not continue the output exactly does not
-        get out."""
+        """Emit one sequence's tokens of a report, as far as they continue the output exactly."""
         if record.awaits_prompt_logprobs:
             self._buffer_tokens(record, attempt, sender, events, now)
             return
@@ -194,7 +195,7 @@ class NodeReportHandler:
         events: Sequence[TokenEvent],
         now: float,
     ) -> None:
-        """Tokens of decode, while the prompt's scores are still on their way from prefill."""
+        """Keep decode's tokens until prefill has sent the logprobs of the whole prompt."""
         attempt.buffered_tokens += events
         if (
             sender == attempt.computing_node
@@ -234,8 +235,8 @@ class NodeReportHandler:
         self._table.replace_attempt(record, error, now)
 
     def _report_to_breaker(self, attempt: Attempt, error: HandoffFailed, now: float) -> None:
-        """Does it count against the two nodes? What is stale is of another life and says nothing
-        about their link."""
+        """Count a failed hand-off against its pair of nodes, unless it is only stale: that says
+        nothing about their link."""
         pair = attempt.node_pair
         if (
             pair is not None
@@ -245,8 +246,8 @@ class NodeReportHandler:
             self._table.on_breaker_changed(pair)
 
     def _on_prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
-        """Counts while the attempt lasts: decode's word may be faster, and closes the writer's
-        leg."""
+        """Accepted as long as the attempt is current: decode's report may arrive first and close
+        the prefill leg."""
         found = self._table.find_attempt(message.key)
         if found is None or sender not in (found[1].prefill, found[1].decode):
             self._table.counters.dropped_messages["stale"] += 1
@@ -270,8 +271,8 @@ class NodeReportHandler:
     def _on_handoff_completed(
         self, sender: Incarnation, message: m.HandoffCompleted, now: float
     ) -> None:
-        """Counts whenever it comes: decode's word is often faster, and a short answer may be over
-        by now."""
+        """Accepted at any time: decode's report often arrives first, and a short answer may have
+        ended."""
         key, report, table = message.key, message.report, self._table
         found = table.find_attempt(key)
         if found is not None and found[1].prefill == sender:

@@ -13,10 +13,9 @@ _RETRY_AFTER_SECONDS = 1.0  # what the client is told to wait before it tries ag
 
 
 class OversizedRequests:
-    """Requests that no node which is here can hold, because one that could has left. They are out
-    of the queue, and of its bounds, until another comes, or until their deadline. Of those that
-    were never placed no more are held than the queue may have, in requests and in prompt tokens;
-    the others are as many as nodes had begun."""
+    """Parks requests that no present node can hold until a larger node joins or they expire.
+    Requests that were never placed are bounded, in number and prompt tokens, like the queue; others
+    are bounded by what nodes had begun."""
 
     def __init__(
         self,
@@ -32,8 +31,8 @@ class OversizedRequests:
         self._held: set[RequestId] = set()
 
     def hold_request(self, record: RequestRecord) -> BatonError | None:
-        """Take a request that is too long, see `ContextCapacity`, out of the queue. If there are
-        too many of them, what it is to end with instead."""
+        """Park a request that is too long (see `ContextCapacity`). If too many are parked, return
+        the error with which it must end instead."""
         if not record.attempt_count and (why := self._why_full(record)):
             too_long = self._capacity.why_too_long(record)
             return ServiceUnavailable(
@@ -45,18 +44,18 @@ class OversizedRequests:
         return None
 
     def release_fitting(self) -> None:
-        """Those that can be held by now are offered again."""
+        """Return requests to the queue that a node can hold now."""
         for request in self._list_fitting():
             self._held.discard(request)
             self._queue.unpark_request(request)
 
     def forget_request(self, request: RequestId) -> None:
-        """It has ended. Idempotent."""
+        """The request has ended. Idempotent."""
         self._held.discard(request)
 
     def deadline_error(self, record: RequestRecord) -> BatonError:
-        """What the request ends with when its time is over. That no node could hold it is not its
-        client's fault."""
+        """Return the error for a request that has timed out: it is not the client's fault if no
+        node could hold the request."""
         given = f"{record.request.timeout_seconds:g} s that its client or --request-timeout gave it"
         if record.request.id in self._held and (why := self._capacity.why_too_long(record)):
             return ServiceUnavailable(

@@ -10,6 +10,8 @@ from coordinator.core.requests.table import RequestTable
 
 
 class PlacementLoop:
+    """Admits and places waiting requests when the table has been woken."""
+
     def __init__(self, registry: NodeRegistry, table: RequestTable, reserve_timeout: float) -> None:
         """`reserve_timeout`: seconds in which a decode node must answer an order with a writer."""
         self._registry = registry
@@ -17,7 +19,7 @@ class PlacementLoop:
         self._reserve_timeout = reserve_timeout
 
     def place_waiting_requests(self, now: float) -> None:
-        """Admit and place what can be, if anything has changed."""
+        """Admit and place whatever can be, if anything has changed since the last call."""
         self._table.needs_placement |= self._table.retries.release_within_budget(now)
         if not self._table.needs_placement:
             return
@@ -45,6 +47,7 @@ class PlacementLoop:
         self._table.effects.append_effect(AdmitRequest(request))
 
     def _place_next(self, now: float) -> bool:
+        """Place or end the first candidate that allows it; return whether one was found."""
         views = self._table.placer.list_node_views(now)
         full, passed_over = (
             self._table.latency_estimator.is_decode_full(),

@@ -1,8 +1,8 @@
-"""Every request that has not ended, and what can happen to it.
+"""Every request that has not ended, and the transitions that it can take.
 
-Three rules hold whatever arrives: a request ends in `end` and nowhere else; what failed goes on in
-`replace` and nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or
-falls with its node in `lose_node`).
+Three rules hold for every input: a request ends only in `end_request`; a failed attempt goes on
+only in `replace_attempt`; a leg is closed only in `close_leg`, or falls with its node in
+`on_node_lost`.
 """
 
 from baton.errors import (
@@ -57,11 +57,11 @@ from coordinator.core.requests.retry_budget import RetryBudget
 from coordinator.core.requests.timeline import Timestamps
 from coordinator.core.requests.token_source_counts import count_token_sources
 
-ADMIT_TIMEOUT_SECONDS = 1.0  # seconds a new request waits for nodes that could serve it
+ADMIT_TIMEOUT_SECONDS = 1.0  # how long a new request waits for nodes that can serve it
 
 
 class RequestTable:
-    """Effects collect in `effects`; the brain hands them to its shell after every input."""
+    """Owns the request records and the parts that they share."""
 
     def __init__(
         self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
@@ -121,7 +121,7 @@ class RequestTable:
         self.needs_placement = True
 
     def next_due_times(self) -> tuple[float | None, ...]:
-        """When something here is to be looked at again."""
+        """Return the times at which the brain must tick for these parts."""
         degradation = self.degradation.next_sample_at(waiting=len(self.queue) > 0)
         return (
             self.timers.next_timer_at(),
@@ -133,6 +133,7 @@ class RequestTable:
     def add_request(
         self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
     ) -> RequestRecord:
+        """Add a request that was admitted; `after` names the leader whose prompt it shares."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -163,9 +164,9 @@ class RequestTable:
         return record
 
     def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
-        """A request of our own that goes through `node`, which need not be in service, and through
-        nodes of the other role that are: at once, once, and before all others. How it ends is in
-        `ended_probes`."""
+        """Add an internal request that goes through `node`, which need not be in service, and
+        through nodes of the other role that are. It is placed before all others, and once; its end
+        is appended to `ended_probes`."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -185,8 +186,8 @@ class RequestTable:
     def find_attempt_of_sender(
         self, key: AttemptKey, sender: Incarnation
     ) -> tuple[RequestRecord, Attempt] | None:
-        """The request whose present attempt is `key`, if `sender` still works on it; else the
-        message is dropped."""
+        """Return the request and its current attempt if that is `key` and `sender` has a leg of it;
+        otherwise count the message as stale and return None."""
         found = self.find_attempt(key)
         if found is None or sender not in found[1].legs:
             self.counters.dropped_messages["stale"] += 1
@@ -194,7 +195,7 @@ class RequestTable:
         return found
 
     def find_attempt(self, key: AttemptKey) -> tuple[RequestRecord, Attempt] | None:
-        """The request whose present attempt is `key`, whoever still works on it."""
+        """Return the request and its current attempt if that is `key`."""
         record = self.records.get(key.request_id)
         attempt = record.attempt if record else None
         return (record, attempt) if record and attempt and attempt.key == key else None
@@ -218,9 +219,8 @@ class RequestTable:
         self.effects.send_order(ticket.ticket.writer_incarnation, ticket)
 
     def on_committed(self, record: RequestRecord, attempt: Attempt) -> None:
-        """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is
-        over, and what happens to its writer from now on is nothing to this request, unless it owes
-        the prompt's scores. Idempotent."""
+        """Decode runs the attempt and its cache has the prompt, so the hand-off is over. The
+        prefill leg is closed, unless that node still owes the prompt's logprobs. Idempotent."""
         if not attempt.is_committed:
             attempt.is_committed = True
             if (
@@ -243,7 +243,7 @@ class RequestTable:
         scores: tuple[TokenLogprobs, ...],
         now: float,
     ) -> None:
-        """`tokens` continue the output exactly."""
+        """Send the next output tokens to the client and charge the tenant for them."""
         if record.state is not RequestState.STREAMING:
             if not record.emitted_token_ids and record.prompt_logprobs is not None:
                 if record.request.sampling.prompt_logprobs is not None:
@@ -268,7 +268,7 @@ class RequestTable:
     def close_leg(
         self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None
     ) -> None:
-        """The node's part is over, or is to be with `cancel`. Idempotent."""
+        """End the node's leg, with an order to cancel if `cancel` is given. Idempotent."""
         if node not in attempt.legs:
             return
         attempt.legs.remove(node)
@@ -278,7 +278,7 @@ class RequestTable:
             self.effects.send_order(node, CancelOrder(attempt.key, cancel))
 
     def on_breaker_changed(self, pair: NodePair) -> None:
-        """The breaker between two nodes has another state."""
+        """Count and log the new state of a pair's breaker."""
         state = self.breakers.get_state(pair)
         self.counters.breaker_changes[state.value] += 1
         self.wake_placement()
@@ -291,12 +291,14 @@ class RequestTable:
     def replace_attempt(
         self, record: RequestRecord, error: BatonError | None, now: float, *, exempt: bool = False
     ) -> None:
-        """The one recovery: give up this attempt and put the request, with what it has emitted, at
-        the head of the queue, or let it rest first if it failed before; the client sees nothing.
-        `error` None is a refusal. Refusals, preemptions and drains wait for room and do not count
-        as failures; other errors do, and one that no other attempt can mend ends the request.
-        Failures are subject to the retry budget, unless `exempt`. A probe has one attempt: another
-        would tell less."""
+        """Give up the attempt and queue its request again, with the tokens that it has emitted.
+
+        The request goes to the head of the queue, or backs off first if it failed before; the
+        client sees nothing. `error` None is a refusal. Refusals, preemptions and drains wait for
+        room and do not count as failures. Other errors do, and one that is not retryable ends the
+        request. Failures are subject to the retry budget unless `exempt`. A probe has one attempt,
+        because a second would hide a failure.
+        """
         waits = error is None or isinstance(error, Preempted | NodeDrained)
         record.failure_count += not waits
         most = self._settings.max_attempts if record.probe_node is None else 0
@@ -331,7 +333,7 @@ class RequestTable:
     def end_request(
         self, record: RequestRecord, result: FinishReason | BatonError, now: float
     ) -> None:
-        """The one place where a request ends."""
+        """End the request: the only place where a request ends."""
         request = record.request.id
         if record.attempt is not None:
             reason = (
@@ -365,9 +367,9 @@ class RequestTable:
         self.effects.append_effect(self.ended_requests.record_end(record, result, now))
 
     def on_node_lost(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the
-        oldest first, whatever the retry budget says. So does what failed there a moment ago, before
-        anybody knew why."""
+        """The node has left the registry: replace its attempts, oldest first, ignoring the retry
+        budget. Retries held back after failures on that node are released too, since the loss
+        explains them."""
         self.breakers.forget_node(node)
         self.needs_placement |= self.retries.on_node_lost(node, now)
         for key in reversed(self.loads.remove_node(node)):
@@ -382,14 +384,14 @@ class RequestTable:
                 )
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """Everything that has a leg there goes on elsewhere, the oldest first."""
+        """Replace every attempt that has a leg on the node, oldest first."""
         for key in reversed(self.loads.list_attempts(node)):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)
 
     def on_request_timer(self, request: RequestId, now: float) -> None:
-        """Time alone has passed for this request."""
+        """Handle whichever deadline of the request has passed."""
         record = self.records[request]
         attempt = record.attempt
         if now >= record.deadline:
@@ -418,8 +420,8 @@ class RequestTable:
             self.timers.set_timer(request, record.next_timer_at())
 
     def why_not_serving(self) -> str:
-        """What keeps the cluster from serving, "" if nothing does. Decode nodes can serve alone:
-        see `RequestPlacer`."""
+        """Return why the cluster cannot serve, or "" if it can. Decode nodes can serve alone: see
+        `RequestPlacer`."""
         return self._registry.why_unavailable(Role.DECODE)
 
     def _abandon_attempt(self, record: RequestRecord, attempt: Attempt, reason: BatonError) -> None:
