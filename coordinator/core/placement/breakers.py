@@ -40,7 +40,7 @@ class _PairBreaker:
 
 
 class CircuitBreakers:
-    """Pairs that never failed, and those whose last hand-off was committed, take no memory."""
+    """Pairs that have not failed since their last commit take no memory."""
 
     def __init__(self) -> None:
         self._pairs: dict[NodePair, _PairBreaker] = {}
@@ -59,7 +59,7 @@ class CircuitBreakers:
         return sum(breaker.state is state for breaker in self._pairs.values())
 
     def try_start_probe(self, pair: NodePair, key: AttemptKey) -> bool:
-        """A hand-off between them is to begin. Is it the probe?"""
+        """A hand-off is about to start; return whether it is the probe of a half-open breaker."""
         breaker = self._pairs.get(pair)
         if (
             breaker is None
@@ -72,7 +72,7 @@ class CircuitBreakers:
         return True
 
     def record_failure(self, pair: NodePair, key: AttemptKey, now: float) -> bool:
-        """A hand-off failed between them, and not because of its client. Has the breaker opened?"""
+        """Record a failed hand-off; return whether the breaker has opened."""
         breaker = self._pairs.setdefault(pair, _PairBreaker())
         breaker.failures += 1
         trips = breaker.state is BreakerState.CLOSED and breaker.failures >= FAILURES_TO_OPEN
@@ -83,8 +83,8 @@ class CircuitBreakers:
         return True
 
     def record_commit(self, pair: NodePair, key: AttemptKey) -> bool:
-        """A hand-off went through. Has the breaker closed? What began before it opened does not
-        decide."""
+        """Record a committed hand-off; return whether the breaker has closed. A half-open breaker
+        closes only by its probe."""
         breaker = self._pairs.get(pair)
         if breaker is None:
             return False
@@ -95,8 +95,8 @@ class CircuitBreakers:
         return closes
 
     def abandon_probe(self, pair: NodePair, key: AttemptKey) -> bool:
-        """The attempt is over, whatever came of it. Was it a probe without a verdict, so that
-        another may try?"""
+        """The attempt has ended. Return whether it was a probe without a result, so that another
+        may probe."""
         breaker = self._pairs.get(pair)
         if breaker is None or breaker.probe != key:
             return False
@@ -105,7 +105,7 @@ class CircuitBreakers:
         return True
 
     def half_open_due_pairs(self, now: float) -> list[NodePair]:
-        """Those that have cooled down: one attempt each may be placed."""
+        """Half-open the breakers whose cool-down is over, and return their pairs."""
         found = [
             pair
             for pair, breaker in self._pairs.items()
@@ -126,7 +126,7 @@ class CircuitBreakers:
         return min(opened, default=None)
 
     def forget_node(self, node: Incarnation) -> None:
-        """It is no member any more."""
+        """The node has left the cluster."""
         self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if node not in pair}
         self._update_blocked_pairs()
 

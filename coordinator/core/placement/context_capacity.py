@@ -1,10 +1,10 @@
-"""How long a request may be: what the largest decode node can hold. A prefill node is needed by no
-request, since a decode node computes what no prefill node can hold.
+"""How long a request may be: as long as the largest decode node can hold.
 
-A node that joins with a smaller cache or `--max-model-len` takes nothing away from others: requests
-that it cannot hold are placed elsewhere. A node that left still counts for a while, so that its
-restart does not turn what clients may ask for into their fault. What no node that is here can hold
-waits, and nobody waits behind it.
+Prefill nodes do not limit requests, since a decode node computes what no prefill node can hold. A
+node that joins with a smaller cache or `--max-model-len` takes nothing away: requests that it
+cannot hold are placed elsewhere. A node that left still counts for a while, so that its restart
+does not reject requests as too long. Requests that no present node can hold wait, and block no
+others.
 """
 
 from collections.abc import Collection
@@ -15,14 +15,12 @@ from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.request_view import PlaceableRequest
 
-DEPARTED_NODE_MEMORY_SECONDS = (
-    600.0  # seconds: within them a node that restarts has loaded its model again
-)
+# long enough for a restarted node to load its model
+DEPARTED_NODE_MEMORY_SECONDS = 600.0
 
 
 class ContextCapacity:
-    """`hands_off`: prefill nodes compute prompts, and answer alone what ends with its first
-    token."""
+    """With `hands_off`, prefill nodes compute prompts, and serve one-token outputs alone."""
 
     def __init__(self, registry: NodeRegistry, *, hands_off: bool) -> None:
         self._registry = registry
@@ -33,7 +31,7 @@ class ContextCapacity:
         self._bounds: ModelBounds | None = None
 
     def on_node_joined(self, info: JoinInfo) -> None:
-        """Called after it was added to the registry."""
+        """Must be called after the node was added to the registry."""
         self._departed_nodes = {
             name: one
             for name, one in self._departed_nodes.items()
@@ -42,12 +40,12 @@ class ContextCapacity:
         self._compute_bounds()
 
     def on_node_left(self, info: JoinInfo, now: float) -> None:
-        """Called after it was removed from the registry."""
+        """Must be called after the node was removed from the registry."""
         self._departed_nodes[info.name] = (info, now + DEPARTED_NODE_MEMORY_SECONDS)
         self._compute_bounds()
 
     def expire_departed_nodes(self, now: float) -> None:
-        """Forget who left too long ago, if others are here."""
+        """Forget nodes that left long ago, unless no node is left."""
         gone = [name for name, (_, until) in self._departed_nodes.items() if until <= now]
         if gone and self._registry.nodes:
             for name in gone:
@@ -55,12 +53,12 @@ class ContextCapacity:
             self._compute_bounds()
 
     def get_model_bounds(self) -> ModelBounds | None:
-        """None before the first join."""
+        """Return the bounds of requests; None before the first join."""
         return self._bounds
 
     def why_too_long(self, record: PlaceableRequest) -> str:
-        """Why no node that may be given work can hold the request, "" if one can or if there is no
-        decode node."""
+        """Return why no node in service can hold the request; "" if one can, or without decode
+        nodes."""
         alone = self._hands_off and record.remaining_tokens <= 1
         if alone and self._registry.can_fit_context(Role.PREFILL, record.context_tokens + 1):
             return ""
@@ -89,6 +87,6 @@ class ContextCapacity:
 
 
 def _largest_node(infos: Collection[JoinInfo]) -> JoinInfo:
-    """Of the decode nodes if there are any: they serve alone what no prefill node can hold."""
+    """Return the largest decode node, or the largest node if there is no decode node."""
     decode = [info for info in infos if info.role is Role.DECODE]
     return max(decode or infos, key=lambda info: info.max_context_tokens)
