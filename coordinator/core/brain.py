@@ -1,5 +1,7 @@
-"""The whole brain behind one door: inputs with the time, effects in order. Its shell is
-`coordinator/node_links/dispatcher.py`; a simulator is another."""
+"""The coordinator's pure core behind one class: inputs with their time in, effects in order out.
+
+Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
+"""
 
 import math
 from collections.abc import Sequence
@@ -47,6 +49,8 @@ from coordinator.core.requests.table import RequestTable
 
 
 class Brain:
+    """Every input returns the effects that its caller must carry out, in order."""
+
     def __init__(
         self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
     ) -> None:
@@ -73,41 +77,40 @@ class Brain:
     def submit_request(
         self, request: Request, now: float, *, internal: bool = False
     ) -> list[Effect]:
-        """Take a request in. `AdmitRequest` follows at once, or when nodes that can serve it have
-        come; else it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises Draining,
-        Overloaded, Unavailable or TooLong, counted."""
+        """Submit a request. `AdmitRequest` follows at once, or when nodes that can serve it have
+        joined; otherwise it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises
+        ShuttingDown, Overloaded, ServiceUnavailable or ContextLengthExceeded, which are counted."""
         return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
 
     def submit_requests(
         self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
     ) -> list[Effect]:
-        """Take all of them in, in this order, or none of them: `submit_request`'s errors, each
+        """Submit all requests, in this order, or none: raises the errors of `submit_request`, each
         counted once, and InvalidRequest if the queue could never hold so many."""
         self._request_admitter.admit_requests(arrivals, now, internal=internal)
         return self._take_effects(now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
-        """Count a request that is turned away before it is submitted."""
+        """Count a request that was rejected before it was submitted."""
         self._request_admitter.count_rejection(error, tenant_class, now)
 
     def require_admission(
         self, standing: Principal, count: int, timeout: float, now: float
     ) -> None:
-        """Whether `count` requests would be let in, as far as can be said without a look at their
-        prompts: before anything is spent on them. Raises Draining, Overloaded or InvalidRequest;
-        not counted."""
+        """Check whether `count` requests would be admitted, before their prompts are tokenized.
+        Raises ShuttingDown, Overloaded or InvalidRequest; not counted."""
         self._request_admitter.check_admission(standing, AdmissionRequest(count, timeout), now)
 
     def reload_tenants(self, tenants: TenantTable, now: float) -> list[Effect]:
-        """Other tenants from now on. Requests that are here keep their standing."""
+        """Replace the tenants. Running requests keep their principals."""
         self._table.admission.reload_tenants(tenants, now)
         self._table.wake_placement()
         return self._take_effects(now)
 
     def join_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError,
-        counted: see `NodeRegistry.check_join`. The first node of another model ends the requests
-        that were admitted under the former one."""
+        """A node joins as `incarnation` and replaces an older one of its process. Raises
+        ConfigError, counted: see `NodeRegistry.check_join`. The first node of another model ends
+        the requests that were admitted under the former one."""
         try:
             replaced = self.node_registry.check_join(
                 info, now, count_bound_requests(self._table.records.values())
@@ -130,12 +133,12 @@ class Brain:
         return self._take_effects(now)
 
     def join_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A host's pool joins; an older one of its name is gone. Raises ConfigError, counted."""
+        """A host's pool joins and replaces an older one of its name. Raises ConfigError, counted."""
         self._pool_membership.join_pool(info, incarnation, now)
         return self._take_effects(now)
 
     def receive_report(self, sender: Incarnation, message: NodeReport, now: float) -> list[Effect]:
-        """A message of a node or a pool; dropped if `sender` is no member."""
+        """Apply a report of a node or pool; it is dropped if `sender` is no member."""
         if self._pool_membership.receive_report(sender, message, now):
             return self._take_effects(now)
         node = self.node_registry.nodes.get(sender)
@@ -151,7 +154,7 @@ class Brain:
     def remove_member(
         self, incarnation: Incarnation, error: BatonError, now: float
     ) -> list[Effect]:
-        """Also of a pool. Idempotent."""
+        """Remove a node or a pool, whose stream ended. Idempotent."""
         self._pool_membership.remove_pool(incarnation, error)
         node = self.node_registry.nodes.get(incarnation)
         if node is not None:
@@ -159,26 +162,26 @@ class Brain:
         return self._take_effects(now)
 
     def cancel_request(self, request: RequestId, error: BatonError, now: float) -> list[Effect]:
-        """End a request with `error`, in whatever state it is; a no-op after its end."""
+        """End a request with `error`, in any state; does nothing after its end."""
         record = self._table.records.get(request)
         if record is not None:
             self._table.end_request(record, error, now)
         return self._take_effects(now)
 
     def stop_request(self, request: RequestId, now: float) -> list[Effect]:
-        """End a request well: its client has all that it wants. A no-op after its end."""
+        """End a request successfully: its client needs no more. Does nothing after its end."""
         record = self._table.records.get(request)
         if record is not None:
             self._table.end_request(record, FinishReason.STOP, now)
         return self._take_effects(now)
 
     def start_draining(self) -> None:
-        """Refuse new requests from now on. Those that are here go on."""
+        """Reject new requests from now on; requests that are here continue."""
         self._request_admitter.is_draining = True
 
     def drain_node(self, name: NodeName, timeout: float | None, now: float) -> list[Effect]:
-        """Give the node no new work. What it still holds after `timeout` seconds (None: however
-        long it takes) is placed again. Raises NotFound."""
+        """Give the node no new work, and replace what it still has after `timeout` seconds (None:
+        never). Raises NotFound."""
         self.get_node(name)
         self.node_registry.drains.start_drain(name, None if timeout is None else now + timeout)
         self._table.wake_placement()
@@ -186,8 +189,7 @@ class Brain:
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
-        """A no-op for a node that is in service. Raises NotFound for a name that is neither a
-        node's nor drained."""
+        """Put a node back in service; does nothing if it is. Raises NotFound for an unknown name."""
         if not self.node_registry.drains.end_drain(name):
             self.get_node(name)
         self._table.wake_placement()
@@ -195,26 +197,26 @@ class Brain:
         return self._take_effects(now)
 
     def set_ratio(self, target: RoleSplit, patience: float, now: float) -> list[Effect]:
-        """Switch nodes in place until they have this ratio, and keep them so. What a node still
-        does `patience` seconds after it was chosen is placed again elsewhere. Ends
-        `set_auto_ratio`. Raises InvalidRequest, naming the splits that are possible."""
+        """Switch the roles of nodes until they have this ratio, and keep it. What a node still does
+        `patience` seconds after it was chosen is placed again. Ends `set_auto_ratio`. Raises
+        InvalidRequest, naming the possible splits."""
         self.role_switcher.set_target(target, patience, now)
         self.ratio_controller.disable_auto()
         return self._take_effects(now)
 
     def set_auto_ratio(self, slo: Slo | None, patience: float, now: float) -> list[Effect]:
-        """Change the ratio so that an objective is kept, the default one if it is None, until
-        `set_manual_ratio` or `set_ratio`."""
+        """Change the ratio to keep an SLO, None for the default one, until `set_manual_ratio` or
+        `set_ratio`."""
         self.ratio_controller.enable_auto(slo, patience, now)
         return self._take_effects(now)
 
     def set_manual_ratio(self) -> None:
-        """Idempotent. Nodes that are on their way go on."""
+        """Stop changing the ratio. Idempotent. Pending role switches continue."""
         self.ratio_controller.disable_auto()
 
     def tick(self, now: float) -> list[Effect]:
-        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience; and a
-        slice of what is to be tidied up."""
+        """Handle what time alone has made due: silent and stalled nodes, deadlines, drains and role
+        switches; and sweep a slice of the prefix directory."""
         self.placement_state.prefix_directory.sweep_slice()
         for node, error in self.node_registry.find_expired(now, self._table.loads.busy_nodes()):
             self._drop_node(node, error, now)
@@ -237,7 +239,7 @@ class Brain:
         return self._take_effects(now)
 
     def next_tick_at(self) -> float | None:
-        """When `tick` is to be called next if nothing else happens."""
+        """Return when `tick` must be called next if no other input comes."""
         members = (
             self.node_registry.next_silence_at(),
             self.node_registry.drains.next_deadline(),
@@ -267,11 +269,11 @@ class Brain:
 
     @property
     def tenant_classes(self) -> tuple[str, ...]:
-        """Of the file of tenants, or the one class of all clients."""
+        """The classes of the tenants file, or the one class of all clients."""
         return self._table.admission.tenants.classes
 
     def list_members(self) -> list[NodeMember | PoolMember]:
-        """All that a ledger, failpoints and counters can be asked of."""
+        """Return all nodes and pools."""
         return [*self.node_registry.nodes.values(), *self.placement_state.pools.members.values()]
 
     @property
@@ -280,22 +282,21 @@ class Brain:
 
     @property
     def queued_requests(self) -> int:
-        """Requests that wait to be placed."""
+        """Number of requests that wait to be placed."""
         return len(self._table.queue) + self._table.queue.parked_count + len(self._table.retries)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their turn to be placed."""
+        """Prompt tokens of the requests in the queue."""
         return self._table.queue.total_prompt_tokens
 
     @property
     def running_requests(self) -> int:
-        """Requests placed and not ended."""
+        """Number of requests that are placed and have not ended."""
         return len(self._table.records) - self.queued_requests
 
     def seconds_without_progress(self, now: float) -> float:
-        """Seconds for which requests have been here and none of them got further than it had
-        been."""
+        """Return for how long there have been requests and none of them made progress."""
         return now - self._table.last_progress_at if self._table.records else 0.0
 
     @property
@@ -310,16 +311,16 @@ class Brain:
         return list(self._table.records)
 
     def get_request_state(self, request: RequestId) -> RequestState | None:
-        """None once it has ended."""
+        """Return the state of a request, None after its end."""
         return record.state if (record := self._table.records.get(request)) else None
 
     def get_timeline(self, request: RequestId) -> Timeline | None:
-        """Of a request that has ended not long ago."""
+        """Return the timeline of a request that ended recently."""
         return self._table.ended_requests.timelines.get(request)
 
     def explain_request(self, request: RequestId, now: float) -> ExplainResponse:
-        """Of a request that is here or has ended not long ago, with the others of its answer if it
-        is the first. Raises NotFound."""
+        """Explain a running or recently ended request, with its siblings if it is the first choice.
+        Raises NotFound."""
         told = self._find_explanation(request, now)
         if told is None:
             most = self._table.ended_requests.explanations.max_kept
