@@ -133,7 +133,7 @@ class Brain:
         return self._take_effects(now)
 
     def join_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A host's pool joins and replaces an older one of its name. Raises ConfigError, counted."""
+        """A host's pool joins, replacing an older one of its name. Raises ConfigError, counted."""
         self._pool_membership.join_pool(info, incarnation, now)
         return self._take_effects(now)
 
@@ -189,7 +189,7 @@ class Brain:
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
-        """Put a node back in service; does nothing if it is. Raises NotFound for an unknown name."""
+        """Put a node back in service, if it is not. Raises NotFound for an unknown name."""
         if not self.node_registry.drains.end_drain(name):
             self.get_node(name)
         self._table.wake_placement()

@@ -10,7 +10,7 @@ The checks are cheap, a few sums over the waiting requests:
   floods the queue leaves room for the others.
 - The predicted wait, against what the deadline leaves besides prefill and decode, or against the
   class's `max_wait` if that is shorter: work that the deadline cuts off would be wasted. The wait
-  is the backlog ahead over the rate at which the queue drains, and what nodes have still to compute.
+  is the backlog ahead over the rate at which the queue drains, and what nodes have yet to compute.
 
 Every rejection says when to retry.
 """
@@ -106,7 +106,8 @@ class AdmissionController:
             and standing.priority_level == lowest
         ):
             raise Overloaded(
-                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait too long (shed_lowest)",
+                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait"
+                " too long (shed_lowest)",
                 retry_after=SHED_RETRY_SECONDS,
             )
         tenant = self.tenants.get_tenant(standing.tenant)
@@ -170,7 +171,8 @@ class AdmissionController:
             wait = bucket.wait_seconds(now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
                 raise TenantLimitExceeded(
-                    f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second ({unit}_per_second)",
+                    f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second"
+                    f" ({unit}_per_second)",
                     retry_after=clamp_retry_after(wait),
                 )
 
@@ -192,7 +194,8 @@ class AdmissionController:
             )
             if own + count > max(share, 1.0) and own:
                 raise Overloaded(
-                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the free places is"
+                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the"
+                    " free places is"
                     f" {share:.0f} (--max-queue)",
                     retry_after=self._queue.retry_after_seconds(standing.priority_level),
                 )
@@ -205,7 +208,8 @@ class AdmissionController:
         )
         if waiting and waiting + max(tokens, 1) > limit:
             raise Overloaded(
-                f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is {limit}"
+                f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is"
+                f" {limit}"
                 " (--max-queue-tokens)",
                 retry_after=self._queue.retry_after_seconds(standing.priority_level),
             )
@@ -231,7 +235,8 @@ class AdmissionController:
         ) + self._latency_estimates.node_wait_seconds(now)
         if left > 0 and wait > limit:
             raise Overloaded(
-                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
+                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s"
+                " (what its deadline"
                 f" leaves, or max_wait of class {standing.tenant_class!r})",
                 retry_after=clamp_retry_after(wait - limit),
             )

@@ -1,16 +1,17 @@
-"""Graceful degradation: what the cluster gives up, in this order, while requests wait longer than
-they should, and takes back in the opposite one.
+"""Graceful degradation: steps that are taken in order while requests wait too long.
+
+They are taken back in the opposite order:
 
     shed_lowest           new requests of the lowest class are refused
     smaller_token_budget  tenants with a limit on tokens get half of it
     capped_output         new requests get at most so many tokens
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 
-*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `PressureMonitor`). At 1
-and more for `ENGAGE_SECONDS` seconds the next step is taken that can help; each step has as long to
-act before the next one. At `LOW_PRESSURE` and less for `RELEASE_SECONDS` seconds the last one is
-taken back. Between the two nothing changes, and both begin anew: what a load near the limit does,
-it does once.
+*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait
+(see `PressureMonitor`). After `ENGAGE_SECONDS` seconds at `HIGH_PRESSURE` or more the next step
+that can help is taken, and each step has as long to act before the next one. After
+`RELEASE_SECONDS` seconds at `LOW_PRESSURE` or less the last step is taken back. Between the two
+nothing changes, and both times start again, so a load near the limit does not make steps flap.
 """
 
 from collections import Counter

@@ -80,7 +80,7 @@ class FairQueue:
         self._requeued[request] = claim
 
     def park_request(self, request: RequestId) -> None:
-        """Take the request out of all sums until `unpark_request`: it does not wait for its turn."""
+        """Take the request out of all sums until `unpark_request`."""
         found = self._places.get(request)
         claim, place = found if found is not None else (self._requeued[request], None)
         self.remove_request(request)

@@ -34,7 +34,7 @@ DEFAULT_TENANT = Tenant()  # every client of a cluster without a tenants file
 
 
 def derive_cache_salt(name: str) -> bytes:
-    """Derive the salt of a tenant's cache from its name, so that no request can choose another's."""
+    """Derive the salt of a tenant's cache from its name: no request can choose another's."""
     return hashlib.sha256(b"baton tenant cache\0" + name.encode()).digest()
 
 

@@ -158,7 +158,7 @@ class WaitingQueue:
         return BacklogAhead(tokens, requests, decode_full)
 
     def retry_after_seconds(self, level: int = 0) -> float:
-        """Return the seconds in which the backlog of a class drains at the measured rate, 1 to 60."""
+        """Return the seconds, 1 to 60, in which the class's backlog drains."""
         rate = self.service_rate.requests_per_second
         seconds = self.count_waiting(level) / rate if rate else _MIN_RETRY_SECONDS
         return clamp_retry_after(seconds)

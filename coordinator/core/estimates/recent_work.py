@@ -24,7 +24,7 @@ class RecentWork:
         return self._total
 
     def rescale(self, now: float) -> bool:
-        """Must be called before other methods of a moment; return whether all sums were rescaled."""
+        """Must be called first at each moment; return whether all sums were rescaled."""
         windows = (now - self._landmark) / self._window
         if windows <= _MAX_WINDOWS:
             return False

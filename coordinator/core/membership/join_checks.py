@@ -86,12 +86,14 @@ def require_valid_join(info: JoinInfo) -> None:
         )
     if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
         raise ConfigError(
-            f"node name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+            f"node name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set"
+            " --name"
         )
     require_process_nonce(info)
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
         raise ConfigError(
-            f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex"
+            f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes"
+            " in hex"
         )
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
     sizes |= {f"layout.{name}": getattr(info.layout, name) for name in _POSITIVE_OF_LAYOUT}
@@ -116,7 +118,8 @@ def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests
         if not bound_requests:
             raise _mismatch(info, name, mine, ours)
         remedy = (
-            f"{bound_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
+            f"{bound_requests} requests of that model have not ended: bring a node of it back,"
+            " or wait until they have"
             " ended (--request-timeout)"
         )
         raise _mismatch(info, name, mine, ours, remedy, retry_after=_BOUND_MODEL_RETRY_AFTER)
@@ -170,7 +173,8 @@ def require_free_name(info: MemberIdentity, held_by: MemberIdentity, free_in: fl
     """
     if info.process != held_by.process:
         raise ConfigError(
-            f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is"
+            f"the name {info.name!r} is in use by process {held_by.pid} of host"
+            f" {held_by.host_id[:16]!r}, which is"
             " alive: give one of the two another --name, or stop one",
             param="name",
             retry_after=max(free_in, _MIN_RETRY_AFTER),

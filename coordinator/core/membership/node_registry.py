@@ -145,7 +145,8 @@ class NodeRegistry:
                     (
                         node,
                         NodeLost(
-                            f"node {name} was silent for {quiet:.1f} s (--silence {self.silence_seconds:g})"
+                            f"node {name} was silent for {quiet:.1f} s (--silence"
+                            f" {self.silence_seconds:g})"
                         ),
                     )
                 )
@@ -159,7 +160,8 @@ class NodeRegistry:
                     (
                         node,
                         NodeStalled(
-                            f"node {name} made no progress for {age:.1f} s (--stall {self._stall_seconds:g})"
+                            f"node {name} made no progress for {age:.1f} s (--stall"
+                            f" {self._stall_seconds:g})"
                         ),
                     )
                 )

@@ -69,7 +69,8 @@ class PoolRegistry:
         _require_equal(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
         if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
             raise ConfigError(
-                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters:"
+                " set --name"
             )
         require_process_nonce(info)
         if info.num_blocks < 1:

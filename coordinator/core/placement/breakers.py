@@ -1,14 +1,14 @@
 """A circuit breaker for each pair of a prefill and a decode node (Nygard, "Release It!", 2007).
 
-    CLOSED ---- `FAILURES_TO_OPEN` hand-offs in a row failed ----> OPEN ---- it has cooled down ----> HALF_OPEN
-       ^                                                ^                                  |    |
-       |                                                +------- the probe failed ---------+    |
-       +-------------------------------- the probe was committed -------------------------------+
+    CLOSED -- FAILURES_TO_OPEN hand-offs in a row failed --> OPEN -- cooled down --> HALF_OPEN
+       ^                                                      ^                        |   |
+       |                                                      +--- the probe failed ---+   |
+       +------------------------ the probe was committed ----------------------------------+
 
-While a pair is not CLOSED, placement keeps its two nodes apart; each goes on with others. HALF_OPEN
-lets one attempt through, the probe. An attempt that ends for any other reason (its client went
-away, decode had no room) says nothing about the pair: a probe that does so makes way for another. A
-node that joins anew comes with a clean record.
+While a pair is not CLOSED, its two nodes are not placed together; each works with others. HALF_OPEN
+lets one attempt through, the probe. An attempt that ends for another reason (its client left,
+decode had no room) says nothing about the pair, and if it was the probe another one may follow. A
+node that rejoins starts without failures.
 """
 
 from dataclasses import dataclass

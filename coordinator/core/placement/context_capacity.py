@@ -69,7 +69,8 @@ class ContextCapacity:
         if largest >= record.max_total_tokens:
             return ""
         return (
-            f"no decode node that is here can hold its {record.max_total_tokens} tokens, the largest holds {largest}"
+            f"no decode node that is here can hold its {record.max_total_tokens} tokens, the"
+            f" largest holds {largest}"
             " (--max-model-len, --kv-memory)"
         )
 

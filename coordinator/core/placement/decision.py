@@ -21,8 +21,9 @@ class PrefillSite(Enum):
 
 
 class PlacementReason(Enum):
+    """Why the prompt is computed there."""
+
     MODE = "mode"  # the mode leaves no choice
-    MODE = "mode"  # leaves no choice
     NO_PREFILL_NODE = "no_prefill_node"  # no prefill node serves, although the mode has hand-offs
     # no prefill node that serves can hold the context
     PREFILL_TOO_SMALL = "prefill_too_small"

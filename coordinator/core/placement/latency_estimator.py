@@ -34,7 +34,7 @@ class LatencyEstimator:
         return self._decode_times.predict_seconds(tenant, max_tokens)
 
     def node_wait_seconds(self, now: float) -> float:
-        """Return the seconds until the first node that computes prompts has computed what it has."""
+        """Return the seconds until the first node that computes prompts has no prompt left."""
         role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
         least = math.inf
         for node in self._registry.nodes_in_service(role):
@@ -59,5 +59,6 @@ class LatencyEstimator:
             return None
         least = _OPTIMISM * self._costs.fastest_prefill_seconds(tokens - held, held)
         return DeadlineExceeded(
-            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s are left for it"
+            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s"
+            " are left for it"
         )

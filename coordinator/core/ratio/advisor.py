@@ -73,12 +73,16 @@ def _has_both_roles(split: RoleSplit) -> bool:
 def _explain_advice(advice: RatioAdvice) -> str:
     best = advice.get_forecast(advice.best_split)
     if advice.best_split == advice.current_split:
-        return f"{advice.current_split} is predicted to serve {best.slo_attainment:.0%} within {advice.slo}, and no split more"
+        return (
+            f"{advice.current_split} is predicted to serve {best.slo_attainment:.0%} within"
+            f" {advice.slo}, and no split more"
+        )
     if not _has_both_roles(advice.current_split):
         return f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}"
     present = advice.get_forecast(advice.current_split)
     role = "prefill" if present.prefill_load > present.decode_load else "decode"
     return (
-        f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}, {present.slo_attainment:.0%} with {advice.current_split}, "
+        f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo},"
+        f" {present.slo_attainment:.0%} with {advice.current_split}, "
         f"where {role} has {present.bottleneck_load:.0%} of the work that it can do"
     )

@@ -49,7 +49,7 @@ class SplitBacktest:
         present: RoleSplit,
         now: float,
     ) -> None:
-        """Replay the requests that arrived since the last call; `splits` includes the present one."""
+        """Replay new requests; `splits` includes the present one."""
         near = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
         near = near[: max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(asked))))]
         self._select_splits(near, present, machine)

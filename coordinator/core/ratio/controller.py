@@ -66,7 +66,8 @@ class RatioController:
         if workload is None or len(workload.requests) < MIN_REQUESTS:
             count = len(workload.requests) if workload else 0
             raise ServiceUnavailable(
-                f"{count} requests came in the last {ADVICE_WINDOW:g} s: advice needs {MIN_REQUESTS} at least",
+                f"{count} requests came in the last {ADVICE_WINDOW:g} s: advice needs"
+                f" {MIN_REQUESTS} at least",
                 retry_after=ADVICE_WINDOW,
             )
         forecaster = SplitForecaster(workload, machine, objective)

@@ -178,7 +178,8 @@ class RatioPlanner:
         if not able:
             return (
                 None,
-                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid yet: {told}",
+                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid"
+                f" yet: {told}",
             )
         if not proved and now < self._trials_paused_until:
             left = self._trials_paused_until - now
@@ -186,7 +187,8 @@ class RatioPlanner:
         if now < self._cooldown_until:
             return (
                 None,
-                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the last change",
+                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the"
+                " last change",
             )
         if not proved and self._hopeless_streak:
             best = _nearest_good_split(present, {split: better[split] for split in able})

@@ -1,11 +1,11 @@
 """One node's change of role.
 
-            attempts ended or placed again      joined in the new role       probe served
-DRAINING ------------------------------> ORDERED ------------------> PROBING ------------> done
-   |                                        |                        |  ^  |
-   +-- called back: recalled                |                failed  v  |  +-- wanted back: superseded
-   |                                        |                        RESTING
-   +----------------------------------------+------------------------+-- node gone, or came back as it was: lost
+          attempts ended or placed again      rejoined                 probe succeeded
+DRAINING ------------------------------> ORDERED -------> PROBING ------------------> done
+   |                                        |              |  ^  |
+   +-- called back: recalled                |      failed  v  |  +-- target changed: superseded
+   |                                        |             RESTING
+   +----------------------------------------+--------------+-- node lost, or back as it was: lost
 """
 
 from dataclasses import dataclass

@@ -275,7 +275,10 @@ class RoleSwitcher:
     def _give_up_node(self, flip: PendingRoleSwitch, now: float) -> None:
         """The node was ordered to switch and has not rejoined in time."""
         node = self._registry.by_name(flip.node)
-        why = f"node {flip.node} did not take the role {flip.target_role.value} within {ORDER_TIMEOUT_SECONDS:g} s"
+        why = (
+            f"node {flip.node} did not take the role {flip.target_role.value} within"
+            f" {ORDER_TIMEOUT_SECONDS:g} s"
+        )
         self._finish_switch(flip, "lost", now, why)
         if node is not None:
             self._drop_node(node, NodeStalled(why), now)

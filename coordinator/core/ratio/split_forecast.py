@@ -158,7 +158,7 @@ class SplitForecaster:
         )
 
     def list_least_loaded(self, splits: Iterable[RoleSplit]) -> list[RoleSplit]:
-        """Return the `_MAX_CANDIDATES` splits with the least loaded bottleneck; others serve less."""
+        """Return the `_MAX_CANDIDATES` splits with the least loaded bottleneck."""
         return sorted(splits, key=self.compute_bottleneck_load)[:_MAX_CANDIDATES]
 
     def _ttft_distribution(self, split: RoleSplit) -> Callable[[float], float]:

@@ -96,7 +96,7 @@ class SplitReplay:
         self._advance_clock(until, pace)
 
     def with_split(self, split: RoleSplit) -> "SplitReplay":
-        """Return a copy that continues with another split. Prompts whose node is gone start over."""
+        """Return a copy that continues with another split; prompts whose node is gone restart."""
         made = copy(self)
         made._split, made._serial = split, count(next(self._serial))
         own = {id(request): copy(request) for request in self._awaiting_first_token}

@@ -29,7 +29,8 @@ def collect_prompt_logprobs(
     end = message.first_index + len(message.logprobs)
     if message.first_index != expected or not expected < end <= last:
         raise StaleMessage(
-            f"prompt scores {message.first_index} to {end} have come, expected were some from {expected}, up to {last}"
+            f"prompt scores {message.first_index} to {end} have come, expected were some from"
+            f" {expected}, up to {last}"
         )
     names = required_top_logprobs(record.request.sampling.prompt_logprobs, vocab_size)
     if names is None or not all(has_required_logprobs(score, names) for score in message.logprobs):

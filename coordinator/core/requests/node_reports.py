@@ -126,7 +126,8 @@ class NodeReportHandler:
             expected = len(record.emitted_token_ids) + len(fresh)
             if finish is not None or event.output_index != expected:
                 error = StaleMessage(
-                    f"node {self._table.node_name(sender)} sent token {event.output_index}, expected was {expected}"
+                    f"node {self._table.node_name(sender)} sent token {event.output_index},"
+                    f" expected was {expected}"
                 )
                 break
             if sender == attempt.prefill and event.finish_reason is None:
@@ -139,7 +140,8 @@ class NodeReportHandler:
                     event.logprobs, width
                 ):
                     error = StaleMessage(
-                        f"node {self._table.node_name(sender)} sent token {event.output_index} without the score asked"
+                        f"node {self._table.node_name(sender)} sent token {event.output_index}"
+                        " without the score asked"
                     )
                     break
                 fresh_scores.append(event.logprobs)

@@ -71,7 +71,8 @@ class RequestAdmitter:
         limit = self._settings.max_queue
         if bid.request_count > limit:
             raise InvalidRequest(
-                f"{bid.request_count} outputs are asked for at once, the limit is {limit} (--max-queue)",
+                f"{bid.request_count} outputs are asked for at once, the limit is {limit}"
+                " (--max-queue)",
                 param="n",
             )
         self._table.admission.check_admission(standing, bid, now)

@@ -117,7 +117,7 @@ class RequestTable:
         self.unadmitted: set[RequestId] = set()  # not accepted yet: no node can serve them
 
     def wake_placement(self) -> None:
-        """Something has changed for waiting requests: try to place them before effects are taken."""
+        """Request a new attempt to place waiting requests, before effects are taken."""
         self.needs_placement = True
 
     def next_due_times(self) -> tuple[float | None, ...]:

@@ -4,7 +4,8 @@ The time to the first token is cut at four moments, each no earlier than the one
 than the first token, so that the stages are a partition of it whatever arrives, in whatever order,
 or never:
 
-    arrival | queue | placed | reserve | reserved | prefill | prefill ended | transfer | committed | first_token | token
+    moment   arrival     placed        reserved      prefill_ended      committed          token
+    stage          queue       reserve        prefill           transfer      first_token
 
 `placed` is the last placement before the first token. Prefill computes while decode reserves, and
 layers travel while prefill computes: a stage is the part that was exposed. `committed` is when the
