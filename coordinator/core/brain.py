@@ -1,5 +1,7 @@
-"""The whole brain behind one door: inputs with the time, effects in order. Its shell is
-`coordinator/node_links/dispatcher.py`; a simulator is another."""
+"""The coordinator's pure core behind one class: inputs with their time in, effects in order out.
+
+Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +25,6 @@ from coordinator.core.common.messages import (
     NodeReport,
     PeerLostNotice,
     RatioChanged,
-    SendOrder,
 )
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.drains import NodeServiceState, is_node_empty
@@ -39,6 +40,7 @@ from coordinator.core.ratio.role_switcher import RoleSwitcher
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
 from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
 from coordinator.core.requests.node_reports import NodeReportHandler
+from coordinator.core.requests.placement_loop import PlacementLoop
 from coordinator.core.requests.pressure import PressureMonitor
 from coordinator.core.requests.record import RequestState
 from coordinator.core.requests.request_admitter import RequestAdmitter, SubmittedRequest
@@ -47,11 +49,14 @@ from coordinator.core.requests.table import RequestTable
 
 
 class Brain:
+    """Every input returns the effects that its caller must carry out, in order."""
+
     def __init__(
         self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
     ) -> None:
         self.node_registry = registry
         self._table = RequestTable(registry, placement, settings)
+        self._placement_loop = PlacementLoop(registry, self._table, settings.reserve_timeout)
         self._request_admitter = RequestAdmitter(self._table, settings)
         self._report_handler = NodeReportHandler(registry, self._table)
         self.role_switcher = RoleSwitcher(registry, self._table, settings.mode, self._drop_node)
@@ -59,48 +64,53 @@ class Brain:
             registry, self._table, self.role_switcher, settings.default_slo
         )
         self._pressure_monitor = PressureMonitor(self._table, settings)
-        self._pool_membership = PoolMembership(registry, self._table)
+        self._pool_membership = PoolMembership(
+            registry,
+            self.placement_state.pools,
+            self.placement_state.prefix_directory,
+            self.counters,
+            self._table.effects.append_effect,
+        )
 
     # inputs
 
     def submit_request(
         self, request: Request, now: float, *, internal: bool = False
     ) -> list[Effect]:
-        """Take a request in. `AdmitRequest` follows at once, or when nodes that can serve it have
-        come; else it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises Draining,
-        Overloaded, Unavailable or TooLong, counted."""
+        """Submit a request. `AdmitRequest` follows at once, or when nodes that can serve it have
+        joined; otherwise it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises
+        ShuttingDown, Overloaded, ServiceUnavailable or ContextLengthExceeded, which are counted."""
         return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
 
     def submit_requests(
         self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
     ) -> list[Effect]:
-        """Take all of them in, in this order, or none of them: `submit_request`'s errors, each
+        """Submit all requests, in this order, or none: raises the errors of `submit_request`, each
         counted once, and InvalidRequest if the queue could never hold so many."""
         self._request_admitter.admit_requests(arrivals, now, internal=internal)
         return self._take_effects(now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
-        """Count a request that is turned away before it is submitted."""
+        """Count a request that was rejected before it was submitted."""
         self._request_admitter.count_rejection(error, tenant_class, now)
 
     def require_admission(
         self, standing: Principal, count: int, timeout: float, now: float
     ) -> None:
-        """Whether `count` requests would be let in, as far as can be said without a look at their
-        prompts: before anything is spent on them. Raises Draining, Overloaded or InvalidRequest;
-        not counted."""
+        """Check whether `count` requests would be admitted, before their prompts are tokenized.
+        Raises ShuttingDown, Overloaded or InvalidRequest; not counted."""
         self._request_admitter.check_admission(standing, AdmissionRequest(count, timeout), now)
 
     def reload_tenants(self, tenants: TenantTable, now: float) -> list[Effect]:
-        """Other tenants from now on. Requests that are here keep their standing."""
+        """Replace the tenants. Running requests keep their principals."""
         self._table.admission.reload_tenants(tenants, now)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         return self._take_effects(now)
 
     def join_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError,
-        counted: see `NodeRegistry.check_join`. The first node of another model ends the requests
-        that were admitted under the former one."""
+        """A node joins as `incarnation` and replaces an older one of its process. Raises
+        ConfigError, counted: see `NodeRegistry.check_join`. The first node of another model ends
+        the requests that were admitted under the former one."""
         try:
             replaced = self.node_registry.check_join(
                 info, now, count_bound_requests(self._table.records.values())
@@ -118,17 +128,17 @@ class Brain:
         self._table.placement_state.add_node(node)
         self._table.loads.add_node(incarnation)
         self.role_switcher.on_node_joined(node, now)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.counters.joins["joined"] += 1
         return self._take_effects(now)
 
     def join_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A host's pool joins; an older one of its name is gone. Raises ConfigError, counted."""
+        """A host's pool joins, replacing an older one of its name. Raises ConfigError, counted."""
         self._pool_membership.join_pool(info, incarnation, now)
         return self._take_effects(now)
 
     def receive_report(self, sender: Incarnation, message: NodeReport, now: float) -> list[Effect]:
-        """A message of a node or a pool; dropped if `sender` is no member."""
+        """Apply a report of a node or pool; it is dropped if `sender` is no member."""
         if self._pool_membership.receive_report(sender, message, now):
             return self._take_effects(now)
         node = self.node_registry.nodes.get(sender)
@@ -144,7 +154,7 @@ class Brain:
     def remove_member(
         self, incarnation: Incarnation, error: BatonError, now: float
     ) -> list[Effect]:
-        """Also of a pool. Idempotent."""
+        """Remove a node or a pool, whose stream ended. Idempotent."""
         self._pool_membership.remove_pool(incarnation, error)
         node = self.node_registry.nodes.get(incarnation)
         if node is not None:
@@ -152,62 +162,61 @@ class Brain:
         return self._take_effects(now)
 
     def cancel_request(self, request: RequestId, error: BatonError, now: float) -> list[Effect]:
-        """End a request with `error`, in whatever state it is; a no-op after its end."""
+        """End a request with `error`, in any state; does nothing after its end."""
         record = self._table.records.get(request)
         if record is not None:
             self._table.end_request(record, error, now)
         return self._take_effects(now)
 
     def stop_request(self, request: RequestId, now: float) -> list[Effect]:
-        """End a request well: its client has all that it wants. A no-op after its end."""
+        """End a request successfully: its client needs no more. Does nothing after its end."""
         record = self._table.records.get(request)
         if record is not None:
             self._table.end_request(record, FinishReason.STOP, now)
         return self._take_effects(now)
 
     def start_draining(self) -> None:
-        """Refuse new requests from now on. Those that are here go on."""
+        """Reject new requests from now on; requests that are here continue."""
         self._request_admitter.is_draining = True
 
     def drain_node(self, name: NodeName, timeout: float | None, now: float) -> list[Effect]:
-        """Give the node no new work. What it still holds after `timeout` seconds (None: however
-        long it takes) is placed again. Raises NotFound."""
+        """Give the node no new work, and replace what it still has after `timeout` seconds (None:
+        never). Raises NotFound."""
         self.get_node(name)
         self.node_registry.drains.start_drain(name, None if timeout is None else now + timeout)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.role_switcher.on_service_changed()
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
-        """A no-op for a node that is in service. Raises NotFound for a name that is neither a
-        node's nor drained."""
+        """Put a node back in service, if it is not. Raises NotFound for an unknown name."""
         if not self.node_registry.drains.end_drain(name):
             self.get_node(name)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self.role_switcher.on_service_changed()
         return self._take_effects(now)
 
     def set_ratio(self, target: RoleSplit, patience: float, now: float) -> list[Effect]:
-        """Switch nodes in place until they have this ratio, and keep them so. What a node still
-        does `patience` seconds after it was chosen is placed again elsewhere. Ends
-        `set_auto_ratio`. Raises InvalidRequest, naming the splits that are possible."""
+        """Switch the roles of nodes until they have this ratio, and keep it. What a node still does
+        `patience` seconds after it was chosen is placed again. Ends `set_auto_ratio`. Raises
+        InvalidRequest, naming the possible splits."""
         self.role_switcher.set_target(target, patience, now)
         self.ratio_controller.disable_auto()
         return self._take_effects(now)
 
     def set_auto_ratio(self, slo: Slo | None, patience: float, now: float) -> list[Effect]:
-        """Change the ratio so that an objective is kept, the default one if it is None, until
-        `set_manual_ratio` or `set_ratio`."""
+        """Change the ratio to keep an SLO, None for the default one, until `set_manual_ratio` or
+        `set_ratio`."""
         self.ratio_controller.enable_auto(slo, patience, now)
         return self._take_effects(now)
 
     def set_manual_ratio(self) -> None:
-        """Idempotent. Nodes that are on their way go on."""
+        """Stop changing the ratio. Idempotent. Pending role switches continue."""
         self.ratio_controller.disable_auto()
 
     def tick(self, now: float) -> list[Effect]:
-        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience; and a
-        slice of what is to be tidied up."""
+        """Handle what time alone has made due: silent and stalled nodes, deadlines, drains and role
+        switches; and sweep a slice of the prefix directory."""
         self.placement_state.prefix_directory.sweep_slice()
         for node, error in self.node_registry.find_expired(now, self._table.loads.busy_nodes()):
             self._drop_node(node, error, now)
@@ -224,13 +233,13 @@ class Brain:
         self.role_switcher.run_due(now)
         steered = self.ratio_controller.adjust_if_due(now)
         if steered is not None:
-            self._table.effects.append(RatioChanged(steered, self.ratio_controller.reason))
+            self._table.effects.append_effect(RatioChanged(steered, self.ratio_controller.reason))
         for request in self._table.timers.pop_due(now):
             self._table.on_request_timer(request, now)
         return self._take_effects(now)
 
     def next_tick_at(self) -> float | None:
-        """When `tick` is to be called next if nothing else happens."""
+        """Return when `tick` must be called next if no other input comes."""
         members = (
             self.node_registry.next_silence_at(),
             self.node_registry.drains.next_deadline(),
@@ -260,11 +269,11 @@ class Brain:
 
     @property
     def tenant_classes(self) -> tuple[str, ...]:
-        """Of the file of tenants, or the one class of all clients."""
+        """The classes of the tenants file, or the one class of all clients."""
         return self._table.admission.tenants.classes
 
     def list_members(self) -> list[NodeMember | PoolMember]:
-        """All that a ledger, failpoints and counters can be asked of."""
+        """Return all nodes and pools."""
         return [*self.node_registry.nodes.values(), *self.placement_state.pools.members.values()]
 
     @property
@@ -273,22 +282,21 @@ class Brain:
 
     @property
     def queued_requests(self) -> int:
-        """Requests that wait to be placed."""
+        """Number of requests that wait to be placed."""
         return len(self._table.queue) + self._table.queue.parked_count + len(self._table.retries)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their turn to be placed."""
+        """Prompt tokens of the requests in the queue."""
         return self._table.queue.total_prompt_tokens
 
     @property
     def running_requests(self) -> int:
-        """Requests placed and not ended."""
+        """Number of requests that are placed and have not ended."""
         return len(self._table.records) - self.queued_requests
 
     def seconds_without_progress(self, now: float) -> float:
-        """Seconds for which requests have been here and none of them got further than it had
-        been."""
+        """Return for how long there have been requests and none of them made progress."""
         return now - self._table.last_progress_at if self._table.records else 0.0
 
     @property
@@ -303,16 +311,16 @@ class Brain:
         return list(self._table.records)
 
     def get_request_state(self, request: RequestId) -> RequestState | None:
-        """None once it has ended."""
+        """Return the state of a request, None after its end."""
         return record.state if (record := self._table.records.get(request)) else None
 
     def get_timeline(self, request: RequestId) -> Timeline | None:
-        """Of a request that has ended not long ago."""
+        """Return the timeline of a request that ended recently."""
         return self._table.ended_requests.timelines.get(request)
 
     def explain_request(self, request: RequestId, now: float) -> ExplainResponse:
-        """Of a request that is here or has ended not long ago, with the others of its answer if it
-        is the first. Raises NotFound."""
+        """Explain a running or recently ended request, with its siblings if it is the first choice.
+        Raises NotFound."""
         told = self._find_explanation(request, now)
         if told is None:
             most = self._table.ended_requests.explanations.max_kept
@@ -389,9 +397,8 @@ class Brain:
     def _take_effects(self, now: float) -> list[Effect]:
         self.role_switcher.advance_switches(now)
         self._update_degradation(now)
-        self._table.place_waiting_requests(now)
-        out, self._table.effects = self._table.effects, []
-        return out
+        self._placement_loop.place_waiting_requests(now)
+        return self._table.effects.take_effects()
 
     def _update_degradation(self, now: float) -> None:
         degradation = self._table.degradation
@@ -401,23 +408,24 @@ class Brain:
             else None
         )
         if change is not None:
-            self._table.needs_placement = True
+            self._table.wake_placement()
             self._table.admission.on_degradation_changed(now)
-            self._table.effects.append(
+            self._table.effects.append_effect(
                 DegradationChanged(change.step.value, change.is_taken, change.pressure)
             )
 
     def _drop_node(self, node: NodeMember, error: BatonError, now: float) -> None:
         self.node_registry.remove_node(node.incarnation)
         self._table.context_capacity.on_node_left(node.info, now)
-        self._table.needs_placement = True  # what waits for a prefill node may go on without one
+        self._table.wake_placement()  # what waits for a prefill node may go on without one
         self._table.placement_state.remove_node(node.incarnation)
         expected = self.role_switcher.expects_disconnect(node)
         if not expected:
             self.counters.lost_nodes[error.code] += 1
-        self._table.effects.append(MemberLost(node.incarnation, node.info.name, error, expected))
-        self._table.effects += [
-            SendOrder(other, PeerLostNotice(node.incarnation)) for other in self.node_registry.nodes
-        ]
+        self._table.effects.append_effect(
+            MemberLost(node.incarnation, node.info.name, error, expected)
+        )
+        for other in self.node_registry.nodes:
+            self._table.effects.send_order(other, PeerLostNotice(node.incarnation))
         self._table.on_node_lost(node.incarnation, error, now)
         self.role_switcher.on_node_lost(node, now)

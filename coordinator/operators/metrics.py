@@ -15,11 +15,11 @@ from baton.process.clock import Clock
 from baton.types import Role
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.brain import Brain
+from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.common.messages import EndRequest, RoleSwitchReport
 from coordinator.core.estimates.latency_window import LatencyWindow
 from coordinator.core.membership.pool_registry import POOL_ROLE
-from coordinator.core.placement.breakers import BreakerState
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.operators.metric_labels import list_known_labels

@@ -1,18 +1,18 @@
-"""Who is let in. Asked before anything is spent on a request, and cheap: a few sums over what
-waits.
+"""Decides whether a request is admitted, before anything is spent on it.
+
+The checks are cheap, a few sums over the waiting requests:
 
 - A tenant's own limits on requests and tokens (`TokenBucket`).
-- A bounded queue, in requests and in prompt tokens. The bounds hold for what a class has to wait
-  for, so that lower
-  classes fill no place of a higher one; and among tenants of a class each may take its weight's worth of the places
-  that are still free (Choudhury, Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM
-  Transactions on Networking, 1998), so that one that floods the queue leaves room for the others.
-- The predicted wait against what the request's deadline leaves beside computing its prompt and
-  giving the answer, which
-  would be computed for nothing if the deadline cut it off, or the class's `max_wait` if that is shorter. It is what is
-  ahead in the queue over the rate at which it drains, and what nodes have still to compute.
+- A bounded queue, in requests and in prompt tokens. A class counts only the requests that it has
+  to wait for, so lower classes take no place from a higher one. Among the tenants of a class each
+  may take its weight times the free places (Choudhury, Hahne: "Dynamic Queue Length Thresholds for
+  Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking, 1998), so a tenant that
+  floods the queue leaves room for the others.
+- The predicted wait, against what the deadline leaves besides prefill and decode, or against the
+  class's `max_wait` if that is shorter: work that the deadline cuts off would be wasted. The wait
+  is the backlog ahead over the rate at which the queue drains, and what nodes have yet to compute.
 
-Every refusal says when to come back.
+Every rejection says when to retry.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from coordinator.core.admission.waiting_queue import (
 )
 from coordinator.core.common.settings import QueueLimits
 
-SHED_RETRY_SECONDS = 10.0  # seconds
-REDUCED_TOKEN_BUDGET = 0.5  # of a tenant's tokens a second, while budgets are smaller
+SHED_RETRY_SECONDS = 10.0  # told to clients of a class that is shed
+REDUCED_TOKEN_BUDGET = 0.5  # of a tenant's tokens a second, while that degradation step is taken
 
 
 class LatencyEstimates(Protocol):
-    """See `LatencyEstimator`."""
+    """What admission needs of `placement.LatencyEstimator`."""
 
     def prefill_seconds(self, tokens: int) -> float: ...
 
@@ -49,14 +49,12 @@ class LatencyEstimates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What asks to be let in: `request_count` requests of `prompt_tokens` prompt tokens together,
-    of up to `max_output_tokens` tokens each, that have `timeout_seconds` seconds. Tokens are 0
-    before they are known."""
+    """What is to be admitted: several requests with one tenant and deadline."""
 
     request_count: int
-    timeout_seconds: float
-    prompt_tokens: int = 0
-    max_output_tokens: int = 0
+    timeout_seconds: float  # time that their client gives them
+    prompt_tokens: int = 0  # of all of them; 0 if not known yet
+    max_output_tokens: int = 0  # of each; 0 if not known yet
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class AdmissionController:
         self._accounts: dict[str, _TenantAccount] = {}
 
     def reload_tenants(self, tenants: TenantTable, now: float) -> None:
-        """Debts stay; whoever is no tenant any more is forgotten."""
+        """Replace the tenants. Debts are kept; removed tenants are forgotten."""
         self.tenants = tenants
         for name in list(self._accounts):
             tenant = tenants.by_name.get(name)
@@ -95,12 +93,12 @@ class AdmissionController:
             )
 
     def on_degradation_changed(self, now: float) -> None:
-        """A step of degradation was taken or taken back: limits follow. Debts stay."""
+        """Adapt the tenants' limits to the degradation steps. Debts are kept."""
         self.reload_tenants(self.tenants, now)
 
     def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
-        """Whether all of it is let in. Nothing is paid. Raises Overloaded, OverLimit if that is its
-        tenant's own doing."""
+        """Raise Overloaded unless all would be admitted, TenantLimitExceeded if the tenant's own
+        limit is the reason. Nothing is charged."""
         lowest = len(self.tenants.classes) - 1
         if (
             DegradationStep.SHED_LOWEST in self._degradation
@@ -108,7 +106,8 @@ class AdmissionController:
             and standing.priority_level == lowest
         ):
             raise Overloaded(
-                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait too long (shed_lowest)",
+                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait"
+                " too long (shed_lowest)",
                 retry_after=SHED_RETRY_SECONDS,
             )
         tenant = self.tenants.get_tenant(standing.tenant)
@@ -129,7 +128,7 @@ class AdmissionController:
             raise
 
     def admit_request(self, request: Request, now: float) -> QueueEntry:
-        """One request: it and its prompt are paid for. What it brings into the queue."""
+        """Charge for one request and its prompt; return its entry for the queue."""
         standing, tokens = request.principal, len(request.prompt_token_ids)
         account = self._account(standing.tenant, now)
         if account.request_bucket is not None:
@@ -142,20 +141,20 @@ class AdmissionController:
         return QueueEntry(standing.tenant, standing.priority_level, weight, tokens, when, now)
 
     def refund_request(self, request: Request, now: float, *, accepted: bool) -> None:
-        """Of one that has ended and was never placed: nothing was computed for it. `accepted`: it
-        had been taken on."""
+        """Refund a request that ended without having been placed. The request itself is refunded
+        only if it was not `accepted`."""
         account = self._account(request.principal.tenant, now)
         if account.request_bucket is not None and not accepted:
             account.request_bucket.charge_tokens(-1.0, now)
         self.charge_tokens(request.principal.tenant, -len(request.prompt_token_ids), now)
 
     def reserved_share(self, standing: Principal) -> float:
-        """The share of a node's blocks and places that a request must leave to the first class."""
+        """Return the share of a node that the request must leave to the first class."""
         return self.tenants.reserved_share if standing.priority_level > 0 else 0.0
 
     def headroom_share(self, request: RequestId, now: float) -> float:
-        """The share of a node that a waiting request must leave to other tenants of its class,
-        because its own asks for more than its share and has it."""
+        """Return the share of a node that the waiting request must leave to other tenants of its
+        class, because its own tenant has more than its share and asks for more."""
         return self._queue.headroom_share(request, self.tenants.headroom_share, now)
 
     def charge_tokens(self, tenant: str, tokens: int, now: float) -> None:
@@ -172,7 +171,8 @@ class AdmissionController:
             wait = bucket.wait_seconds(now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
                 raise TenantLimitExceeded(
-                    f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second ({unit}_per_second)",
+                    f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second"
+                    f" ({unit}_per_second)",
                     retry_after=clamp_retry_after(wait),
                 )
 
@@ -194,21 +194,22 @@ class AdmissionController:
             )
             if own + count > max(share, 1.0) and own:
                 raise Overloaded(
-                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the free places is"
+                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the"
+                    " free places is"
                     f" {share:.0f} (--max-queue)",
                     retry_after=self._queue.retry_after_seconds(standing.priority_level),
                 )
 
     def _check_queue_tokens(self, standing: Principal, tokens: int) -> None:
-        """What waits is held in memory. One that finds nobody waiting is let in, however long it
-        is."""
+        """Bound the memory of waiting prompts. With nothing waiting, any length is admitted."""
         limit, waiting = (
             self._limits.max_tokens,
             self._queue.count_waiting_tokens(standing.priority_level),
         )
         if waiting and waiting + max(tokens, 1) > limit:
             raise Overloaded(
-                f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is {limit}"
+                f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is"
+                f" {limit}"
                 " (--max-queue-tokens)",
                 retry_after=self._queue.retry_after_seconds(standing.priority_level),
             )
@@ -216,9 +217,9 @@ class AdmissionController:
     def _check_predicted_wait(
         self, claim: QueueEntry, standing: Principal, bid: AdmissionRequest, now: float
     ) -> None:
-        """What takes longer to serve than it has is no reason to come back later: it is let in, and
-        ends with DeadlineExceeded when its turn comes and others want it, or when its time is
-        over."""
+        """Reject a request whose predicted wait is too long. One that cannot meet its deadline even
+        without a wait is admitted, because retrying would not help: it ends with DeadlineExceeded
+        when its turn comes or its time is over."""
         expected = self._latency_estimates
         left = (
             bid.timeout_seconds
@@ -234,7 +235,8 @@ class AdmissionController:
         ) + self._latency_estimates.node_wait_seconds(now)
         if left > 0 and wait > limit:
             raise Overloaded(
-                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
+                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s"
+                " (what its deadline"
                 f" leaves, or max_wait of class {standing.tenant_class!r})",
                 retry_after=clamp_retry_after(wait - limit),
             )

@@ -1,16 +1,17 @@
-"""Graceful degradation: what the cluster gives up, in this order, while requests wait longer than
-they should, and takes back in the opposite one.
+"""Graceful degradation: steps that are taken in order while requests wait too long.
+
+They are taken back in the opposite order:
 
     shed_lowest           new requests of the lowest class are refused
     smaller_token_budget  tenants with a limit on tokens get half of it
     capped_output         new requests get at most so many tokens
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 
-*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `PressureMonitor`). At 1
-and more for `ENGAGE_SECONDS` seconds the next step is taken that can help; each step has as long to
-act before the next one. At `LOW_PRESSURE` and less for `RELEASE_SECONDS` seconds the last one is
-taken back. Between the two nothing changes, and both begin anew: what a load near the limit does,
-it does once.
+*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait
+(see `PressureMonitor`). After `ENGAGE_SECONDS` seconds at `HIGH_PRESSURE` or more the next step
+that can help is taken, and each step has as long to act before the next one. After
+`RELEASE_SECONDS` seconds at `LOW_PRESSURE` or less the last step is taken back. Between the two
+nothing changes, and both times start again, so a load near the limit does not make steps flap.
 """
 
 from collections import Counter
@@ -20,10 +21,12 @@ from enum import Enum
 
 HIGH_PRESSURE, LOW_PRESSURE = 1.0, 0.5
 ENGAGE_SECONDS, RELEASE_SECONDS = 3.0, 10.0  # seconds
-SAMPLE_PERIOD_SECONDS = 0.5  # seconds between two readings
+SAMPLE_PERIOD_SECONDS = 0.5  # between two samples
 
 
 class DegradationStep(Enum):
+    """The steps, in the order in which they are taken."""
+
     SHED_LOWEST = "shed_lowest"
     SMALLER_TOKEN_BUDGET = "smaller_token_budget"
     CAPPED_OUTPUT = "capped_output"
@@ -32,16 +35,15 @@ class DegradationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PressureSample:
-    """`pressure` None: requests wait for nodes, not for their turn. `unhelpful_steps`: why a step
-    would change nothing; one that is not among them can."""
+    """One measurement of `PressureMonitor`."""
 
-    pressure: float | None
-    unhelpful_steps: Mapping[DegradationStep, str]
+    pressure: float | None  # None: requests wait for nodes, not for their turn
+    unhelpful_steps: Mapping[DegradationStep, str]  # why each of these steps would not help
 
 
 @dataclass(frozen=True, slots=True)
 class DegradationChange:
-    """For the log and the metrics."""
+    """A step that was taken or taken back, for the log and metrics."""
 
     step: DegradationStep
     is_taken: bool
@@ -66,13 +68,13 @@ class DegradationController:
         return self._sampled_at is None or now >= self._sampled_at + SAMPLE_PERIOD_SECONDS
 
     def next_sample_at(self, *, waiting: bool) -> float | None:
-        """When it is to be read next, if nothing else happens. `waiting`: somebody is."""
+        """Return when the next sample is due, if requests wait or a step is taken."""
         if not waiting and not self.active_steps:
             return None
         return self._sampled_at + SAMPLE_PERIOD_SECONDS if self._sampled_at is not None else None
 
     def apply_sample(self, reading: PressureSample, now: float) -> DegradationChange | None:
-        """What follows from a reading, at most one step."""
+        """Take, or take back, at most one step."""
         self.last_sample, self._sampled_at = reading, now
         pressure = reading.pressure
         high = pressure is not None and pressure >= HIGH_PRESSURE

@@ -1,16 +1,15 @@
-"""The order of one class: which waiting request is next.
+"""The order of waiting requests within one class.
 
-Between tenants, start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM
+Between tenants: start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM
 1996) over the cost in tokens divided by the tenant's weight. As in the Virtual Token Counter of
-Sheng et al. ("Fairness in Serving Large Language Models", OSDI 2024) a tenant pays for its prompt
-when it is placed and for its output as that is made, because nobody knows the length of an answer
-beforehand. One that was idle saves up at most `MAX_CREDIT`, so that the bursts of those who ask for
-less than their share are not spread out by those who ask for more (Duda, Cheriton:
-"Borrowed-virtual- time scheduling", SOSP 1999).
+Sheng et al. ("Fairness in Serving Large Language Models", OSDI 2024) a tenant pays for a prompt
+when it is placed and for its output as that is generated, because output lengths are not known
+beforehand. An idle tenant saves up at most `MAX_CREDIT`, so that bursts of tenants below their
+share are not delayed by those above it (Duda, Cheriton: "Borrowed-virtual-time scheduling", SOSP
+1999).
 
-Within a tenant, by the time at which a request is due: a moment fixed at its arrival, so that
-whoever comes later than that never passes it. Before them all go requests that are to be placed
-again, the last one first.
+Within a tenant: by the due time, which is fixed at arrival, so that a request that arrives later
+than it never passes. Requests that are placed again come before all others, the last one first.
 """
 
 import heapq
@@ -23,36 +22,34 @@ from baton.types import RequestId
 from coordinator.core.admission.tenant_shares import TenantShares
 from coordinator.core.common.counters import INTERNAL_CLASS
 
-MAX_CREDIT = 2048.0  # of virtual time: tokens, for a weight of 1
-OUTPUT_TOKEN_COST = 2.0  # of an output token, in prompt tokens: the ratio that Sheng et al. use
+MAX_CREDIT = 2048.0  # virtual time: tokens, for a weight of 1
+OUTPUT_TOKEN_COST = 2.0  # in prompt tokens: the ratio that Sheng et al. use
 
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """What a request brings into the queue. `prompt_tokens` are those of its prompt; `due_at` and
-    `arrived_at` in seconds."""
+    """What the queue needs to know of a request."""
 
     tenant: str = "default"
     priority_level: int = 0
     weight: float = 1.0
     prompt_tokens: int = 0
-    due_at: float = 0.0
+    due_at: float = 0.0  # seconds; see `compute_due_time`
     arrived_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _TenantFlow:
-    """A tenant's line. `start_tag` is the virtual time at which its next request begins;
-    `backlog_tokens` in prompt tokens."""
+    """The waiting requests of one tenant."""
 
-    start_tag: float
+    start_tag: float  # virtual time at which its next request begins
     weight: float
     entries: list[tuple[float, int, RequestId]] = field(default_factory=list)
-    backlog_tokens: int = 0
+    backlog_tokens: int = 0  # prompt tokens
 
 
 class FairQueue:
-    """Not thread-safe. A request is here at most once."""
+    """Waiting requests of one class; not thread-safe. A request is in it at most once."""
 
     def __init__(self) -> None:
         self._flows: dict[str, _TenantFlow] = {}
@@ -83,15 +80,14 @@ class FairQueue:
         self._requeued[request] = claim
 
     def park_request(self, request: RequestId) -> None:
-        """It waits for something else than its turn, and counts for nobody until it is brought
-        back."""
+        """Take the request out of all sums until `unpark_request`."""
         found = self._places.get(request)
         claim, place = found if found is not None else (self._requeued[request], None)
         self.remove_request(request)
         self._parked[request] = claim, place
 
     def unpark_request(self, request: RequestId) -> None:
-        """To its old place, or as the first of those that are to be placed again."""
+        """Put a parked request back in its old place, or among those that are placed again."""
         claim, place = self._parked.pop(request)
         if place is None:
             self._requeued[request] = claim
@@ -102,7 +98,7 @@ class FairQueue:
         self._places[request] = (claim, place)
 
     def remove_request(self, request: RequestId) -> None:
-        """Idempotent. Nothing is paid."""
+        """Remove the request without a charge. Idempotent."""
         self._parked.pop(request, None)
         if self._requeued.pop(request, None) is not None or request not in self._places:
             return
@@ -112,9 +108,9 @@ class FairQueue:
         flow.backlog_tokens -= claim.prompt_tokens
 
     def take_request(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
-        """It is placed. Its prompt is paid for, once: not by one that is placed again. Tenants that
-        were `yielding` to it, to leave headroom, save nothing up by that: they would have it all at
-        once later."""
+        """Remove a request that is placed, and charge for its prompt unless it is placed again.
+        Tenants in `yielding` were passed over to leave headroom; they gain no credit by that,
+        because they would spend it all at once later."""
         if request not in self._places:
             self.remove_request(request)
             return
@@ -134,18 +130,18 @@ class FairQueue:
     def charge_tenant(
         self, claim: QueueEntry, tokens: float, now: float, *, turns: int = 0
     ) -> None:
-        """`tokens` more of cost for this tenant, for so many requests that begin."""
+        """Charge the tenant `tokens`, for `turns` requests that begin."""
         flow = self._flow(claim)
         flow.start_tag += tokens / claim.weight
         if claim.tenant != INTERNAL_CLASS:
             self._shares.charge_tenant(claim.tenant, claim.weight, tokens, now, turns=turns)
 
     def record_rejection(self, tenant: str, count: int, now: float) -> None:
-        """So many requests of the tenant found no room."""
+        """Count requests of the tenant that were rejected for lack of room."""
         self._shares.record_rejections(tenant, count, now)
 
     def headroom_share(self, request: RequestId, most: float, now: float) -> float:
-        """See `TenantShares`. 0 for one that is placed again."""
+        """See `TenantShares.headroom_share`; 0 for a request that is placed again."""
         return (
             self._shares.headroom_share(self._places[request][0].tenant, most, now)
             if request in self._places
@@ -153,7 +149,7 @@ class FairQueue:
         )
 
     def __iter__(self) -> Iterator[RequestId]:
-        """In the order in which they would be taken."""
+        """Yield requests in the order in which they would be taken."""
         yield from reversed(self._requeued)
         lines = [(flow.start_tag, name) for name, flow in self._flows.items() if flow.entries]
         heapq.heapify(lines)
@@ -169,19 +165,19 @@ class FairQueue:
                 heapq.heappush(lines, (start + claim.prompt_tokens / claim.weight, name))
 
     def count_waiting(self, tenant: str) -> int:
-        """Requests of the tenant that were not placed yet."""
+        """Count the tenant's requests that were not placed yet."""
         flow = self._flows.get(tenant)
         return len(flow.entries) if flow else 0
 
     def total_backlog(self) -> tuple[int, int]:
-        """Prompt tokens, and requests."""
+        """Return the waiting prompt tokens and requests."""
         again = sum(claim.prompt_tokens for claim in self._requeued.values())
         return again + sum(flow.backlog_tokens for flow in self._flows.values()), len(self)
 
     def backlog_ahead(self, claim: QueueEntry) -> tuple[float, float]:
-        """Prompt tokens, and requests, that go before one that came now, at the most: its own
-        tenant's line, and of every other as much as its weight gives it meanwhile. Those that come
-        later are not counted."""
+        """Return the prompt tokens and requests ahead of one that arrives now, at most: its
+        tenant's, and of each other tenant as much as its weight gives it meanwhile. Later arrivals
+        are not counted."""
         mine = self._flows.get(claim.tenant)
         own = mine.backlog_tokens if mine else 0
         tokens = float(own + sum(again.prompt_tokens for again in self._requeued.values()))

@@ -1,28 +1,28 @@
-"""How fast the queue drains, and how long a newcomer would wait in it.
+"""Measures how fast the queue drains, and predicts the wait of a new request.
 
-Measured while somebody waits, so that it is what the bottleneck lets through, whichever that is; in
-requests, and in prompt tokens. Older seconds count less: both figures are exponentially weighted.
+The rate is measured while requests wait, so it is the rate of whatever is the bottleneck; in
+requests and in prompt tokens. Measurements decay exponentially.
 """
 
 import math
 from dataclasses import dataclass
 
-DECAY_SECONDS = 10.0  # seconds after which a measurement counts 1/e
-_MIN_PLACEMENTS = 4.0  # departures, by weight, that make a measurement
+DECAY_SECONDS = 10.0  # after which a measurement counts 1/e
+_MIN_PLACEMENTS = 4.0  # placements, by weight, that make a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogAhead:
-    """What would be served before a newcomer. `is_decode_full`: no decode node has a free place, so
-    that whoever is placed waits for somebody else's end."""
+    """What would be served before a new request."""
 
     prompt_tokens: float
     requests: float
+    # no decode node has a free slot, so a request must also wait for others to end
     is_decode_full: bool
 
 
 class ServiceRate:
-    """Waits are what is ahead, over the measured rate."""
+    """The predicted wait is the backlog ahead over the measured rate."""
 
     def __init__(self) -> None:
         self._tokens = self._requests = self._seconds = 0.0
@@ -30,17 +30,17 @@ class ServiceRate:
         self._last_placement_at = 0.0
 
     def start_backlog(self, now: float) -> None:
-        """Somebody waits. Idempotent."""
+        """A request waits. Idempotent."""
         if self._backlog_since is None:
             self._backlog_since = self._last_placement_at = now
 
     def end_backlog(self) -> None:
-        """Nobody waits any more: time that passes from here on says nothing."""
+        """No request waits any more: the time from here on is not measured."""
         self._backlog_since = None
 
     def record_placement(self, tokens: int, now: float) -> None:
-        """A request of so many prompt tokens was placed. What is placed at the very moment at which
-        the line forms filled room that was there, which is no rate."""
+        """Record that a request was placed. Placements at the moment when the backlog begins are
+        ignored: they filled room that was free."""
         if self._backlog_since is None or now <= self._backlog_since:
             return
         passed = now - self._last_placement_at
@@ -52,11 +52,11 @@ class ServiceRate:
 
     @property
     def requests_per_second(self) -> float | None:
-        """None while too little is known."""
+        """None while too little was measured."""
         return self._requests / self._seconds if self._is_known else None
 
     def predict_wait_seconds(self, ahead: BacklogAhead) -> float:
-        """Seconds; 0 while nothing is known."""
+        """Return the predicted wait in seconds; 0 while too little was measured."""
         if not self._is_known:
             return 0.0
         by_tokens = ahead.prompt_tokens * self._seconds / max(self._tokens, 1.0)

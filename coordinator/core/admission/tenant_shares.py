@@ -1,19 +1,18 @@
-"""What each tenant of a class has had lately, and whether it asks for more than its share.
+"""Tracks what each tenant of a class got recently, and whether it asks for more than its share.
 
-Who does leaves room to the others: it gets no place that would be one of the last few, so that they
-find one free when they come. This is trunk reservation, which keeps a stream's blocking low for a
-small part of the capacity (Kelly, "Loss Networks", The Annals of Applied Probability, 1991). Order
-in the queue alone cannot do that: where one tenant takes all that is left, everybody waits until
-somebody's answer ends.
+A tenant that does leaves headroom: it gets none of the last few slots of a node, so that others
+find one when they arrive. This is trunk reservation, which keeps a stream's blocking low for a
+small part of the capacity (Kelly, "Loss Networks", The Annals of Applied Probability, 1991). Queue
+order alone cannot do that: if one tenant takes every free slot, the others wait until a request
+ends.
 
-What was refused for want of room counts as asked. By what it had alone, who floods a busy cluster
-differs too little from who is ahead of its share by chance.
+Rejected requests count as demand, because by what it got alone a tenant that floods a busy cluster
+hardly differs from one that is ahead of its share by chance.
 
-Who asks for more is found by two windows, both of which must say so: the long one tells a flood
-from chance, the short one finds out within seconds that it is over (as alerts with two windows do:
-Beyer et al., "The Site Reliability Workbook", 2018, chapter 5). The short one counts what arrives
-and not what is served, because a line that has piled up is served long after its tenant has
-stopped.
+Two windows must agree that a tenant asks for more: the long one tells a flood from chance, and the
+short one notices within seconds that it is over (multiwindow alerts; Beyer et al., "The Site
+Reliability Workbook", 2018, chapter 5). The short one counts arrivals, because a backlog is served
+long after its tenant has stopped.
 """
 
 from dataclasses import dataclass
@@ -21,24 +20,24 @@ from dataclasses import dataclass
 from coordinator.core.estimates.recent_work import WINDOW_SECONDS, RecentWork
 
 # seconds: a tenant at ten times its share that stops is taken for one that has stopped after 5 s
-SHORT_WINDOW_SECONDS = 2.0
-_SHARE_SLACK = 1.4  # of a share: chance makes tenants that ask for the same differ by less
-_FULL_HEADROOM_SHARE = 1.25  # of a share: who has had so much leaves all that it is to leave
+SHORT_WINDOW_SECONDS = 2.0  # a tenant at ten times its share that stops counts as stopped after 5 s
+_SHARE_SLACK = 1.4  # times a share: tenants that ask for the same differ by less by chance
+_FULL_HEADROOM_SHARE = 1.25  # times a share: a tenant that got so much leaves the full headroom
 
 
 @dataclass(slots=True)
 class _PendingCharge:
-    """`charged_at`: when it was last charged."""
+    """Charges of a tenant that are not in the sums yet."""
 
     weight: float = 1.0
     cost: float = 0.0
     placements: int = 0
-    charged_at: float = 0.0
+    charged_at: float = 0.0  # time of the last charge
 
 
 class TenantShares:
-    """Of one class. A tenant counts for `WINDOW` seconds after it was last given anything. What is
-    charged is put into the sums when somebody looks at them, because every token is charged."""
+    """The shares of one class. A tenant counts for WINDOW_SECONDS after it was last charged.
+    Charges are summed up lazily, because every token is charged."""
 
     def __init__(self) -> None:
         self._served = RecentWork()
@@ -65,24 +64,22 @@ class TenantShares:
         due.placements += turns
 
     def record_arrivals(self, tenant: str, count: int, now: float) -> None:
-        """So many requests have come. Each is taken for one like those that were placed."""
+        """Count new requests, each with the mean cost of the tenant's placed requests."""
         self._settle_charges(now)
         turns = self._placements.get_work(tenant)
         if turns:
             self._arrived.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
 
     def record_rejections(self, tenant: str, count: int, now: float) -> None:
-        """So many requests have come and found no room. Each is taken for one like those that
-        did."""
+        """Count requests that were rejected for lack of room, each at the mean cost."""
         self.record_arrivals(tenant, count, now)
         turns = self._placements.get_work(tenant)
         if turns:
             self._refused.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
 
     def headroom_share(self, tenant: str, most: float, now: float) -> float:
-        """What part of a node this tenant is to leave: none unless it asks for more than its share
-        and has had that, then more and more, but no more than `most`, nor than what part the others
-        have had."""
+        """Return the share of a node that the tenant must leave: 0 unless it asks for more than its
+        fair share and has it; then it grows, up to `most` and to what the others have had."""
         self._settle_charges(now)
         if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
@@ -99,8 +96,7 @@ class TenantShares:
         return min(most, 1.0 - had) * min(1.0, max(0.0, over))
 
     def _settle_charges(self, now: float) -> None:
-        """Forget who has not been served for long, and book what is due, as of when it was
-        charged."""
+        """Forget tenants not served recently, and add pending charges as of their time."""
         for each in (self._served, self._refused, self._placements, self._arrived):
             each.rescale(now)
         self._forget_before(now - WINDOW_SECONDS)

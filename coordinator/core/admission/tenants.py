@@ -1,7 +1,7 @@
-"""Who the clients are: a tenant for each key, its class, its share and its limits.
+"""Tenants: who the clients are, with their keys, classes, shares and limits.
 
-Keys are random and long, so one SHA-256 of a key is as good as a slow hash, and costs a request
-nothing. The table is immutable; a reload puts another in its place.
+Keys are random and long, so one SHA-256 of a key is as good as a slow hash, and cheap. The table is
+immutable; a reload replaces it.
 """
 
 import hashlib
@@ -17,27 +17,24 @@ DEFAULT_CLASS = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`weight` is its share beside other tenants of its class. Rates are per second, None is no
-    limit; token rates count prompt and output. `cache_salt` keeps its cached blocks apart from
-    everybody else's."""
+    """One tenant. Rates are per second; None is no limit. Token rates count prompt and output."""
 
     name: str = "default"
     tenant_class: str = DEFAULT_CLASS
-    weight: float = 1.0
+    weight: float = 1.0  # its share, relative to other tenants of its class
     requests_per_second: float | None = None
     request_burst: float = 1.0
     tokens_per_second: float | None = None
     token_burst: float = 1.0
-    cache_salt: bytes = b""
+    cache_salt: bytes = b""  # separates its cached blocks from those of other tenants
 
 
 INTERNAL_PRINCIPAL = Principal(INTERNAL_CLASS, INTERNAL_CLASS)  # of warm-ups and probes
-DEFAULT_TENANT = Tenant()  # every client of a cluster without a file of tenants
+DEFAULT_TENANT = Tenant()  # every client of a cluster without a tenants file
 
 
 def derive_cache_salt(name: str) -> bytes:
-    """Of a tenant's cache: it follows from the name behind the key, so that no request can ask for
-    another's."""
+    """Derive the salt of a tenant's cache from its name: no request can choose another's."""
     return hashlib.sha256(b"baton tenant cache\0" + name.encode()).digest()
 
 
@@ -47,22 +44,20 @@ def hash_key(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TenantTable:
-    """`classes` in strict order, the first is served first. `reserved_share` is the share of a
-    node's blocks that only the first of several may take; `max_wait_seconds` the seconds that a
-    request of a class may be predicted to wait; `headroom_share` the most of a node that a tenant
-    that asks for more than its share leaves to others of its class."""
+    """All tenants and classes."""
 
-    classes: tuple[str, ...] = (DEFAULT_CLASS,)
+    classes: tuple[str, ...] = (DEFAULT_CLASS,)  # in strict priority order
     by_name: Mapping[str, Tenant] = field(
         default_factory=lambda: {DEFAULT_TENANT.name: DEFAULT_TENANT}
     )
     key_digests: tuple[tuple[bytes, str], ...] = ()  # digest, tenant
-    reserved_share: float = 0.0
+    reserved_share: float = 0.0  # share of a node that only the first of several classes may take
+    # longest predicted wait at admission, by class
     max_wait_seconds: Mapping[str, float] = field(default_factory=dict)
-    headroom_share: float = 0.0
+    headroom_share: float = 0.0  # most of a node that a tenant above its share leaves to others
 
     def find_by_key(self, key: bytes) -> Tenant | None:
-        """Whose key it is. Every digest is looked at, in constant time."""
+        """Return the tenant of a key. All digests are compared, in constant time."""
         digest, found = hash_key(key), ""
         for known, tenant in self.key_digests:
             if hmac.compare_digest(known, digest):
@@ -70,8 +65,7 @@ class TenantTable:
         return self.by_name.get(found)
 
     def make_principal(self, tenant: Tenant, priority: int = 0) -> Principal:
-        """`priority` asks for a place in the order of classes, 0 is first: a tenant gets its own
-        class's, or a later one that it asks for."""
+        """Return the tenant's principal; `priority` may ask for a lower class than its own."""
         own = (
             self.classes.index(tenant.tenant_class)
             if tenant.tenant_class in self.classes
@@ -81,5 +75,5 @@ class TenantTable:
         return Principal(tenant.name, self.classes[level], level)
 
     def get_tenant(self, name: str) -> Tenant:
-        """Of a request that is here; its tenant may have been taken off the file meanwhile."""
+        """Return the tenant of a running request, or the default if it was removed meanwhile."""
         return self.by_name.get(name, DEFAULT_TENANT)

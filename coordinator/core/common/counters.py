@@ -1,12 +1,11 @@
-"""What the coordinator counts, cumulative since its start. Metrics and Status read it; only the
-brain and its two front doors write it. Tuple keys are label values in the order of the metric's
-labels."""
+"""Counters since the coordinator's start, read by metrics and Status. Only the brain and its two
+front ends write them. Tuple keys are label values, in the order of the metric's labels."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-DEFAULT_TENANT_CLASS = "default"  # the class of clients that have no tenant
-INTERNAL_CLASS = "internal"  # the class of warm-ups
+DEFAULT_TENANT_CLASS = "default"  # the class of clients without a tenant
+INTERNAL_CLASS = "internal"  # the class of warm-ups and probes
 
 
 @dataclass(slots=True)
@@ -17,7 +16,7 @@ class Counters:
     generated_tokens: int = 0
     handoffs: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, transport
     handoff_bytes: Counter[str] = field(default_factory=Counter)  # transport
-    placements: Counter[tuple[str, str]] = field(default_factory=Counter)  # way, why
+    placements: Counter[tuple[str, str]] = field(default_factory=Counter)  # prefill site, reason
     replaced_attempts: Counter[str] = field(default_factory=Counter)  # reason
     recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
     dropped_messages: Counter[str] = field(
@@ -26,5 +25,5 @@ class Counters:
     joins: Counter[str] = field(
         default_factory=Counter
     )  # outcome: joined, refused, unauthenticated
-    breaker_changes: Counter[str] = field(default_factory=Counter)  # state that one came into
+    breaker_changes: Counter[str] = field(default_factory=Counter)  # the new state
     lost_nodes: Counter[str] = field(default_factory=Counter)  # reason

@@ -1,7 +1,6 @@
-"""What nodes tell the brain, what it tells them, and what it asks its shell to do: plain data, no
-wire format.
+"""Node reports, node orders and effects as plain data, independent of the wire format.
 
-`coordinator/node_links/message_codec.py` turns these into protobuf and back.
+`coordinator/node_links/message_codec.py` converts them to and from protobuf.
 """
 
 from dataclasses import dataclass
@@ -24,24 +23,24 @@ from baton.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from coordinator.core.placement.breakers import BreakerState
+from coordinator.core.common.breaker_state import BreakerState
 
 # what nodes say
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """Decode has set blocks aside. Without a ticket it needs no writer and computes the last token
-    itself."""
+    """A decode node has reserved blocks. Without a ticket it needs no KV writer and computes the
+    last token itself."""
 
     key: AttemptKey
     ticket: Ticket | None
-    held_tokens: int
+    held_tokens: int  # context tokens that the node's cache holds
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationRefused:
-    """No room now, nothing is held. In blocks."""
+    """A decode node has no room at present and has reserved nothing."""
 
     key: AttemptKey
     needed_blocks: int
@@ -50,48 +49,45 @@ class ReservationRefused:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What one step produced, of all sequences; a sequence's tokens stand together and in order."""
+    """Tokens of one engine step, of all sequences; each sequence's tokens are adjacent and in
+    order."""
 
     events: tuple[TokenEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsReport:
-    """Of the prompt's tokens `first_index` .. `first + len(scores)`, from the node that computes
-    the prompt, in order."""
+    """Logprobs of consecutive prompt tokens, from the node that computes the prompt, in order."""
 
     key: AttemptKey
-    first_index: int
+    first_index: int  # index in the prompt of the first of them
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """`preempting_class`: of a preemption, the class that took the blocks."""
+    """A node has given up its leg of the attempt."""
 
     key: AttemptKey
     error: BatonError
-    preempting_class: str = ""
+    preempting_class: str = ""  # after a preemption, the class that took the blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens,
-    and in seconds of its steps: the prompt's share of them. Of `cached_tokens` the shared pool had
-    `pool_tokens`, and `remote_pool_tokens` of these it has fetched from another host's pool for
-    this attempt."""
+    """The prefill node has computed the prompt and is about to seal the hand-off."""
 
     key: AttemptKey
-    computed_tokens: int
-    cached_tokens: int
-    compute_seconds: float = 0.0
-    pool_tokens: int = 0
-    remote_pool_tokens: int = 0
+    computed_tokens: int  # prompt tokens that the node computed
+    cached_tokens: int  # prompt tokens that it found cached, the shared pool's included
+    compute_seconds: float = 0.0  # the prompt's share of the node's steps
+    pool_tokens: int = 0  # of `cached_tokens`, those from the shared pool
+    remote_pool_tokens: int = 0  # of `pool_tokens`, those fetched from another host's pool
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompleted:
-    """Decode has committed, says the prefill node."""
+    """The prefill node has learned that decode committed the hand-off."""
 
     key: AttemptKey
     report: HandoffReport
@@ -99,16 +95,15 @@ class HandoffCompleted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStarted:
-    """The attempt runs on decode; where its context came from there, in tokens; seconds as in
-    PrefillEnded."""
+    """The decode node runs the attempt, and reports where its context came from."""
 
     key: AttemptKey
-    computed_tokens: int
-    cached_tokens: int
-    received_tokens: int
-    compute_seconds: float = 0.0
-    pool_tokens: int = 0
-    remote_pool_tokens: int = 0
+    computed_tokens: int  # context tokens that the node computed
+    cached_tokens: int  # context tokens that it found cached, the shared pool's included
+    received_tokens: int  # context tokens that the hand-off brought
+    compute_seconds: float = 0.0  # the prompt's share of the node's steps
+    pool_tokens: int = 0  # of `cached_tokens`, those from the shared pool
+    remote_pool_tokens: int = 0  # of `pool_tokens`, those fetched from another host's pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +113,16 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """What the node's prefix index has gained and lost: short names of BlockHashes."""
+    """Insertions and evictions of a node's prefix index, as short block hashes."""
 
-    sequence: int
+    sequence: int  # increases by one with every message of the node
     inserted: tuple[int, ...]
     evicted: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """What it has; all that was told before is void."""
+    """All block hashes of a node's prefix index; it replaces what was reported before."""
 
     sequence: int
     block_hashes: tuple[int, ...]
@@ -158,39 +153,45 @@ NodeReport = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeOrder:
-    """Without a writer the node computes the prompt itself. From now on prompts that are computed
-    there may make a step of running sequences longer by `prefill_step_share` of it; 0: there is no
-    such bound. `remote_prefix`: another host's pool that has more of the context than there is on
-    the node's."""
+    """Run an attempt on a decode node; without a KV writer the node computes the prompt itself."""
 
     work: AttemptSpec
-    kv_writer: PeerAddress | None
+    kv_writer: PeerAddress | None  # the prefill node that will write the KV cache
+    # from now on, the most that prompts computed there may lengthen a decode step, as a share of
+    # it; 0: no bound
     prefill_step_share: float = 0.0
+    # another host's pool that has more of the context than the node's own
     remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOrder:
-    """`remote_prefix`: as in Submit."""
+    """Compute a prompt on a prefill node."""
 
     work: AttemptSpec
-    needs_no_decode: bool
-    remote_prefix: RemotePrefix | None = None
+    needs_no_decode: bool  # the node answers alone: the output is one token
+    remote_prefix: RemotePrefix | None = None  # as in `DecodeOrder`
 
 
 @dataclass(frozen=True, slots=True)
 class TicketOrder:
+    """Give a prefill node the ticket to write into a decode node's blocks."""
+
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
+    """Stop working on an attempt."""
+
     key: AttemptKey
     reason: BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLostNotice:
+    """Another node has left the cluster."""
+
     incarnation: Incarnation
 
 
@@ -201,7 +202,7 @@ class CacheSnapshotRequest:
 
 @dataclass(frozen=True, slots=True)
 class SetRoleOrder:
-    """Take this role and join anew in it. The last thing that an incarnation is told."""
+    """Take another role and rejoin in it. It is the last order that an incarnation receives."""
 
     role: Role
 
@@ -221,29 +222,32 @@ NodeOrder = (
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
+    """Send an order to a node or a pool."""
+
     incarnation: Incarnation
     order: NodeOrder
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """The request is accepted for good: from here on only its own end ends it."""
+    """The request is accepted: from here on it ends only with `EndRequest`."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """`logprobs`: one for each token if the request asks for them, else none."""
+    """Send output tokens to the client."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
+    # one for each token if the request asks for them, else empty
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EmitPromptLogprobs:
-    """All of them, once, before the first Emit."""
+    """Send the logprobs of the whole prompt; once, before the first `EmitTokens`."""
 
     request_id: RequestId
     logprobs: tuple[TokenLogprobs, ...]
@@ -251,32 +255,28 @@ class EmitPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FinishedResult:
-    """The good end. `cached_tokens`: prompt tokens that the first placement did not have to
-    compute."""
+    """How a request ended that was served."""
 
     reason: FinishReason
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens that the first placement did not have to compute
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """The one terminal event. `output_tokens` is the number of tokens the client was sent;
-    `ttft_seconds` is None without any; `is_internal` marks a request that no client made;
-    `tenant_class` labels it."""
+    """The one terminal event of a request."""
 
     request_id: RequestId
     result: FinishedResult | BatonError
-    output_tokens: int
+    output_tokens: int  # tokens that the client was sent
     timeline: Timeline
-    ttft_seconds: float | None
-    is_internal: bool
-    tenant_class: str = "default"
+    ttft_seconds: float | None  # None if no token was sent
+    is_internal: bool  # a warm-up or a probe, which no client made
+    tenant_class: str = "default"  # the class label of metrics
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReplaced:
-    """An attempt is given up and its request will be placed again: for the log, nothing is to be
-    done."""
+    """An attempt was given up and its request will be placed again; only for the log."""
 
     key: AttemptKey
     reason: str
@@ -284,18 +284,17 @@ class AttemptReplaced:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """The incarnation is a member no more: its stream is to end. `is_expected`: it was told to join
-    anew."""
+    """The incarnation is no longer a member: end its stream."""
 
     incarnation: Incarnation
     name: NodeName
     error: BatonError
-    is_expected: bool = False
+    is_expected: bool = False  # it was ordered to rejoin in another role
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerChanged:
-    """The circuit breaker between two nodes, likewise for the log."""
+    """The circuit breaker of two nodes has changed its state; only for the log."""
 
     prefill_node: NodeName
     decode_node: NodeName
@@ -304,14 +303,12 @@ class BreakerChanged:
 
 @dataclass(frozen=True, slots=True)
 class RoleSwitchReport:
-    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while
-    draining), superseded (before it counted), or lost (the node came back as what it was, or not at
-    all). Seconds of each phase; 0 of those that were not reached."""
+    """A role switch is over, for the log and metrics; phases not reached take 0 seconds."""
 
     node: NodeName
     source_role: Role
     target_role: Role
-    outcome: str
+    outcome: str  # done, recalled (while draining), superseded, or lost
     drain_seconds: float
     switch_seconds: float
     probe_seconds: float
@@ -321,7 +318,7 @@ class RoleSwitchReport:
 
 @dataclass(frozen=True, slots=True)
 class RatioChanged:
-    """The ratio was changed so that an objective is kept: for the log."""
+    """The planner has changed the ratio to keep the SLO; only for the log."""
 
     target_split: RoleSplit
     reason: str
@@ -329,7 +326,7 @@ class RatioChanged:
 
 @dataclass(frozen=True, slots=True)
 class DegradationChanged:
-    """A step of degradation was taken, or taken back: for the log, nothing is to be done."""
+    """A degradation step was taken, or taken back; only for the log."""
 
     step: str
     is_taken: bool

@@ -1,5 +1,4 @@
-"""A prompt's blocks as the prefix directory names them, hashed as far as anybody asks and never
-twice."""
+"""Short hashes of a prompt's full blocks, computed on demand and at most once."""
 
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ class PromptBlockHashes:
         return self._hash_chain.block_size
 
     def __iter__(self) -> Iterator[int]:
-        """Of the full blocks, the first one first."""
+        """Yield the short hashes of the full blocks, from the first one on."""
         for block in range(len(self._hash_chain.tokens) // self._hash_chain.block_size):
             if block == len(self._hashes):
                 self._hashes.append(short_hash(self._hash_chain.block_hash(block)))

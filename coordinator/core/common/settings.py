@@ -1,44 +1,40 @@
-"""What a coordinator's operator decides for its requests, and how long one rests between attempts
-that fail."""
+"""Settings that an operator chooses for the core, and the back-off between failed attempts."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from baton.slo import Slo
 
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0  # seconds between attempts that fail
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0  # between failed attempts of one request
 
 
 DEFAULT_SLO = Slo(0.5, 0.05)
 
 
 class QueueLimits(NamedTuple):
-    """What may wait: so many requests, and so many prompt tokens."""
+    """Bounds of the waiting queue."""
 
-    max_requests: int
-    max_tokens: int = 2**62
+    max_requests: int  # requests that may wait
+    max_tokens: int = 2**62  # prompt tokens that may wait
 
 
 @dataclass(frozen=True, slots=True)
 class BrainSettings:
-    """`reserve_timeout`: seconds in which decode must answer a Submit that has a writer with
-    Reserved or Refused. `explain_keep`: ended requests that can be explained. `retry_budget_share`:
-    see `RetryBudget`. `local_prefill_share`: see `RequestPlacer`. `degrade_wait_seconds`: seconds
-    that a request may wait to be placed, where its class has no limit, before service is degraded;
-    `degraded_max_tokens`: outputs are then capped at this, 0: never. `default_slo`: what counts as
-    good, unless another is asked for. `max_queue_tokens`: prompt tokens that may wait."""
+    """All settings of the pure core; the shell builds it from the configuration."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
-    max_queue: int
-    max_attempts: int
+    max_queue: int  # requests that may wait
+    max_attempts: int  # failed attempts after which a request ends with its error
+    # seconds in which a decode node must answer an order that names a KV writer
     reserve_timeout: float
-    explain_keep: int = 0
-    retry_budget_share: float = 0.2
-    local_prefill_share: float = 0.0
+    explain_keep: int = 0  # ended requests that can still be explained
+    retry_budget_share: float = 0.2  # retries as a share of recent requests, see `RetryBudget`
+    local_prefill_share: float = 0.0  # see `RequestPlacer.get_local_prefill_share`; 0: no bound
+    # wait at which service degrades, for classes without max_wait
     degrade_wait_seconds: float = 5.0
-    degraded_max_tokens: int = 0
-    default_slo: Slo = DEFAULT_SLO
-    max_queue_tokens: int = 2**23
+    degraded_max_tokens: int = 0  # cap of outputs while service is degraded; 0: no cap
+    default_slo: Slo = DEFAULT_SLO  # the SLO that counts unless an operator names another
+    max_queue_tokens: int = 2**23  # prompt tokens that may wait
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -46,9 +42,9 @@ class BrainSettings:
 
 
 def retry_backoff_seconds(failures: int) -> float:
-    """Seconds before a request is placed again. The first failure costs none: another node may well
-    serve it. A cluster that fails it again and again gets time to mend before the last attempt is
-    spent."""
+    """Return the seconds to wait before a request that has failed so often is placed again. The
+    first failure costs no wait, because another node may well serve the request. Later ones are
+    spaced out, so that a failing cluster can recover before the last attempt is spent."""
     return (
         min(MIN_BACKOFF_SECONDS * 2.0 ** (failures - 2), MAX_BACKOFF_SECONDS)
         if failures > 1

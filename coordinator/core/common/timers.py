@@ -1,15 +1,15 @@
-"""One alarm per name, on nobody's clock."""
+"""One timer per request; the caller supplies the time."""
 
 import heapq
 
 from baton.types import RequestId
 
-_MAX_STALE_ENTRIES = 1024  # stale entries that are not worth a sweep
+_MAX_STALE_ENTRIES = 1024  # stale heap entries up to which the heap is not rebuilt
 
 
 class RequestTimers:
-    """Setting an alarm again replaces it. Stale heap entries are dropped when they surface, or when
-    they are many."""
+    """A heap of deadlines. Setting a timer replaces the request's previous one; stale heap entries
+    are dropped when they reach the top, or all at once when there are many."""
 
     def __init__(self) -> None:
         self._deadlines: dict[RequestId, float] = {}
@@ -27,7 +27,7 @@ class RequestTimers:
         self._deadlines.pop(name, None)
 
     def pop_due(self, now: float) -> list[RequestId]:
-        """Names whose alarm is at `now` or before, in order; each alarm rings once."""
+        """Remove and return the requests whose timer is due at `now`, earliest first."""
         found: list[RequestId] = []
         while (first := self.next_timer_at()) is not None and first <= now:
             name = heapq.heappop(self._heap)[1]

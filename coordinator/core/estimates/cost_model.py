@@ -1,12 +1,12 @@
-"""How long things take, on which node: learned from what nodes report, never asked for.
+"""How long work takes on which node, learned from the nodes' reports.
 
-    prefill   seconds = a + b new + c new (cached + new / 2)    tokens; the last term is attention over what is before
-    step      seconds = a + b sequences + c resident            sequences in the batch, tokens in their caches
-    link      seconds = a + b bytes                             of a hand-off: what no computing hides, for each pair
+    prefill   seconds = a + b new + c new (cached + new / 2)   tokens; the last term is attention
+    step      seconds = a + b sequences + c resident           of a batch; tokens in its caches
+    link      seconds = a + b bytes                            exposed transfer time of a pair
 
-A node or pair that has not reported yet is taken for the average of its kind (*fleet*), which
-learns from everybody. What is known is kept by name while a node restarts. Who was slow and has not
-been asked for long is tried again: see `KeyedFits`.
+A node or pair without reports is predicted as the average of its kind (*fleet*), which learns from
+all reports. Estimates are kept by name while a node restarts. A slow node that has not been used
+for long is tried again: see `KeyedFits`.
 """
 
 from dataclasses import dataclass
@@ -35,35 +35,34 @@ def step_features(sequences: float, resident: float) -> tuple[float, float, floa
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepStats:
-    """Decode steps of one node between two of its reports: their mean duration, batch, and tokens
-    in its caches."""
+    """Means over the decode steps of one node between two of its reports."""
 
     step_seconds: float
-    batch_size: float
-    resident_tokens: float
+    batch_size: float  # sequences
+    resident_tokens: float  # tokens in its caches
 
 
 class NodeCosts:
-    """One node's, or the fleet's. Coefficients are unpacked here, since these two functions are the
-    inner loop of placement."""
+    """The costs of one node or of the fleet. Coefficients are unpacked by hand: these two functions
+    are the inner loop of placement."""
 
     def __init__(self, prefill: OnlineLinearFit, step: OnlineLinearFit) -> None:
         self.prefill_fit = prefill
         self.step_fit = step
 
     def prefill_seconds(self, new: int, cached: int) -> float:
-        """Seconds to compute `new` tokens behind `cached` ones."""
+        """Return the seconds to compute `new` tokens after `cached` ones."""
         fixed, each, pairs = self.prefill_fit.coefficients
         return fixed + new * (each * _KILO + pairs * (cached + new * 0.5) * _MEBI)
 
     def step_seconds(self, sequences: float, resident: float) -> float:
-        """Seconds of a decode step."""
+        """Return the seconds of a decode step."""
         fixed, each, kilo = self.step_fit.coefficients
         return fixed + each * sequences + kilo * resident * _KILO
 
 
 class CostModel:
-    """`node_count`: nodes that are here."""
+    """Predictions for all nodes and pairs, and what they are learned from."""
 
     def __init__(self) -> None:
         self.node_count = 1
@@ -77,41 +76,41 @@ class CostModel:
     # what things will take, in seconds
 
     def get_node_costs(self, name: NodeName) -> NodeCosts:
-        """As far as the node has reported; else as the fleet."""
+        """Return the node's costs, or the fleet's before its first report."""
         return self._costs_by_node.get(name, self.fleet_costs)
 
     def transfer_seconds(self, writer: NodeName, decode: NodeName, size: float) -> float:
-        """The exposed part of a hand-off of `size` bytes; 0 if nothing is to be written."""
+        """Return the exposed seconds of a hand-off of `size` bytes; 0 for no bytes."""
         fixed, mebi = self._links.get_fit((writer, decode)).coefficients
         return fixed + mebi * size * _MEBI if size else 0.0
 
     def fleet_transfer_seconds(self, size: float) -> float:
-        """From a writer that is not chosen yet."""
+        """Return the same from a prefill node that is not chosen yet."""
         fixed, mebi = self._links.fleet_fit.coefficients
         return fixed + mebi * size * _MEBI if size else 0.0
 
     def fastest_prefill_seconds(self, new: int, cached: int) -> float:
-        """On the fastest of the nodes that have reported; 0 before the first one has."""
+        """Return the prediction of the fastest node; 0 before the first report."""
         features = prefill_features(new, cached)
         return min(
             (fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0
         )
 
     def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
-        """Whether the least is below: most often the first node that is asked says so."""
+        """Return whether the fastest node needs less; usually the first node checked does."""
         features = prefill_features(new, cached)
         if any(fit.predict(features) < seconds for fit in self._prefill.list_reported_fits()):
             return True
         return self.fastest_prefill_seconds(new, cached) < seconds
 
     def fleet_transfer_costs(self, token_bytes: int) -> tuple[float, float]:
-        """Likewise: seconds as such, and for each token."""
+        """Return the exposed seconds of a hand-off: fixed, and for each token."""
         fixed, mebi = self._links.fleet_fit.coefficients
         return fixed, mebi * token_bytes * _MEBI
 
     @property
     def relative_errors(self) -> dict[str, float]:
-        """Mean relative error of the fleet's own predictions, by what was predicted."""
+        """Mean relative errors of the fleet's predictions, by what was predicted."""
         fits = {
             "prefill": self._prefill.fleet_fit,
             "step": self._step.fleet_fit,
@@ -121,8 +120,7 @@ class CostModel:
 
     @property
     def error_margin(self) -> float:
-        """Predictions that differ by a smaller share than this say nothing: as far as they are off,
-        within reason."""
+        """Share of a prediction within which others are equal: the usual error, bounded."""
         return min(
             max(ERROR_MARGIN_RANGE[0], self._prefill.fleet_fit.mean_error.value),
             ERROR_MARGIN_RANGE[1],
@@ -131,7 +129,7 @@ class CostModel:
     # what is asked of whom
 
     def on_work_placed(self, prefill: NodeName | None, decode: NodeName | None) -> None:
-        """An attempt was placed on these nodes: reports of it will follow."""
+        """An attempt was placed on these nodes, so reports of it will follow."""
         computes = prefill or decode
         if computes is not None:
             self._prefill.on_work_placed(computes)
@@ -172,7 +170,7 @@ class CostModel:
         return TrialClock(now, self._request_count, TRIAL_SPACING * members)
 
     def _refresh_node_costs(self, changed: list[NodeName]) -> None:
-        """These nodes have another fit, or none any more."""
+        """Update the costs of nodes whose fit was replaced or forgotten."""
         for name in changed:
             found = NodeCosts(self._prefill.get_fit(name), self._step.get_fit(name))
             if (

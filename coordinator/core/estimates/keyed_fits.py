@@ -1,13 +1,12 @@
-"""Costs by node or by pair, each learned from its own reports; and which of them are tried again.
+"""Cost estimates by node or pair, each learned from its own reports, with trials of stale ones.
 
-Whoever was slow once, because its machine had a hiccup, is asked no more where little is to be
-done, and nothing would ever correct what is known of it. So what has not been confirmed for
-`STALE_AFTER_SECONDS` seconds, while so many requests went elsewhere that its trials stay a small
-part of all, is predicted as the fastest of its kind until it is given one request. That is optimism
-in the face of uncertainty, for rewards that change (Garivier, Moulines, "On Upper-Confidence Bound
-Policies for Switching Bandit Problems", 2011). The first report of a trial begins the estimate
-anew: whoever is well again counts as such at once, and whoever is slow waits as long for the next
-trial.
+A node that was slow once, for a passing reason, is not chosen again while there is little load, and
+nothing would ever correct its estimate. So an estimate that was not confirmed for
+`STALE_AFTER_SECONDS`, while enough requests went elsewhere for trials to stay rare, is predicted as
+the fastest of its kind until it is given one request. That is optimism in the face of uncertainty,
+for rewards that change (Garivier, Moulines, "On Upper-Confidence Bound Policies for Switching
+Bandit Problems", 2011). The first report of a trial restarts the estimate: a node that has
+recovered counts as fast at once, and one that is slow waits as long for its next trial.
 """
 
 from collections import OrderedDict
@@ -27,28 +26,27 @@ FitKey = TypeVar("FitKey", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TrialClock:
-    """`request_count` that have been computed so far, `trial_spacing` of them at least between two
-    trials of the same estimate."""
+    """The time of a report, also in requests."""
 
     now: float
-    request_count: int
-    trial_spacing: int
+    request_count: int  # requests computed so far
+    trial_spacing: int  # least number of requests between two trials of the same estimate
 
 
 @dataclass(slots=True)
 class _KeyedFit:
-    """`learned_coefficients`: its coefficients while a trial is offered, with the fastest one's in
-    their place. `restarts_on_report`: a trial was given, and the next report tells of it."""
+    """One estimate."""
 
     fit: OnlineLinearFit
     last_seen: TrialClock
+    # its own, while a trial is offered with the fastest fit's
     learned_coefficients: tuple[float, ...] | None = None
-    restarts_on_report: bool = False
+    restarts_on_report: bool = False  # a trial was given: the next report restarts the fit
 
 
 class KeyedFits(Generic[FitKey]):
-    """`fleet_fit` learns from everybody and stands for those that have not reported. At most `most`
-    keys are remembered, those that were heard of last."""
+    """The estimates of one kind, at most `most`. `fleet_fit` learns from all reports and stands in
+    for keys without reports."""
 
     def __init__(self, prior: Sequence[float], most: int) -> None:
         self.fleet_fit = OnlineLinearFit(prior)
@@ -62,13 +60,13 @@ class KeyedFits(Generic[FitKey]):
         return known.fit if known is not None else self.fleet_fit
 
     def list_reported_fits(self) -> Iterator[OnlineLinearFit]:
-        """Of all that have reported."""
+        """Iterate over the fits of all keys that have reported."""
         return (estimate.fit for estimate in self._fits.values() if estimate.fit.mean_error.count)
 
     def record_report(
         self, key: FitKey, features: tuple[float, ...], seconds: float, moment: TrialClock
     ) -> list[FitKey]:
-        """Learn from a report. Returns the keys whose fit has become another one."""
+        """Learn from a report; return the keys whose fit was replaced."""
         changed: list[FitKey] = []
         estimate = self._fits.get(key)
         if estimate is None:
@@ -89,7 +87,7 @@ class KeyedFits(Generic[FitKey]):
         return changed
 
     def on_work_placed(self, key: FitKey) -> None:
-        """Work that will be reported was placed there: a trial that was offered is taken."""
+        """Work was placed on this key: a trial that was offered is taken."""
         estimate = self._fits.get(key)
         if estimate is not None and estimate.learned_coefficients is not None:
             estimate.fit.coefficients = estimate.learned_coefficients
@@ -120,7 +118,7 @@ class KeyedFits(Generic[FitKey]):
                 estimate.fit.coefficients = fastest.coefficients
 
     def _trusted_fits(self) -> Iterator[OnlineLinearFit]:
-        """Of all that are predicted by their own reports."""
+        """Iterate over the fits that are predicted by their own reports."""
         return (
             each.fit
             for each in self._fits.values()

@@ -1,4 +1,4 @@
-"""How fast the last requests were: a window that is bounded in time and in count."""
+"""Latency percentiles of recent requests, over a window bounded in time and number."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ class LatencyWindow:
         self._ended: deque[tuple[float, float, float | None]] = deque(maxlen=MAX_REQUESTS)
 
     def add_request(self, now: float, ttft: float, tpot: float | None) -> None:
-        """In seconds; a request of one token has no TPOT."""
+        """Add latencies in seconds; a request of one token has no TPOT."""
         self._ended.append((now, ttft, tpot))
 
     def compute_latency(self, now: float) -> Latency:
-        """Of the requests that ended in the last `WINDOW` seconds; percentiles are 0 without
-        any."""
+        """Return percentiles over the last WINDOW_SECONDS; 0 without requests."""
         while self._ended and self._ended[0][0] <= now - WINDOW_SECONDS:
             self._ended.popleft()
         ttft = sorted(ttft for _, ttft, _ in self._ended)
@@ -35,5 +34,5 @@ class LatencyWindow:
 
 
 def _nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """The nearest rank."""
+    """Return the percentile by the nearest-rank method."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

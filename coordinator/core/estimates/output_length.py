@@ -1,9 +1,7 @@
-"""How long an answer will be, before it is: from `max_tokens`, and from the share of it that
-answers took before.
+"""Predicts output lengths from `max_tokens` and the share of it that earlier outputs used.
 
-The share is kept for each tenant and each power of two of `max_tokens`, as an exponentially
-weighted mean, because those who ask for 16 tokens tend to take them all and those who allow 4,096
-do not.
+The share is an exponentially weighted mean for each tenant and each power of two of `max_tokens`:
+requests for 16 tokens tend to use them all, and those that allow 4,096 do not.
 """
 
 from collections import OrderedDict
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from baton.prediction_error import DECAY_OBSERVATIONS, MeanRelativeError
 
 PRIOR_SHARE = 0.5
-MAX_KEYS = 4096  # pairs of tenant and power, the last used first
+MAX_KEYS = 4096  # pairs of tenant and power, least recently used evicted
 
 
 @dataclass(slots=True)
@@ -33,12 +31,12 @@ class OutputLengthPredictor:
         self._shares: OrderedDict[tuple[str, int], _OutputShare] = OrderedDict()
 
     def predict_tokens(self, who: str, max_tokens: int) -> float:
-        """Tokens, from 1 to `max_tokens`."""
+        """Return the predicted tokens, from 1 to `max_tokens`."""
         known = self._shares.get((who, max_tokens.bit_length()))
         return max(1.0, (known.mean if known else PRIOR_SHARE) * max_tokens)
 
     def record_output(self, who: str, max_tokens: int, tokens: int) -> None:
-        """An answer that ended well."""
+        """Record a complete output."""
         self.relative_error.add_prediction(self.predict_tokens(who, max_tokens), tokens)
         kind = (who, max_tokens.bit_length())
         self._shares.setdefault(kind, _OutputShare()).add_sample(tokens / max_tokens)

@@ -1,16 +1,15 @@
-"""How much work each node, or tenant, was given lately: seconds, or tokens. What was given counts
-less by 1/e every `window` seconds.
+"""Exponentially decayed sums of recent work, by node or tenant, in seconds or tokens.
 
-Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay
-model for streaming systems", 2009): instead of shrinking what was added before, what is added now
-counts more. So sums of different nodes compare as they stand, and nothing has to be touched as time
-passes.
+Work counts less by 1/e every `window` seconds. The sums use forward decay (Cormode, Shkapenyuk,
+Srivastava, Xu, "Forward decay: a practical time decay model for streaming systems", 2009): instead
+of shrinking older work, newer work counts more. So sums can be compared as they are, and no sum has
+to be updated as time passes.
 """
 
 import math
 
 WINDOW_SECONDS = 30.0  # seconds
-_MAX_WINDOWS = 200.0  # windows after which the scale is chosen anew, long before floats end
+_MAX_WINDOWS = 200.0  # after which sums are rescaled, long before floats overflow
 
 
 class RecentWork:
@@ -25,8 +24,7 @@ class RecentWork:
         return self._total
 
     def rescale(self, now: float) -> bool:
-        """To be called before anything else at a moment. True if every sum has changed: the scale
-        is another one."""
+        """Must be called first at each moment; return whether all sums were rescaled."""
         windows = (now - self._landmark) / self._window
         if windows <= _MAX_WINDOWS:
             return False
@@ -36,7 +34,7 @@ class RecentWork:
         return True
 
     def work_unit(self, now: float) -> float:
-        """What a second, or token, of work given now adds to a sum."""
+        """Return what a unit of work given now adds to a sum."""
         return math.exp((now - self._landmark) / self._window)
 
     def get_work(self, name: str) -> float:

@@ -1,8 +1,8 @@
-"""What clients ask of the cluster, and how well they were served: measured, over a window of time.
+"""Measures the demand of clients and how well it was served, over a window of time.
 
-Demand is taken from what arrives and never from how busy a device is: a device that decodes is
-always busy. So it does not change when a node changes its role, and whoever steers by it does not
-chase its own moves.
+Demand is measured from arrivals, never from how busy a device is, since a device that decodes is
+always busy. So it does not change when a node switches its role, and a controller that uses it does
+not react to its own changes.
 """
 
 import math
@@ -23,32 +23,30 @@ _BURSTINESS_RANGE = 0.25, 16.0  # between which the burstiness is believed
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """One request: tokens of its prompt, tokens that its answer is expected to have."""
+    """The size of one request."""
 
     prompt_tokens: int
-    output_tokens: float
+    output_tokens: float  # predicted
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSummary:
-    """`requests_per_second` in requests a second over `window_seconds`; `requests` are those that
-    were let in. `burstiness`: the variance of the number of arrivals over its mean, 1 for a Poisson
-    process. `computed_share`: the share of prompt tokens that no cache had."""
+    """The demand of a window."""
 
     window_seconds: float
     requests_per_second: float
-    burstiness: float
-    requests: Sequence[RequestShape]
-    computed_share: float = 1.0
+    burstiness: float  # variance over mean of arrival counts; 1 for a Poisson process
+    requests: Sequence[RequestShape]  # those that were admitted
+    computed_share: float = 1.0  # share of prompt tokens that no cache had
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """To be computed, a second."""
+        """Prompt tokens to be computed a second."""
         return self.requests_per_second * self.prompt_moments.mean * self.computed_share
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """A second."""
+        """Output tokens to be generated a second."""
         return self.requests_per_second * self.output_moments.mean
 
     @property
@@ -62,6 +60,8 @@ class WorkloadSummary:
 
 @dataclass(frozen=True, slots=True)
 class SampleMoments:
+    """Mean and standard deviation of a sample."""
+
     mean: float
     stddev: float
 
@@ -73,10 +73,9 @@ class SampleMoments:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Means of a window in seconds. `queue` in the coordinator; `prefill` and `transfer` as far as
-    the first token waited for them."""
+    """Mean seconds of each stage over a window; prefill and transfer as far as exposed."""
 
-    queue: float = 0.0
+    queue: float = 0.0  # in the coordinator
     reserve: float = 0.0
     prefill: float = 0.0
     transfer: float = 0.0
@@ -84,8 +83,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class SloResults:
-    """How those were served that ended in a window: `good_requests` of `ended_requests` within the
-    objective."""
+    """How many of the requests that ended in a window met the SLO."""
 
     ended_requests: int
     good_requests: int
@@ -98,12 +96,14 @@ class SloResults:
 @dataclass(frozen=True, slots=True)
 class _EndedRequest:
     ended_at: float
-    ttft: float  # infinite for one that failed
+    ttft: float  # infinite if it failed
     tpot: float | None
     stages: StageSeconds
 
 
 class WorkloadMeter:
+    """Records arrivals and ends, and summarizes them."""
+
     def __init__(self) -> None:
         self._arrivals: deque[tuple[float, RequestShape]] = deque(maxlen=MAX_EVENTS)
         self._refused: deque[tuple[int, int]] = deque(
@@ -122,15 +122,15 @@ class WorkloadMeter:
             self._arrivals.popleft()
 
     def record_rejection(self, now: float) -> None:
-        """One that there was no room for. It is taken to be like the others; only their number is
-        kept, because there may be very many."""
+        """Count a request that was rejected for lack of room. Only numbers are kept, because there
+        may be very many; such requests are assumed to be like the others."""
         second, count = int(now), 0
         if self._refused and self._refused[-1][0] == second:
             _, count = self._refused.pop()
         self._refused.append((second, count + 1))
 
     def record_prefill(self, computed: int, cached: int) -> None:
-        """In tokens."""
+        """Record the tokens of a prompt that were computed and cached."""
         if computed + cached > 0:
             self._computed_share += (
                 computed / (computed + cached) - self._computed_share
@@ -139,7 +139,7 @@ class WorkloadMeter:
     def record_end(
         self, ttft: float | None, tpot: float | None, stages: StageSeconds, now: float
     ) -> None:
-        """In seconds; `ttft` None for a request that failed."""
+        """Record latencies in seconds; `ttft` is None for a request that failed."""
         self._ends.append(_EndedRequest(now, math.inf if ttft is None else ttft, tpot, stages))
         while self._ends[0].ended_at <= now - HISTORY_SECONDS:
             self._ends.popleft()
@@ -149,9 +149,8 @@ class WorkloadMeter:
     def summarize_workload(
         self, seconds: float, now: float, waiting: Sequence[tuple[float, RequestShape]] = ()
     ) -> WorkloadSummary | None:
-        """Of the last `seconds`, or of as many as there are; None if nobody came. Those of
-        `waiting`, with the moments when they came, that have waited for longer are counted as asked
-        now: they are still to be served."""
+        """Summarize the last `seconds`, or as many as there are; None without arrivals. Requests of
+        `waiting` that arrived earlier are included, because they are still to be served."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
         left = [one for at, one in waiting if at <= now - seconds]
         if not recent or self._started_at is None:
@@ -169,12 +168,11 @@ class WorkloadMeter:
 
     @property
     def computed_share(self) -> float:
-        """The share of prompt tokens that no cache had."""
+        """Share of prompt tokens that no cache had."""
         return self._computed_share
 
     def list_arrivals_since(self, moment: float) -> list[tuple[float, RequestShape]]:
-        """Those that came later than that, and when, with others like them in place of those who
-        were refused."""
+        """Return later arrivals with their times. Rejected requests are represented by copies."""
         arrived: list[tuple[float, RequestShape]] = []
         for at, one in reversed(self._arrivals):
             if at <= moment:
@@ -195,7 +193,7 @@ class WorkloadMeter:
         return SloResults(ended + self._count_rejected_since(now - seconds), good)
 
     def compute_mean_stages(self, seconds: float, now: float) -> StageSeconds:
-        """Of those that were served."""
+        """Return the mean stages of requests that were served."""
         served = [end.stages for end in self._recent_ends(seconds, now) if end.ttft < math.inf] or [
             StageSeconds()
         ]
@@ -207,7 +205,7 @@ class WorkloadMeter:
         )
 
     def _recent_ends(self, seconds: float, now: float) -> Iterator[_EndedRequest]:
-        """The last one first."""
+        """Iterate over recent ends, newest first."""
         return takewhile(lambda end: end.ended_at > now - seconds, reversed(self._ends))
 
     def _count_rejected_since(self, moment: float) -> int:

@@ -1,5 +1,7 @@
-"""Nodes taken out of service, by name, so that one that restarts stays out until somebody puts it
-back. Nobody else keeps it: a coordinator that restarts has forgotten it."""
+"""Nodes taken out of service, by name, so that a restarted node stays out until it is put back.
+
+The set is not stored: a coordinator that restarts has forgotten it.
+"""
 
 from enum import Enum
 
@@ -9,7 +11,7 @@ from baton.types import NodeName
 
 MAX_DRAINED_NODES = 1024
 # heartbeats since the last work ended there: the second was sent after every order had arrived
-MIN_QUIET_REPORTS = 2
+MIN_QUIET_REPORTS = 2  # the second of them was sent after every order had arrived
 
 
 class NodeServiceState(Enum):
@@ -22,6 +24,8 @@ class NodeServiceState(Enum):
 
 
 class DrainSet:
+    """Names that get no new work, with the time at which their remaining work is placed again."""
+
     def __init__(self) -> None:
         self._deadlines: dict[NodeName, float | None] = {}
         self.names = self._deadlines.keys()
@@ -30,8 +34,8 @@ class DrainSet:
         return name in self._deadlines
 
     def start_drain(self, name: NodeName, until: float | None) -> None:
-        """Give it no new work; what it holds at `until` is to be placed again (None: never). Again:
-        a new `until`."""
+        """Give the node no new work, and have the rest placed again at `until` (None: never). A
+        second call replaces `until`. Raises InvalidRequest if too many names are drained."""
         if name not in self._deadlines and len(self._deadlines) >= MAX_DRAINED_NODES:
             raise InvalidRequest(
                 f"{MAX_DRAINED_NODES} names are drained, which is the most: undrain some",
@@ -40,7 +44,7 @@ class DrainSet:
         self._deadlines[name] = until
 
     def end_drain(self, name: NodeName) -> bool:
-        """Whether it was out of service."""
+        """Put the name back in service; return whether it was drained."""
         known = name in self._deadlines
         self._deadlines.pop(name, None)
         return known
@@ -52,7 +56,7 @@ class DrainSet:
         return min((until for until in self._deadlines.values() if until is not None), default=None)
 
     def pop_due(self, now: float) -> list[NodeName]:
-        """Those whose patience is over; each is told once."""
+        """Return the names whose time is over; each is returned once."""
         found = [
             name for name, until in self._deadlines.items() if until is not None and until <= now
         ]
@@ -62,8 +66,7 @@ class DrainSet:
 
 
 def is_node_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) -> bool:
-    """Nothing is placed on the node by the coordinator's books, and by the node's own word it holds
-    nothing."""
+    """Return whether a node holds no work, by the coordinator's books and by its own reports."""
     if attempts or quiet_reports < MIN_QUIET_REPORTS or stats is None:
         return False
     held = (

@@ -1,4 +1,4 @@
-"""What a node says of itself when it joins, and what of that must be equal across the cluster."""
+"""What a node announces when it joins, and the checks that a cluster's members must pass."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,9 +13,7 @@ from baton.types import NodeName, Role
 
 @dataclass(frozen=True, slots=True)
 class JoinInfo:
-    """One node's announcement. `num_blocks` in KV blocks, `max_model_len` in tokens, `model_digest`
-    in hex. `process` is random and the process's own: a rejoin has the same one, another process of
-    the same name has not."""
+    """One node's announcement."""
 
     protocol_version: int
     name: NodeName
@@ -23,16 +21,17 @@ class JoinInfo:
     host_id: str
     transfer_endpoint: str
     pid: int
-    model_digest: str
+    model_digest: str  # hex
     layout: KVLayout
-    num_blocks: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_model_len: int
+    num_blocks: int  # KV blocks
+    max_num_seqs: int  # sequences at once
+    max_batched_tokens: int  # tokens of one step
+    max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     engine: str
     rejoining: str = ""
+    # random for each process: equal after a rejoin, different for another process
     process: str = ""
     implementation: str = ""
     dtype: str = ""
@@ -53,14 +52,13 @@ class JoinInfo:
 
     @property
     def max_context_tokens(self) -> int:
-        """The longest prompt and output that it can hold, in tokens."""
+        """The longest prompt and output that the node can hold, in tokens."""
         return min(self.max_model_len, self.num_blocks * self.layout.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the coordinator knows of the model that it is to serve, "" for what it does not know:
-    such facts are not compared."""
+    """The model that the coordinator serves; empty facts are unknown and not compared."""
 
     engine: str = ""
     files: ModelFileDigests = UNKNOWN_DIGESTS
@@ -81,19 +79,21 @@ _SAME_MODEL_REMEDY = (
 
 
 def require_valid_join(info: JoinInfo) -> None:
-    """Raises ConfigError for another protocol version, a bad name, no process or a size below 1."""
+    """Raise ConfigError for another protocol version, a bad name, no nonce or a size below 1."""
     if info.protocol_version != PROTOCOL_VERSION:
         raise _mismatch(
             info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}"
         )
     if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
         raise ConfigError(
-            f"node name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+            f"node name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set"
+            " --name"
         )
     require_process_nonce(info)
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
         raise ConfigError(
-            f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex"
+            f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes"
+            " in hex"
         )
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
     sizes |= {f"layout.{name}": getattr(info.layout, name) for name in _POSITIVE_OF_LAYOUT}
@@ -105,9 +105,11 @@ def require_valid_join(info: JoinInfo) -> None:
 
 
 def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -> None:
-    """Raises ConfigError naming the first field that differs from the cluster's identity, both
-    values and what to do. `bound_requests`: so many were placed on nodes of that identity and
-    nobody else is a member. They end, so the error has a `retry_after` then."""
+    """Raise ConfigError naming the first field that differs from the cluster's identity.
+
+    `bound_requests` were placed on nodes of that identity, and no node of it is left. They will
+    end, so the error then has a `retry_after`.
+    """
     theirs = cluster.named_fields()
     for name, mine in info.model.named_fields().items():
         if mine == theirs[name]:
@@ -116,15 +118,18 @@ def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests
         if not bound_requests:
             raise _mismatch(info, name, mine, ours)
         remedy = (
-            f"{bound_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
+            f"{bound_requests} requests of that model have not ended: bring a node of it back,"
+            " or wait until they have"
             " ended (--request-timeout)"
         )
         raise _mismatch(info, name, mine, ours, remedy, retry_after=_BOUND_MODEL_RETRY_AFTER)
 
 
 def require_served_model(info: JoinInfo, served: ServedModel) -> None:
-    """Raises ConfigError unless the node's model is the one that the coordinator encodes prompts
-    for and serves under its name. What either side does not know is not compared."""
+    """Raise ConfigError unless the node's model is the one that the coordinator tokenizes for.
+
+    What either side does not know is not compared.
+    """
     files = info.files
     compared = (
         ("engine", info.engine, served.engine),
@@ -140,7 +145,7 @@ def require_served_model(info: JoinInfo, served: ServedModel) -> None:
 
 
 class MemberIdentity(Protocol):
-    """A process that is a member, or wants to be one: a node or a pool."""
+    """The identity of a process that is, or wants to be, a member: a node or a pool."""
 
     @property
     def name(self) -> NodeName: ...
@@ -153,8 +158,7 @@ class MemberIdentity(Protocol):
 
 
 def require_process_nonce(info: MemberIdentity) -> None:
-    """Raises ConfigError for a Join without `process`: any two of those would take each other's
-    name."""
+    """Raise ConfigError for a join without `process`: two of those could take each other's name."""
     if not info.process:
         raise ConfigError(
             f"{info.name!r} has process '': it must be a random value of the process's own",
@@ -163,11 +167,14 @@ def require_process_nonce(info: MemberIdentity) -> None:
 
 
 def require_free_name(info: MemberIdentity, held_by: MemberIdentity, free_in: float) -> None:
-    """Raises ConfigError unless the member `held_by` is an earlier stream of the same process.
-    `free_in`: seconds until that member counts as silent if nothing more is heard of it."""
+    """Raise ConfigError unless the member `held_by` is an earlier stream of the same process.
+
+    `free_in`: seconds until that member counts as silent if it sends nothing more.
+    """
     if info.process != held_by.process:
         raise ConfigError(
-            f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is"
+            f"the name {info.name!r} is in use by process {held_by.pid} of host"
+            f" {held_by.host_id[:16]!r}, which is"
             " alive: give one of the two another --name, or stop one",
             param="name",
             retry_after=max(free_in, _MIN_RETRY_AFTER),

@@ -1,8 +1,8 @@
-"""The nodes that have joined: who they are, when they were last heard, what they last reported.
+"""The nodes that have joined: their identity, last message and last heartbeat.
 
-The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node
-is a member or a request that was placed on one lives. A name belongs to one process as long as that
-is heard.
+The cluster's model identity is that of its nodes. The first node sets it, and it stays as long as a
+node is a member or a request that was placed on one is running. A name belongs to one process as
+long as messages of that process arrive.
 """
 
 import math
@@ -27,14 +27,14 @@ from coordinator.core.membership.join_checks import (
 
 @dataclass(slots=True)
 class NodeMember:
-    """One incarnation of a node. `stats` is None until its first heartbeat."""
+    """One incarnation of a node."""
 
     info: JoinInfo
     incarnation: Incarnation
     joined_at: float
     heard_at: float
     model_digest: bytes  # of the identity that it announced
-    stats: NodeStats | None = None
+    stats: NodeStats | None = None  # None until its first heartbeat
     is_stalled: bool = False  # by its last heartbeat
     is_leaving: bool = False
 
@@ -45,10 +45,10 @@ class NodeMember:
 
 
 class NodeRegistry:
-    """`silence_seconds` and `stall` in seconds."""
+    """All nodes that are members."""
 
     def __init__(self, silence: float, stall: float, served: ServedModel | None = None) -> None:
-        """`served`: what the coordinator knows of the model that it serves."""
+        """`silence` and `stall` in seconds; `served` is the model that the coordinator serves."""
         self.nodes: dict[Incarnation, NodeMember] = {}
         self.drains = DrainSet()  # by operators
         self.switching_drains = DrainSet()  # on their way to another role: nobody else's business
@@ -62,9 +62,12 @@ class NodeRegistry:
         self._earliest_silence = math.inf  # nobody counts as silent before
 
     def check_join(self, info: JoinInfo, now: float, bound_requests: int = 0) -> NodeMember | None:
-        """May this node join, while so many requests bind the cluster to its model? Returns the
-        incarnation of the same process that it would replace. Raises ConfigError; one with
-        `retry_after` may be cured by waiting."""
+        """Check whether the node may join; return the incarnation of its process that it would
+        replace.
+
+        `bound_requests` bind the cluster to its present model. Raises ConfigError; one with
+        `retry_after` may go away with time.
+        """
         require_valid_join(info)
         require_served_model(info, self._served_model)
         others = any(node.info.name != info.name for node in self.nodes.values())
@@ -78,7 +81,7 @@ class NodeRegistry:
         return holder
 
     def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
-        """Checked before, and what it replaces removed."""
+        """Add a node that `check_join` has accepted, after what it replaces was removed."""
         self.model_identity = info.model
         self.model_digest = self.model_identity.digest()
         node = NodeMember(
@@ -92,22 +95,21 @@ class NodeRegistry:
         return self.nodes.pop(incarnation, None)
 
     def record_heartbeat(self, node: NodeMember, stats: NodeStats) -> None:
-        """A heartbeat."""
+        """Store the node's latest statistics."""
         node.stats = stats
         node.is_stalled = stats.progress_age_seconds > self._stall_seconds
 
     def has_serving_node(self, role: Role) -> bool:
-        """Is there a node of the role that may be given new work?"""
+        """Return whether a node of the role is in service."""
         return next(self.nodes_in_service(role), None) is not None
 
     def can_fit_context(self, role: Role, tokens: int) -> bool:
-        """Is there a node of the role that may be given new work and has room for so many tokens of
-        one request?"""
+        """Return whether a node in service of the role can hold so many tokens of one request."""
         return any(node.info.max_context_tokens >= tokens for node in self.nodes_in_service(role))
 
     def nodes_in_service(self, role: Role | None = None) -> Iterator[NodeMember]:
-        """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not
-        changing role, not seen to stand still."""
+        """Iterate over the nodes, of one role or all, that may be given new work: not leaving,
+        drained, switching roles or stalled."""
         for node in self.nodes.values():
             if (role is None or node.info.role is role) and self._may_serve(node):
                 yield node
@@ -116,11 +118,11 @@ class NodeRegistry:
         return next((node for node in self.nodes.values() if node.info.name == name), None)
 
     def list_model_digests(self, *legs: Incarnation | None) -> list[str]:
-        """The digest of each of these members, in hex."""
+        """Return the model digests of these members, in hex."""
         return [self.nodes[leg].model_digest.hex() for leg in legs if leg is not None]
 
     def why_unavailable(self, role: Role) -> str:
-        """Why no node of the role can be given work, "" if one can."""
+        """Return why no node of the role can be given work, "" if one can."""
         if self.has_serving_node(role):
             return ""
         of_role = (node for node in self.nodes.values() if node.info.role is role)
@@ -132,7 +134,8 @@ class NodeRegistry:
     def find_expired(
         self, now: float, busy: Collection[Incarnation]
     ) -> list[tuple[NodeMember, NodeFailed]]:
-        """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
+        """Return the nodes to remove: silent ones, and `busy` ones (with attempts) without
+        progress."""
         found: list[tuple[NodeMember, NodeFailed]] = []
         self._earliest_silence = math.inf
         for node in self.nodes.values():
@@ -142,7 +145,8 @@ class NodeRegistry:
                     (
                         node,
                         NodeLost(
-                            f"node {name} was silent for {quiet:.1f} s (--silence {self.silence_seconds:g})"
+                            f"node {name} was silent for {quiet:.1f} s (--silence"
+                            f" {self.silence_seconds:g})"
                         ),
                     )
                 )
@@ -156,15 +160,16 @@ class NodeRegistry:
                     (
                         node,
                         NodeStalled(
-                            f"node {name} made no progress for {age:.1f} s (--stall {self._stall_seconds:g})"
+                            f"node {name} made no progress for {age:.1f} s (--stall"
+                            f" {self._stall_seconds:g})"
                         ),
                     )
                 )
         return found
 
     def next_silence_at(self) -> float | None:
-        """When to look for silent nodes again: no later than the first may be one. It is asked
-        after every message, so what is heard meanwhile is taken into account at the next look."""
+        """Return when to look for silent nodes again. It may be too early: messages that arrive
+        meanwhile are considered at the next look."""
         return self._earliest_silence if self._earliest_silence < math.inf else None
 
     def _is_drained(self, node: NodeMember) -> bool:
@@ -181,6 +186,6 @@ class NodeRegistry:
         return not node.is_leaving and not node.is_stalled
 
     def get_layout(self) -> KVLayout:
-        """The cluster's. Only after the first join."""
+        """Return the cluster's KV layout. Valid only after the first join."""
         assert self.model_identity is not None, "no node has joined"
         return self.model_identity.layout

@@ -1,5 +1,7 @@
-"""The hosts' pools as members: heard, counted and asked as nodes are, but nothing is placed on
-them. What a pool has counts for every node of its host."""
+"""The shared pools of hosts as members: they send reports like nodes, but get no attempts.
+
+The blocks of a pool are available to every node of its host.
+"""
 
 from dataclasses import dataclass
 
@@ -20,14 +22,14 @@ POOL_ROLE = "pool"
 
 @dataclass(frozen=True, slots=True)
 class PoolJoinInfo:
-    """One pool's announcement. `model_digest` in hex."""
+    """One pool's announcement."""
 
     protocol_version: int
     name: NodeName
     host_id: str
     endpoint: str
     pid: int
-    model_digest: str
+    model_digest: str  # hex
     layout: KVLayout
     num_blocks: int
     process: str = ""
@@ -35,13 +37,13 @@ class PoolJoinInfo:
 
 @dataclass(slots=True)
 class PoolMember:
-    """One incarnation of a pool. `stats` is None until its first heartbeat."""
+    """One incarnation of a pool."""
 
     info: PoolJoinInfo
     incarnation: Incarnation
     joined_at: float
     heard_at: float
-    stats: NodeStats | None = None
+    stats: NodeStats | None = None  # None until its first heartbeat
 
     @property
     def address(self) -> PeerAddress:
@@ -49,7 +51,7 @@ class PoolMember:
 
 
 class PoolRegistry:
-    """`silence` in seconds."""
+    """All pools that are members; `silence` in seconds."""
 
     def __init__(self, silence: float) -> None:
         self.members: dict[Incarnation, PoolMember] = {}
@@ -58,14 +60,17 @@ class PoolRegistry:
     def check_join(
         self, info: PoolJoinInfo, model: ModelIdentity | None, now: float
     ) -> PoolMember | None:
-        """May it join, if nodes are here that serve `model`? Returns the member of the same process
-        that it would replace. Raises ConfigError naming the first field that differs; one with
-        `retry_after` may be cured by waiting.
+        """Check whether the pool may join nodes that serve `model`; return the member it would
+        replace.
+
+        Raises ConfigError naming the first field that differs; one with `retry_after` may go away
+        with time.
         """
         _require_equal(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
         if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
             raise ConfigError(
-                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters: set --name"
+                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters:"
+                " set --name"
             )
         require_process_nonce(info)
         if info.num_blocks < 1:
@@ -88,6 +93,7 @@ class PoolRegistry:
         return frozenset(pool.info.host_id for pool in self.members.values())
 
     def find_expired(self, now: float) -> list[tuple[PoolMember, NodeLost]]:
+        """Return the silent pools."""
         return [
             (one, NodeLost(f"pool {one.info.name} was silent for {now - one.heard_at:.1f} s"))
             for one in self.members.values()
@@ -95,7 +101,7 @@ class PoolRegistry:
         ]
 
     def next_silence_at(self) -> float | None:
-        """When the first would count as silent if nothing more is heard."""
+        """Return when the first pool would count as silent."""
         return min((one.heard_at + self._silence for one in self.members.values()), default=None)
 
 

@@ -1,20 +1,19 @@
-"""Which node's cache has which block, as far as the nodes have told: a hint that may be stale and
-is never trusted.
+"""Which node's cache has which block, by the nodes' cache events: a hint that may be stale.
 
-A node looks into its own index before it uses anything, so a block that is missing costs a
-computation and nothing else. Names are the first 8 bytes of BlockHashes, which name a whole prefix
-each. For every name there is one integer, a bit for each node that has it; so a prompt is looked up
-for all nodes at once, block by block, until the last of them has dropped out. An event costs O(1) a
-name, a look-up O(blocks found + nodes), whatever the size of the directory.
+A node looks into its own index before it uses a block, so a wrong entry costs a computation and
+nothing else. Keys are short hashes, the first 8 bytes of block hashes, each of which identifies a
+whole prefix. For every hash there is one integer with a bit for each node that has it. So a prompt
+is looked up for all nodes at once, block by block, until no node has the next block. An event costs
+O(1) a hash, a look-up O(blocks found + nodes), whatever the size of the directory.
 
-Events of a node are numbered. When one is missing, what is known of the node is kept (stale, as it
-may be), events are left aside, and the caller is told to ask for a snapshot; it is told again if
-none has come after `PATIENCE`.
+Events of a node are numbered. When one is missing, the node's entries are kept, though they may be
+stale, further events are ignored, and the caller is told to ask for a snapshot; again if none has
+arrived after `SNAPSHOT_TIMEOUT_SECONDS`.
 
-A node that leaves, or tells anew all that it has, gives up its bit at once. The entries with that
-bit mean nothing from then on, and are swept a slice at a time: a pool's million of them would hold
-the event loop for half a second. Tables are split into SHARDS by name, because a table that grows
-is copied, and copying a million entries takes long as well.
+A node that leaves, or sends a new snapshot, gives up its bit at once. Entries with that bit mean
+nothing from then on and are swept a slice at a time: a pool's million of them would block the event
+loop for half a second. Tables are sharded by hash, because growing a table copies it, and copying a
+million entries takes long as well.
 """
 
 from collections import deque
@@ -24,27 +23,28 @@ from itertools import chain, islice
 
 from baton.types import Incarnation
 
-SNAPSHOT_TIMEOUT_SECONDS = 1.0  # seconds
-SWEEP_SLICE = 4096  # names that are swept at a time
+SNAPSHOT_TIMEOUT_SECONDS = 1.0  # after which a snapshot is asked for again
+SWEEP_SLICE = 4096  # hashes that are swept at a time
 SHARD_COUNT = 64
-_RETIRED = Incarnation("")  # has a slot whose bit is still in entries
+_RETIRED = Incarnation("")  # owner of a slot whose bit is still in entries
 
 
 @dataclass(slots=True)
 class _NodeCache:
-    """What one node has told. `last_sequence` is the number of its last event; `snapshot_asked_at`:
-    a snapshot is being waited for."""
+    """The known blocks of one node."""
 
     slot: int
     max_blocks: int
     hash_shards: list[set[int]] = field(default_factory=lambda: [set() for _ in range(SHARD_COUNT)])
-    block_count: int = 0  # of them
-    last_sequence: int = 0
-    is_synced: bool = False  # nothing counts before the first snapshot
-    snapshot_asked_at: float | None = None
+    block_count: int = 0  # blocks in all shards
+    last_sequence: int = 0  # number of its last event
+    is_synced: bool = False  # events count only after a snapshot
+    snapshot_asked_at: float | None = None  # set while a snapshot is awaited
 
 
 class PrefixDirectory:
+    """Maps short block hashes to the nodes that have them."""
+
     def __init__(self) -> None:
         self.resync_count = 0  # snapshots that were asked for
         self._node_bits: list[dict[int, int]] = [
@@ -58,14 +58,14 @@ class PrefixDirectory:
         )  # slots, and the names that still have their bits
 
     def __len__(self) -> int:
-        """Different blocks, those that are to be swept included."""
+        """Return the number of hashes, including those that await the sweep."""
         return sum(map(len, self._node_bits))
 
     def get_block_hashes(self, node: Incarnation) -> frozenset[int]:
         return frozenset(chain.from_iterable(self._caches[node].hash_shards))
 
     def add_node(self, node: Incarnation, capacity: int) -> None:
-        """`capacity` in blocks: more than so many are not believed."""
+        """Add a node; more than `capacity` blocks of it are ignored."""
         self._caches[node] = _NodeCache(self._assign_slot(node), capacity)
 
     def remove_node(self, node: Incarnation) -> None:
@@ -74,8 +74,7 @@ class PrefixDirectory:
             self._retire_cache(cache)
 
     def sweep_slice(self) -> bool:
-        """Take up to SLICE entries of those who have left, or told anew, away. Whether there are
-        more."""
+        """Sweep up to SWEEP_SLICE retired entries; return whether there are more."""
         left = SWEEP_SLICE
         while self._retired and left:
             slot, names = self._retired[0]
@@ -100,8 +99,8 @@ class PrefixDirectory:
         evicted: Iterable[int],
         now: float,
     ) -> bool:
-        """Whether to ask the node for a snapshot. Of names that stand in both, the insertion
-        counts."""
+        """Apply the events; return whether to ask the node for a snapshot. A hash in both lists
+        counts as inserted."""
         cache = self._caches[node]
         if sequence <= cache.last_sequence and cache.is_synced:  # again
             return False
@@ -114,7 +113,7 @@ class PrefixDirectory:
         return False
 
     def apply_snapshot(self, node: Incarnation, sequence: int, names: Iterable[int]) -> None:
-        """All that the node has, or the first part of it; late ones are dropped."""
+        """Replace the node's entries by a snapshot, or its first part; late ones are dropped."""
         cache = self._caches[node]
         if sequence <= cache.last_sequence:
             return
@@ -128,9 +127,8 @@ class PrefixDirectory:
         self._insert(cache, names)
 
     def match_prefix(self, names: Iterable[int]) -> dict[Incarnation, int]:
-        """How many of `names`, the blocks of a prompt in order, each node has, from the first one
-        on without a gap. Nodes that lack the first are left out. `names` is read no further than
-        somebody has it."""
+        """Return how many leading blocks of a prompt each node has, without a gap. Nodes that lack
+        the first block are left out. `names` is read only as far as some node has the blocks."""
         found: dict[Incarnation, int] = {}
         depth, holders, have = 0, self._node_bits, self._live_bits
         for name in names:
@@ -166,7 +164,7 @@ class PrefixDirectory:
                 holders[name] = holders.get(name, 0) | bit
 
     def _evict(self, cache: _NodeCache, names: Iterable[int]) -> None:
-        """Those of `names` that are the node's."""
+        """Remove those of the hashes that the node has."""
         for name in names:
             mine = cache.hash_shards[name % SHARD_COUNT]
             if name in mine:
@@ -209,6 +207,6 @@ class PrefixDirectory:
 
 
 def _drain_shards(shards: list[set[int]]) -> Iterator[int]:
-    """All names; each set is freed when it has been read, and not all of them in the end."""
+    """Yield all hashes, and free each shard as soon as it was read."""
     while shards:
         yield from shards.pop()

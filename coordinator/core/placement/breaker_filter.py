@@ -1,4 +1,4 @@
-"""Placement that keeps some pairs of nodes apart, whatever the policy."""
+"""Lets any placement policy choose only pairs whose circuit breaker is closed."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -22,9 +22,12 @@ def choose_excluding_open_breakers(
     outlook: PlacementContext,
     apart: AbstractSet[NodePair],
 ) -> NodeChoice | None:
-    """As the policy chooses among the decode nodes that some prefill node can write to; should it
-    choose a pair that is kept apart, then among the other prefill nodes for that decode node. Costs
-    nothing while no pair is."""
+    """Choose as the policy does, without blocked pairs.
+
+    The policy chooses among the decode nodes that some prefill node may write to. If it chooses a
+    blocked pair, it chooses again among the other prefill nodes for that decode node. Costs nothing
+    while no pair is blocked.
+    """
     if not apart or not (demand.needs_prefill and demand.needs_decode):
         return placement.choose_nodes(demand, nodes, outlook)
     writers = [

@@ -1,20 +1,20 @@
 """A circuit breaker for each pair of a prefill and a decode node (Nygard, "Release It!", 2007).
 
-    CLOSED ---- `FAILURES_TO_OPEN` hand-offs in a row failed ----> OPEN ---- it has cooled down ----> HALF_OPEN
-       ^                                                ^                                  |    |
-       |                                                +------- the probe failed ---------+    |
-       +-------------------------------- the probe was committed -------------------------------+
+    CLOSED -- FAILURES_TO_OPEN hand-offs in a row failed --> OPEN -- cooled down --> HALF_OPEN
+       ^                                                      ^                        |   |
+       |                                                      +--- the probe failed ---+   |
+       +------------------------ the probe was committed ----------------------------------+
 
-While a pair is not CLOSED, placement keeps its two nodes apart; each goes on with others. HALF_OPEN
-lets one attempt through, the probe. An attempt that ends for any other reason (its client went
-away, decode had no room) says nothing about the pair: a probe that does so makes way for another. A
-node that joins anew comes with a clean record.
+While a pair is not CLOSED, its two nodes are not placed together; each works with others. HALF_OPEN
+lets one attempt through, the probe. An attempt that ends for another reason (its client left,
+decode had no room) says nothing about the pair, and if it was the probe another one may follow. A
+node that rejoins starts without failures.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from baton.types import AttemptKey, Incarnation
+from coordinator.core.common.breaker_state import BreakerState
 
 FAILURES_TO_OPEN = 3  # failures in a row
 FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
@@ -23,12 +23,6 @@ FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
 )  # seconds before a pair is tried again; doubled each time
 
 NodePair = tuple[Incarnation, Incarnation]  # prefill, decode
-
-
-class BreakerState(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
 
 
 @dataclass(slots=True)
@@ -46,7 +40,7 @@ class _PairBreaker:
 
 
 class CircuitBreakers:
-    """Pairs that never failed, and those whose last hand-off was committed, take no memory."""
+    """Pairs that have not failed since their last commit take no memory."""
 
     def __init__(self) -> None:
         self._pairs: dict[NodePair, _PairBreaker] = {}
@@ -65,7 +59,7 @@ class CircuitBreakers:
         return sum(breaker.state is state for breaker in self._pairs.values())
 
     def try_start_probe(self, pair: NodePair, key: AttemptKey) -> bool:
-        """A hand-off between them is to begin. Is it the probe?"""
+        """A hand-off is about to start; return whether it is the probe of a half-open breaker."""
         breaker = self._pairs.get(pair)
         if (
             breaker is None
@@ -78,7 +72,7 @@ class CircuitBreakers:
         return True
 
     def record_failure(self, pair: NodePair, key: AttemptKey, now: float) -> bool:
-        """A hand-off failed between them, and not because of its client. Has the breaker opened?"""
+        """Record a failed hand-off; return whether the breaker has opened."""
         breaker = self._pairs.setdefault(pair, _PairBreaker())
         breaker.failures += 1
         trips = breaker.state is BreakerState.CLOSED and breaker.failures >= FAILURES_TO_OPEN
@@ -89,8 +83,8 @@ class CircuitBreakers:
         return True
 
     def record_commit(self, pair: NodePair, key: AttemptKey) -> bool:
-        """A hand-off went through. Has the breaker closed? What began before it opened does not
-        decide."""
+        """Record a committed hand-off; return whether the breaker has closed. A half-open breaker
+        closes only by its probe."""
         breaker = self._pairs.get(pair)
         if breaker is None:
             return False
@@ -101,8 +95,8 @@ class CircuitBreakers:
         return closes
 
     def abandon_probe(self, pair: NodePair, key: AttemptKey) -> bool:
-        """The attempt is over, whatever came of it. Was it a probe without a verdict, so that
-        another may try?"""
+        """The attempt has ended. Return whether it was a probe without a result, so that another
+        may probe."""
         breaker = self._pairs.get(pair)
         if breaker is None or breaker.probe != key:
             return False
@@ -111,7 +105,7 @@ class CircuitBreakers:
         return True
 
     def half_open_due_pairs(self, now: float) -> list[NodePair]:
-        """Those that have cooled down: one attempt each may be placed."""
+        """Half-open the breakers whose cool-down is over, and return their pairs."""
         found = [
             pair
             for pair, breaker in self._pairs.items()
@@ -132,7 +126,7 @@ class CircuitBreakers:
         return min(opened, default=None)
 
     def forget_node(self, node: Incarnation) -> None:
-        """It is no member any more."""
+        """The node has left the cluster."""
         self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if node not in pair}
         self._update_blocked_pairs()
 

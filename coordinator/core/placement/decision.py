@@ -1,5 +1,4 @@
-"""What placement expects of an attempt, whatever policy chose its nodes: kept until it is known how
-it went."""
+"""The decision of one placement, with its predicted latency, kept until the outcome is known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,59 +14,56 @@ from coordinator.core.placement.interface import (
 
 
 class PrefillSite(Enum):
-    """Who computes the prompt: a prefill node that hands it over (or answers alone), or the decode
-    node itself."""
+    """Where the prompt is computed."""
 
-    HAND_OFF = "hand_off"
-    LOCAL = "local"
+    HAND_OFF = "hand_off"  # a prefill node, which hands it off or answers alone
+    LOCAL = "local"  # the decode node itself
 
 
 class PlacementReason(Enum):
-    MODE = "mode"  # leaves no choice
-    NO_PREFILL_NODE = "no_prefill_node"  # serves, although the mode provides for hand-offs
-    PREFILL_TOO_SMALL = (
-        "prefill_too_small"  # prefill nodes serve, and none of them can hold the context
-    )
+    """Why the prompt is computed there."""
+
+    MODE = "mode"  # the mode leaves no choice
+    NO_PREFILL_NODE = "no_prefill_node"  # no prefill node serves, although the mode has hand-offs
+    # no prefill node that serves can hold the context
+    PREFILL_TOO_SMALL = "prefill_too_small"
     PREFIX_CACHED = "held"  # a decode node's cache has the context
-    SOONER = "sooner"  # by prediction
+    SOONER = "sooner"  # it is predicted to end sooner
     # the other way would go through more of the nodes at which the last attempt failed
     FAILED_BEFORE = "failed"
-    DEGRADED = "degraded"  # hand-offs are given up for the time being
+    DEGRADED = "degraded"  # hand-offs are suspended by a degradation step
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyPrediction:
-    """In seconds: `queue_seconds` before the prompt is begun, `prefill_seconds` to compute it,
-    `transfer_seconds` of the hand-off that no computing hides, `step_seconds` of decode.
-    `resident_tokens`: tokens that it will have in a cache, on average."""
+    """The predicted latency of one attempt, in seconds."""
 
-    queue_seconds: float
+    queue_seconds: float  # before the prompt is begun
     prefill_seconds: float
-    transfer_seconds: float
-    step_seconds: float
+    transfer_seconds: float  # of the hand-off, as far as computing does not hide it
+    step_seconds: float  # of a decode step
     output_tokens: float
-    resident_tokens: float
+    resident_tokens: float  # tokens that it will have in a cache, on average
 
     @property
     def ttft_seconds(self) -> float:
-        """Seconds until it."""
+        """Predicted time to first token, in seconds."""
         return self.queue_seconds + self.prefill_seconds + self.transfer_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """One placement. `views` are the nodes as they were seen, `blocked_pairs` pairs of them that
-    were not to be chosen; `rejected_prediction` is what was predicted of the way that was not
-    taken, if it was open."""
+    """One placement."""
 
     demand: PlacementDemand
     choice: NodeChoice
     prediction: LatencyPrediction
-    views: Sequence[NodeView]
+    views: Sequence[NodeView]  # the nodes as they were seen
     now: float
-    blocked_pairs: frozenset[NodePair] = frozenset()
+    blocked_pairs: frozenset[NodePair] = frozenset()  # pairs that were not to be chosen
     prefill_site: PrefillSite = PrefillSite.HAND_OFF
     reason: PlacementReason = PlacementReason.MODE
+    # of the other prefill site, if it was possible
     rejected_prediction: LatencyPrediction | None = None
 
 
@@ -77,6 +73,7 @@ def predict_latency(
     nodes: Sequence[NodeView],
     outlook: PlacementContext,
 ) -> LatencyPrediction:
+    """Predict the latency of the demand on the chosen nodes."""
     prefill = decode = None
     for view in nodes:
         if view.incarnation == choice.prefill:

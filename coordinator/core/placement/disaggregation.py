@@ -1,16 +1,15 @@
-"""Who computes a prompt: a prefill node that hands it over, or the decode node itself (*conditional
-disaggregation*).
+"""Decides where a prompt is computed: conditional disaggregation.
 
-In mode `auto` both are predicted for each attempt, and the one that ends sooner is taken:
+In mode `auto` both sites are predicted for each attempt, and the one that ends sooner is chosen:
 
-    hand_off   wait + prefill(context - held, held) + link      + output x step
-    local      wait + beside(prefill(context - held, held))     + output x step
+    hand_off   wait + prefill(context - cached, cached) + link              + output x step
+    local      wait + interleaved(prefill(context - cached, cached))        + output x step
 
-`beside` is what the decode node's residents cost the prompt: it may make their steps longer by
-`share` and no more, but for a burst (node_engine/core/scheduling/prefill_token_budget.py), so what
-the burst does not cover takes 1 + 1 / share times as long as alone. Prompts that are handed over
-disturb nobody, so equal predictions are decided for them. Where no prefill node has room at the
-moment, the hand-off is predicted for when one will, and the request waits if that is still sooner.
+A prompt that a decode node computes may lengthen the steps of its running sequences by `share` and
+no more, but for a burst (node_engine/core/scheduling/prefill_token_budget.py). So the part that the
+burst does not cover takes 1 + 1 / share times as long as on an idle node. Prompts that are handed
+off disturb no sequence, so ties go to them. If no prefill node has room now, the hand-off is
+predicted for the time when one will have, and the request waits if that is still sooner.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from coordinator.core.placement.interface import (
     PlacementPolicy,
 )
 
-TIE_SECONDS = 0.0005  # seconds: predictions so close are equal
+TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 
 
 class DisaggregationPolicy:
@@ -51,8 +50,11 @@ class DisaggregationPolicy:
         either: bool,
         apart: frozenset[NodePair] = frozenset(),
     ) -> PlacementDecision | None:
-        """With `either`, prefill and decode nodes may compute the prompt; else as the demand says,
-        because of `why`. Pairs in `apart` do not hand over. None: wait."""
+        """Decide the nodes and the prefill site; None is to wait.
+
+        With `either`, prefill and decode nodes may compute the prompt; otherwise the demand says
+        which, because of `why`. Pairs in `apart` must not hand off.
+        """
         first = self._decide_with_demand(demand, views, outlook, apart)
         if first is not None and first.choice.prefill is None and demand.needs_prefill:
             return replace(
@@ -95,8 +97,8 @@ class DisaggregationPolicy:
         views: Sequence[NodeView],
         outlook: PlacementContext,
     ) -> PlacementDecision | None:
-        """One of them has no room now. A prefill node gets room when it has computed what it holds;
-        when a decode node does, nobody knows."""
+        """Decide when one of the two sites has no room now. A prefill node will have room when it
+        has computed its prompts; for a decode node the time cannot be predicted."""
         if hand_off is not None or local is None:
             return (
                 replace(hand_off, prefill_site=PrefillSite.HAND_OFF, reason=PlacementReason.SOONER)
@@ -117,7 +119,7 @@ class DisaggregationPolicy:
 
 
 def completion_seconds(one: LatencyPrediction) -> float:
-    """Seconds until the answer is complete. Its first token comes with the prompt."""
+    """Return the predicted seconds until the output is complete."""
     return one.ttft_seconds + max(0.0, one.output_tokens - 1.0) * one.step_seconds
 
 
@@ -149,7 +151,8 @@ def _choose_sooner(
 
 
 def _is_sooner(local: LatencyPrediction, hand_off: LatencyPrediction, margin: float) -> bool:
-    """By more than predictions are usually off. What both have in common is no part of that."""
+    """Return whether local ends sooner by more than the usual prediction error. What both have in
+    common does not count towards the error."""
     return completion_seconds(
         local
     ) + TIE_SECONDS + margin * local.ttft_seconds < completion_seconds(hand_off)
@@ -165,8 +168,8 @@ def _predict_later_handoff(
     views: Sequence[NodeView],
     outlook: PlacementContext,
 ) -> LatencyPrediction | None:
-    """Of a hand-off to the decode node of `local` from the prefill node that will first have
-    computed what it holds, and then this. None if each of them lacks something else than time."""
+    """Predict a hand-off to the decode node of `local` from the prefill node that will have room
+    first. None if no prefill node is only waiting for time."""
     held_there = demand.cached_tokens_on(local.choice.decode) if local.choice.decode else 0
     link = (
         outlook.cost_model.fleet_transfer_seconds(

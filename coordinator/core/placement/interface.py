@@ -1,8 +1,7 @@
-"""Who serves an attempt. A policy sees an immutable snapshot and answers with nodes, or with None:
-wait.
+"""The interface of placement policies: immutable snapshots of nodes in, a choice of nodes out.
 
-The window of a node is small on purpose: what waits, waits in the coordinator, where deadlines and
-fairness have one home and from where a dead node takes little with it.
+The window of a node is small on purpose: requests wait in the coordinator, where deadlines and
+fairness are decided in one place, and where the loss of a node affects few of them.
 """
 
 import math
@@ -21,34 +20,31 @@ _WINDOW_STEPS = 2  # prompts, or steps: one is computed, the next is there when 
 
 @dataclass(frozen=True, slots=True)
 class PlacementDemand:
-    """What an attempt needs. `context_tokens` of context, `blocks` for them and a little growth;
-    about `expected_output_tokens` tokens will follow. `avoided_nodes`: nodes of its last failed
-    attempt, taken only if there is no other. `prefix_holder`: a decode node whose cache has the
-    whole context, so that there it needs no prefill. `reserved_share`: share of a node's blocks and
-    places that this demand must leave to the first class, `headroom_share`: to other tenants of its
-    class, with half of the window. `cached_by_node`: how many tokens of the context other caches
-    seem to have, by the prefix directory. `max_total_tokens`: tokens of the prompt and of the
-    longest output that was asked for."""
+    """What an attempt needs of the nodes that will serve it."""
 
-    context_tokens: int
-    blocks: int
+    context_tokens: int  # tokens of the prompt and of what was emitted so far
+    blocks: int  # KV blocks for the context and a little growth
     needs_prefill: bool
     needs_decode: bool
+    # nodes of the last failed attempt, chosen only if there is no other
     avoided_nodes: frozenset[Incarnation] = frozenset()
+    # a decode node that caches the whole context: no prefill leg needed
     prefix_holder: Incarnation | None = None
-    reserved_share: float = 0.0
+    reserved_share: float = 0.0  # share of a node's blocks and slots to leave to the first class
+    # context tokens that each node's cache seems to have, by the prefix directory
     cached_by_node: Mapping[Incarnation, int] = field(default_factory=dict)
     expected_output_tokens: float = 1.0
+    # share to leave to other tenants of the class, with half of the window
     headroom_share: float = 0.0
-    max_total_tokens: int = 0
+    max_total_tokens: int = 0  # tokens of the prompt and of the longest output asked for
 
     def cached_tokens_on(self, node: Incarnation) -> int:
-        """At least the last token of a context is computed anew."""
+        """Return the usable cached tokens; the last context token is always computed."""
         held = self.cached_by_node.get(node)
         return min(held, self.context_tokens - 1) if held else 0
 
     def uncached_tokens_on(self, node: Incarnation) -> int:
-        """Tokens that it would have to compute."""
+        """Return the context tokens that the node would have to compute."""
         return (
             1 if node == self.prefix_holder else self.context_tokens - self.cached_tokens_on(node)
         )
@@ -56,59 +52,52 @@ class PlacementDemand:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node at this moment. `pending_prefills` prompts are placed there and not computed yet, on
-    a prefill node with `uncomputed_tokens`; `window_tokens` are those, but of one prompt at most a
-    step's; `free_blocks` in blocks; `refused_from_blocks`: demands of so many blocks were refused;
-    `first_class_blocks` of `total_blocks` and `first_class_attempts` of `attempts` are the first
-    class's.
-
-    By the coordinator's books: `queued_seconds` of computing are placed there and not done,
-    `head_prefill_seconds` of them of the prompt that it has been at since `head_since`;
-    `running_attempts` of its attempts have had their first token; `resident_tokens` will be in the
-    caches of its sequences; `recent_work`: see `RecentWork`. `max_context_tokens`: the longest
-    prompt and output that it can hold, in tokens."""
+    """An immutable snapshot of one node, from its reports and the coordinator's books."""
 
     incarnation: Incarnation
     role: Role
     max_num_seqs: int
     max_batched_tokens: int
-    attempts: int
-    pending_prefills: int
-    uncomputed_tokens: int
-    free_blocks: int
-    refused_from_blocks: int | None
-    last_placed_serial: int
-    window_tokens: int = 0
+    attempts: int  # attempts placed there that have not ended
+    pending_prefills: int  # prompts placed there and not computed yet
+    uncomputed_tokens: int  # tokens of these prompts; 0 on a decode node
+    free_blocks: int  # by the last report and what was placed and ended since
+    refused_from_blocks: int | None  # demands of this many blocks or more were refused
+    last_placed_serial: int  # orders nodes by when they last got work
+    window_tokens: int = 0  # tokens of pending prompts, each counted up to one step's
     total_blocks: int = 0
-    first_class_blocks: int = 0
+    first_class_blocks: int = 0  # blocks of first-class attempts
     first_class_attempts: int = 0
     name: NodeName = _NO_NAME
     joined_at: float = 0.0
+    # predicted seconds of prompts that wait or are being computed there
     queued_seconds: float = 0.0
-    head_prefill_seconds: float = 0.0
-    head_since: float = 0.0
-    running_attempts: int = 0
-    resident_tokens: float = 0.0
-    recent_work: float = 0.0
-    max_context_tokens: int = _UNLIMITED_TOKENS
+    head_prefill_seconds: float = 0.0  # predicted seconds of the prompt that is being computed
+    head_since: float = 0.0  # when the node began with that prompt
+    running_attempts: int = 0  # attempts whose prompt is computed
+    resident_tokens: float = 0.0  # expected tokens in the caches of its sequences
+    recent_work: float = 0.0  # see `RecentWork`
+    max_context_tokens: int = _UNLIMITED_TOKENS  # longest prompt and output that it can hold
 
     def can_hold_request(self, demand: PlacementDemand) -> bool:
-        """Whether it could serve the request if it were idle: all of it on a decode node, the
-        context and one token on a prefill node."""
+        """Return whether the idle node could hold the request: the context and one token on a
+        prefill node, prompt and output on a decode node."""
         return (
             demand.context_tokens + 1 if self.role is Role.PREFILL else demand.max_total_tokens
         ) <= self.max_context_tokens
 
     def can_accept_prefill(self, demand: PlacementDemand) -> bool:
-        """Blocks are the node's to refuse: what it keeps until a hand-off has committed is not in
-        the coordinator's books."""
+        """Return whether the node has room in its window for the prompt. Blocks are not checked:
+        the coordinator does not know what the node keeps until hand-offs commit, so the node
+        refuses."""
         if not self.can_hold_request(demand) or self.is_closed_to(demand):
             return False
         return self.pending_prefills < self.max_num_seqs and self._has_window(demand)
 
     def can_accept_decode(self, demand: PlacementDemand) -> bool:
-        """If it is to compute the prompt as well, bursts come to it no faster than to a prefill
-        node: whoever comes in between may still pass what waits."""
+        """Return whether the node has a slot and blocks for the attempt. If it is to compute the
+        prompt too, the window of a prefill node applies, so that later short prompts can overtake.
+        """
         if (
             self.attempts >= self.max_num_seqs
             or not self.can_hold_request(demand)
@@ -128,16 +117,16 @@ class NodeView:
         )
 
     def queue_wait_seconds(self, now: float) -> float:
-        """Seconds until it has computed what is placed there."""
+        """Return the predicted seconds until the node has computed the prompts placed there."""
         if not self.queued_seconds:
             return 0.0
         done = min(max(0.0, now - self.head_since), self.head_prefill_seconds)
         return max(0.0, self.queued_seconds - done)
 
     def _leaves_room(self, demand: PlacementDemand) -> bool:
-        """To the first class first, and of the rest to others of its own. Who needs more blocks
-        than the reserve leaves may have them all, and whoever leaves headroom may have them of an
-        empty node."""
+        """Return whether the reserve of the first class and the headroom stay free. A request that
+        needs more blocks than the reserve leaves may have them all, and one that leaves headroom
+        may use an empty node fully."""
         blocks = max(
             0,
             min(int(demand.reserved_share * self.total_blocks), self.total_blocks - demand.blocks)
@@ -156,8 +145,8 @@ class NodeView:
         )
 
     def _has_window(self, demand: PlacementDemand) -> bool:
-        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes
-        one step's share of that, so that short ones can come to the node and pass it."""
+        """Return whether the window has room: two prompts, or two steps' worth of tokens. A long
+        prompt counts as one step's tokens, so that short prompts can be placed behind it."""
         window = 1 if demand.headroom_share else _WINDOW_STEPS
         if self.pending_prefills < window:
             return True
@@ -169,27 +158,25 @@ class NodeView:
 
 
 def _round_up_slots(share: float) -> int:
-    """So many, rounded up: a share of few places is not less than was promised."""
+    """Round up, so that a share of few slots is not less than was promised."""
     return math.ceil(share - 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """What predictions rest on. `work_unit`: what a second of work placed now adds to a node's
-    `recent_work`. Sizes of the cache: bytes of a token, tokens of a block. `local_prefill_share`:
-    what prompts that a decode node computes itself may add to its steps, of their length; 0: there
-    is no bound."""
+    """What predictions need besides the nodes."""
 
     now: float
     cost_model: CostModel
-    work_unit: float = 1.0
-    token_bytes: int = 0
-    block_size: int = 16
+    work_unit: float = 1.0  # what a second of work placed now adds to a node's `recent_work`
+    token_bytes: int = 0  # bytes of a token in the KV cache
+    block_size: int = 16  # tokens of a KV block
+    # most that local prompts may lengthen decode steps; 0: no bound
     local_prefill_share: float = 0.0
 
     def interleaved_prefill_seconds(self, node: NodeView, seconds: float) -> float:
-        """Seconds of a prompt that takes `seconds` alone, on a decode node that computes it beside
-        what runs there."""
+        """Return the seconds of a prompt on a decode node that also runs sequences; it would take
+        `seconds` on an idle one."""
         if not self.local_prefill_share or not node.running_attempts:
             return seconds
         step = self.cost_model.get_node_costs(node.name).step_seconds(
@@ -201,11 +188,11 @@ class PlacementContext:
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """`predicted_seconds`: predicted seconds of every node that could have taken it, from policies
-    that predict."""
+    """The nodes that a policy chose."""
 
     prefill: Incarnation | None
     decode: Incarnation | None
+    # for every candidate, if the policy predicts
     predicted_seconds: Mapping[Incarnation, float] = field(default_factory=dict, compare=False)
 
 
@@ -213,12 +200,12 @@ class PlacementPolicy(Protocol):
     def choose_nodes(
         self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
     ) -> NodeChoice | None:
-        """Nodes for every role that the demand needs, or None to wait."""
+        """Return nodes for every role that the demand needs, or None to wait."""
         ...
 
 
 def choose_prefix_holder(demand: PlacementDemand, nodes: Sequence[NodeView]) -> NodeChoice | None:
-    """The decode node whose cache has the whole context, alone, if it has room."""
+    """Return the decode node that caches the whole context, alone, if it has room."""
     if demand.prefix_holder is None:
         return None
     holder = next((node for node in nodes if node.incarnation == demand.prefix_holder), None)
@@ -230,6 +217,7 @@ def choose_prefix_holder(demand: PlacementDemand, nodes: Sequence[NodeView]) -> 
 
 
 def required_roles(demand: PlacementDemand) -> tuple[Role, ...]:
+    """Return the roles of which the demand needs a node."""
     return tuple(
         role
         for role, wanted in (

@@ -1,5 +1,4 @@
-"""What a request that comes now may expect of the nodes, by the cost model and the books: asked
-before anything is spent on it."""
+"""Estimates the latency that a new request can expect, from the cost model and the books."""
 
 import math
 
@@ -10,7 +9,7 @@ from coordinator.core.estimates.decode_time import DecodeTimePredictor
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.node_loads import NodeLoads
 
-_OPTIMISM = 0.5  # of the fastest prediction: who is near the edge is given the chance
+_OPTIMISM = 0.5  # of the fastest prediction, so that borderline requests get their chance
 
 
 class LatencyEstimator:
@@ -27,16 +26,15 @@ class LatencyEstimator:
         self._costs = costs
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Seconds that a prompt of so many tokens takes by itself, none of it cached."""
+        """Return the seconds to compute a prompt with no cached tokens on an idle node."""
         return self._costs.fleet_costs.prefill_seconds(tokens, 0)
 
     def decode_seconds(self, tenant: str, max_tokens: int) -> float:
-        """Seconds that a placed request is expected to take beside computing its prompt."""
+        """Return the seconds that a placed request takes besides computing its prompt."""
         return self._decode_times.predict_seconds(tenant, max_tokens)
 
     def node_wait_seconds(self, now: float) -> float:
-        """Seconds until the first of the nodes that compute prompts will have computed what it
-        holds."""
+        """Return the seconds until the first node that computes prompts has no prompt left."""
         role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
         least = math.inf
         for node in self._registry.nodes_in_service(role):
@@ -46,8 +44,7 @@ class LatencyEstimator:
         return least if least < math.inf else 0.0
 
     def is_decode_full(self, blocks: int = 0) -> bool:
-        """Does every decode node serve as many as it can, or have no room for so many blocks
-        more?"""
+        """Return whether every decode node is out of slots, or of room for so many more blocks."""
         decode = (
             self._loads.get_view(node) for node in self._registry.nodes_in_service(Role.DECODE)
         )
@@ -56,11 +53,12 @@ class LatencyEstimator:
         )
 
     def find_deadline_error(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
-        """Why a context that was not placed yet, of which a cache seems to have `held`, cannot be
-        computed in the seconds that are left to its deadline, if so."""
+        """Return the error if the context cannot be computed in the seconds that are left; `held`
+        of its tokens seem to be cached."""
         if self._costs.can_prefill_within(tokens - held, held, left / _OPTIMISM):
             return None
         least = _OPTIMISM * self._costs.fastest_prefill_seconds(tokens - held, held)
         return DeadlineExceeded(
-            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s are left for it"
+            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s"
+            " are left for it"
         )

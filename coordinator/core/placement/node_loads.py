@@ -1,12 +1,11 @@
-"""What the coordinator has placed on each node and not seen end: its own books, between two reports
-of a node.
+"""The coordinator's own books of what is placed on each node, between two reports of the node.
 
-A *leg* is one attempt's share of one node. Room on a node is what it last reported, less the legs
-which that report cannot have seen, plus the legs which it saw and which have ended since.
+A *leg* is one attempt's share of one node. Free blocks are what the node last reported, minus the
+legs that the report cannot have seen, plus the legs that it saw and that have ended since.
 
-A refusal closes the node to demands of that size until it reports enough room or a leg that was
-there before the refusal ends. Only such a leg can have freed anything: two requests that are
-refused in turn by two nodes would otherwise reopen them for one another for ever.
+A refusal closes the node to demands of that size until it reports enough room, or until a leg from
+before the refusal ends. Only such a leg can have freed anything: otherwise two requests that two
+nodes refuse in turn would reopen the nodes for one another for ever.
 """
 
 from dataclasses import dataclass, field
@@ -20,48 +19,45 @@ from coordinator.core.placement.interface import NodeView
 
 @dataclass(slots=True)
 class Leg:
-    """`tokens_to_compute` to compute there, 0 if another node does; `blocks` it will take,
-    `prefill_seconds` of computing by prediction, `resident_tokens` tokens that it will have in a
-    cache there, on average. `is_acknowledged`: the node has spoken of it. `is_reported`: the node's
-    last report includes it. `is_computed`: its prompt needs the node's arithmetic no more."""
+    """One attempt's share of one node."""
 
-    tokens_to_compute: int
-    blocks: int
+    tokens_to_compute: int  # prompt tokens to compute there; 0 if another node computes them
+    blocks: int  # KV blocks that it will take
     serial: int
     is_first_class: bool = True
-    prefill_seconds: float = 0.0
-    resident_tokens: float = 0.0
+    prefill_seconds: float = 0.0  # predicted
+    resident_tokens: float = 0.0  # tokens that it will have in the cache, on average
     placed_at: float = 0.0
-    is_acknowledged: bool = False
-    is_reported: bool = False
-    is_computed: bool = False
+    is_acknowledged: bool = False  # the node has sent a message about it
+    is_reported: bool = False  # the node's last report of free blocks includes it
+    is_computed: bool = False  # its prompt is computed
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeClosure:
-    """Demands of `blocks` and more, by our estimate, are not placed until the node reports room for
-    `needed_blocks`, by its own, or a leg with a lower serial ends."""
+    """A node that refused a demand, closed to demands of that size."""
 
-    blocks: int
-    needed_blocks: int
-    serial: int
+    blocks: int  # demands of this many blocks or more are not placed there
+    needed_blocks: int  # a report of this many free blocks opens the node
+    serial: int  # the end of a leg with a lower serial opens the node
 
 
 @dataclass(slots=True)
 class NodeLoad:
+    """The books of one node."""
+
     legs: dict[AttemptKey, Leg] = field(default_factory=dict)
     reported_free_blocks: int | None = None
     freed_blocks: int = 0
     closure: _NodeClosure | None = None
     last_serial: int = 0
-    quiet_reports: int = 0  # since work last came or ended
-    last_computed_at: float = 0.0  # when a prompt was last done there
-    view: NodeView | None = None  # of this state, if somebody has looked since it changed
+    quiet_reports: int = 0  # heartbeats since work last came to the node or ended there
+    last_computed_at: float = 0.0  # when a prompt was last computed there
+    view: NodeView | None = None  # the cached snapshot; None after a change
 
 
 class NodeLoads:
-    """Views are kept until something changes, because each placement looks at every node and
-    changes two."""
+    """Books of all nodes. Snapshots are cached: a placement reads all nodes and changes two."""
 
     def __init__(self) -> None:
         self._nodes: dict[Incarnation, NodeLoad] = {}
@@ -72,7 +68,7 @@ class NodeLoads:
         self._nodes[node] = NodeLoad()
 
     def remove_node(self, node: Incarnation) -> list[AttemptKey]:
-        """The attempts that had a leg there."""
+        """Remove the node and return the attempts that had a leg there."""
         load = self._nodes.pop(node, None)
         self._recent.remove_key(node)
         return list(load.legs) if load else []
@@ -99,8 +95,8 @@ class NodeLoads:
         load.quiet_reports = 0
 
     def remove_leg(self, node: Incarnation, key: AttemptKey) -> None:
-        """The leg is over: ended by the node, or cancelled (the cancel arrives before anything
-        placed after it)."""
+        """The leg has ended on the node or was cancelled. (A cancel arrives before anything that is
+        placed later.)"""
         load = self._nodes.get(node)
         leg = load.legs.pop(key, None) if load else None
         if load is None or leg is None:
@@ -120,6 +116,7 @@ class NodeLoads:
         computed: bool = False,
         now: float | None = None,
     ) -> None:
+        """The node has sent a message about the leg; with `computed`, its prompt is computed."""
         load = self._load_to_change(node)
         leg = load.legs.get(key)
         if leg:
@@ -129,7 +126,7 @@ class NodeLoads:
             leg.is_computed |= computed
 
     def update_free_blocks(self, node: Incarnation, room: int) -> None:
-        """`room`: blocks free or evictable, by heartbeat."""
+        """Take over the blocks that the node's heartbeat reports as free or evictable."""
         load = self._load_to_change(node)
         self._set_free_blocks(load, room)
         load.quiet_reports += 1
@@ -139,12 +136,12 @@ class NodeLoads:
     def on_reservation_refused(
         self, node: Incarnation, message: ReservationRefused, blocks: int
     ) -> None:
-        """A demand of `blocks` was refused, and its leg has ended."""
+        """The node refused a demand of `blocks`, and the leg has ended."""
         self._set_free_blocks(self._load_to_change(node), message.free_blocks)
         self.close_node(node, blocks, message.needed_blocks)
 
     def close_node(self, node: Incarnation, blocks: int, needed: int) -> None:
-        """Place no demand of `blocks` or more there before it has room for `needed`."""
+        """Place no demand of `blocks` or more there until the node has room for `needed` blocks."""
         self._serial += 1
         load = self._load_to_change(node)
         lowest = min(blocks, load.closure.blocks) if load.closure else blocks
@@ -155,33 +152,34 @@ class NodeLoads:
         return len(load.legs) if load else 0
 
     def list_attempts(self, node: Incarnation) -> list[AttemptKey]:
-        """In the order in which they were placed."""
+        """Return the attempts with a leg there, in the order in which they were placed."""
         load = self._nodes.get(node)
         return list(load.legs) if load else []
 
     def count_quiet_reports(self, node: Incarnation) -> int:
-        """How often the node has reported since work last came to it or ended there."""
+        """Return the heartbeats since work last came to the node or ended there."""
         return self._nodes[node].quiet_reports
 
     def busy_nodes(self) -> set[Incarnation]:
+        """Return the nodes that have a leg."""
         return {node for node, load in self._nodes.items() if load.legs}
 
     def get_view(self, node: NodeMember) -> NodeView:
-        """A snapshot for placement. Room before the first report: everything, since a joining node
-        holds no work."""
+        """Return the node's snapshot for placement. Before its first report all blocks count as
+        free, because a joining node holds no work."""
         load = self._nodes[node.incarnation]
         if load.view is None:
             load.view = self._build_view(node, load)
         return load.view
 
     def rescale_recent_work(self, now: float) -> None:
-        """To be called before the views of a moment are looked at: see `RecentWork`."""
+        """Must be called before snapshots of a moment are read: see `RecentWork`."""
         if self._recent.rescale(now):
             for load in self._nodes.values():
                 load.view = None
 
     def work_unit(self, now: float) -> float:
-        """What a second of work placed now adds to a node's recent work."""
+        """Return what a second of work placed now adds to a node's recent work."""
         return self._recent.work_unit(now)
 
     def _load_to_change(self, node: Incarnation) -> NodeLoad:

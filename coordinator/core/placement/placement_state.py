@@ -1,6 +1,4 @@
-"""What the coordinator has learned of its nodes and their work, and what follows from it for the
-next placement: one object, so that the request table and the reports that feed it need to know
-one."""
+"""Everything that the coordinator has learned about its nodes and their work, for placement."""
 
 from collections.abc import Iterable, Mapping
 
@@ -56,22 +54,22 @@ class PlacementState:
     # what is known of a prompt
 
     def hash_prompt(self, request: Request) -> PromptBlockHashes:
-        """Only after the first join."""
+        """Return the block hashes of the prompt. Valid only after the first join."""
         model = self._registry.model_identity
         assert model is not None, "no node has joined"
         root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
         return PromptBlockHashes(HashChain(root, request.prompt_token_ids, model.layout.block_size))
 
     def cached_tokens_by_node(self, names: PromptBlockHashes) -> dict[Incarnation, int]:
-        """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""
+        """Return the prompt tokens that each node's cache, or its host's pool, seems to have."""
         held = self._reachable_blocks(self.prefix_directory.match_prefix(names))
         return {node: blocks * names.block_size for node, blocks in held.items()}
 
     def find_remote_prefixes(
         self, names: PromptBlockHashes, nodes: Iterable[Incarnation]
     ) -> dict[Incarnation, tuple[PoolMember, int]]:
-        """For those of `nodes` that have a pool, and whose host has less of the prompt than another
-        host's pool: that pool, and how many tokens it seems to have."""
+        """For each of `nodes` whose host has a pool and less of the prompt than another host's
+        pool: return that pool and how many tokens it seems to have."""
         pools, hosts = self.pools.members.values(), self.pools.list_hosts
         if len(hosts) < 2:
             return {}
@@ -87,7 +85,7 @@ class PlacementState:
         return richer
 
     def _reachable_blocks(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
-        """Of `found`, in blocks, what each node can reach."""
+        """Return the blocks that each node can reach: its own or its host's pool's."""
         held, pooled = dict(found), dict[str, int]()  # the second by host
         for pool in self.pools.members.values():
             blocks = held.pop(pool.incarnation, 0)
@@ -100,7 +98,7 @@ class PlacementState:
         return held
 
     def expected_output_tokens(self, request: Request) -> float:
-        """Tokens that its answer is expected to have."""
+        """Return the predicted output length of the request."""
         return self.output_lengths.predict_tokens(
             request.principal.tenant, request.sampling.max_tokens
         )
@@ -108,21 +106,21 @@ class PlacementState:
     # what came of it
 
     def record_answer(self, request: Request, tokens: int, seconds: float) -> None:
-        """It ended well, `seconds` after its first token."""
+        """Learn from an output that was complete `seconds` after its first token."""
         self.decode_times.record_answer(tokens, seconds)
         self.output_lengths.record_output(
             request.principal.tenant, request.sampling.max_tokens, tokens
         )
 
     def record_first_token(self, prediction: LatencyPrediction, seconds: float) -> None:
-        """`seconds` after it was placed."""
+        """Learn from a first token that came `seconds` after its placement."""
         self.decode_times.record_first_token_delay(seconds - prediction.prefill_seconds)
         self._first_token_error.add_prediction(prediction.ttft_seconds, seconds)
 
     # what nodes report
 
     def apply_cache_events(self, node: Incarnation, message: CacheEvents, now: float) -> bool:
-        """Whether the node is to be asked for a snapshot."""
+        """Apply the events; return whether to ask the node for a snapshot."""
         return self.prefix_directory.apply_events(
             node, message.sequence, message.inserted, message.evicted, now
         )
@@ -133,7 +131,7 @@ class PlacementState:
     def record_decode_steps(
         self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float
     ) -> None:
-        """Between two heartbeats, or from the node's start to the first."""
+        """Learn from the decode steps between two heartbeats, or before the first."""
         before = before or NodeStats()
         count = after.decode_steps - before.decode_steps
         if count <= 0:
@@ -149,7 +147,7 @@ class PlacementState:
     def record_prefill(
         self, node: Incarnation | None, report: PrefillEnded | DecodeStarted, now: float
     ) -> None:
-        """A prompt, or the part of one that was not cached."""
+        """Learn from a prompt, or its uncached part, that a node computed."""
         new, cached = report.computed_tokens, report.cached_tokens
         found = self._registry.nodes.get(node) if node else None
         if new:  # else another node has computed it, and says so

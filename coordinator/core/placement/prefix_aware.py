@@ -1,20 +1,19 @@
-"""Placement by predicted completion: what is cached where, what is queued where, and how fast each
-node is.
+"""Placement by predicted completion: cached prefixes, queues, and the speed of each node.
 
-First the decode node, then the prefill node that serves it soonest:
+The decode node is chosen first, then the prefill node that serves it soonest:
 
     decode    output x step(batch + 1, resident + context)  + transfer of what it lacks  + risk
-    prefill   wait + prefill(context - cached, cached)      + transfer over the link to that decode node
+    prefill   wait + prefill(context - cached, cached)      + transfer to that decode node
 
-`risk` is what recomputing the context would cost, times the share of the expected growth that finds
-no free block. A decode node that computes the prompt itself has wait and prefill instead of the
+`risk` is the cost of recomputing the context, times the share of the expected growth that finds no
+free block. A decode node that computes the prompt itself has wait and prefill instead of the
 transfer. Each pass is linear in nodes.
 
 Affinity is bounded, as in Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads"
-(2018): a node that carries more than `LOAD_BOUND` times the mean stands behind all that do not,
-whatever it holds; its prefixes then come to be cached elsewhere too, and their load is spread. A
-node that has just joined is given more and more over `RAMP_UP_SECONDS` seconds. Predictions that
-differ by less than they err do not decide: then the load does.
+(2018): a node with more than `LOAD_BOUND` times the mean load ranks behind all others, whatever it
+has cached. Its prefixes are then cached elsewhere too, which spreads their load. The load of a node
+that has just joined is ramped up over `RAMP_UP_SECONDS`. Predictions that differ by less than their
+usual error are ties, which the load decides.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +30,11 @@ from coordinator.core.placement.interface import (
     choose_prefix_holder,
 )
 
-LOAD_BOUND = 1.25  # of the mean load, from where affinity counts no more
-IDLE_UTILIZATION = (
-    0.05  # a prefill node that computes less of its time than this is never too loaded
-)
-RAMP_UP_SECONDS = 10.0  # seconds until a node that has joined is given as much as others
-TIE_SECONDS = 0.0005  # seconds: predictions so close are equal
+LOAD_BOUND = 1.25  # times the mean load, above which affinity does not count
+# a prefill node that is busy for less of its time is never overloaded
+IDLE_UTILIZATION = 0.05
+RAMP_UP_SECONDS = 10.0  # after joining, until a node gets as much work as others
+TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 _OVERLOADED_TIER, _AVOIDED_TIER = 1, 2
 _by_tier_and_time = itemgetter(0, 1)
 
@@ -140,14 +138,14 @@ def _prefill_candidates(
 
 
 def _rank_tier(demand: PlacementDemand, node: NodeView, loaded: bool, now: float) -> int:
-    """Lower is better; a tier is left only if nobody is in it."""
+    """Return the tier of a node; a lower one is always preferred."""
     if node.incarnation in demand.avoided_nodes:
         return _AVOIDED_TIER
     return _OVERLOADED_TIER if loaded or is_ramping_up(node, now) else 0
 
 
 def is_ramping_up(node: NodeView, now: float) -> bool:
-    """It has joined a moment ago, and been given its share of that moment."""
+    """Return whether the node has joined recently and has its share of work for that time."""
     age = now - node.joined_at
     return age < RAMP_UP_SECONDS and node.attempts >= max(
         1.0, node.max_num_seqs * age / RAMP_UP_SECONDS
@@ -155,7 +153,7 @@ def is_ramping_up(node: NodeView, now: float) -> bool:
 
 
 def _decode_tie_break(demand: PlacementDemand, node: NodeView) -> tuple[Any, ...]:
-    """A quarter of the context more in the cache counts before the load."""
+    """Prefer a cached quarter of the context more, then the smaller load."""
     quarters = demand.cached_tokens_on(node.incarnation) * 4 // demand.context_tokens
     return -quarters, node.attempts / node.max_num_seqs, -node.free_blocks, node.last_placed_serial
 

@@ -1,5 +1,4 @@
-"""One placement: what an attempt needs, what is known of the nodes, what the policy chose and what
-it expects."""
+"""Places one request: builds the demand, asks the policy, and books the legs of the attempt."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -23,7 +22,7 @@ from coordinator.core.placement.interface import (
 from coordinator.core.placement.latency_estimator import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.requests.record import RequestRecord
+from coordinator.core.placement.request_view import PlaceableRequest
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 
@@ -42,8 +41,6 @@ class RequestPlacer:
         mode: ServingMode,
         prefill_share: float = 0.0,
     ) -> None:
-        """`get_local_prefill_share`: what prompts may add to the steps of the decode node that
-        computes them, unless the mode is colocated."""
         self._registry = registry
         self._loads = loads
         self._policy = DisaggregationPolicy(placement)
@@ -56,35 +53,33 @@ class RequestPlacer:
         self._degradation = degradation
 
     def get_local_prefill_share(self, demand: PlacementDemand) -> float:
-        """What prompts that a decode node computes may add to its steps, as a share of these; 0:
-        there is no bound."""
+        """Return how much prompts computed on a decode node may lengthen its steps; 0: no bound."""
         bounded = self._mode == "auto" or (self._mode != "colocated" and not demand.needs_prefill)
         return self._local_prefill_share if bounded else 0.0
 
     @property
     def is_local_prefill_only(self) -> bool:
-        """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
+        """Whether decode nodes compute every prompt although the mode has hand-offs."""
         return (
             self._mode != "colocated" and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation
         ) or bool(self.why_no_prefill())
 
     def why_no_prefill(self) -> str:
-        """Why no prefill node can be given work, so that decode nodes compute the prompts
-        themselves. Empty if one can, if the mode has no hand-offs, or if no decode node serves
-        either."""
+        """Return why no prefill node can be given work, so that decode nodes compute the prompts.
+        "" if one can, if the mode has no hand-offs, or if no decode node serves either."""
         if self._mode == "colocated" or not self._registry.has_serving_node(Role.DECODE):
             return ""
         return self._registry.why_unavailable(Role.PREFILL)
 
     def list_node_views(self, now: float) -> list[NodeView]:
-        """Every node that may be given work."""
+        """Return the snapshots of every node in service."""
         self._loads.rescale_recent_work(now)
         return [self._loads.get_view(node) for node in self._registry.nodes_in_service()]
 
     def decide_placement(
-        self, record: RequestRecord, views: Sequence[NodeView], now: float, headroom: float = 0.0
+        self, record: PlaceableRequest, views: Sequence[NodeView], now: float, headroom: float = 0.0
     ) -> PlacementDecision | None:
-        """None: wait."""
+        """Choose nodes for the next attempt; None is to wait."""
         views = self._candidate_views(record, views)
         if not views:
             return None
@@ -104,11 +99,13 @@ class RequestPlacer:
         )
 
     def find_deadline_error(
-        self, record: RequestRecord, now: float, *, wanted: bool
+        self, record: PlaceableRequest, now: float, *, wanted: bool
     ) -> DeadlineExceeded | None:
-        """Why the request cannot be served any more, if so. `wanted`: others wait for its place,
-        and unless its client has a part of the answer already, it is not to be had for one that
-        would be cut off. Caches are looked at only when the deadline is near."""
+        """Return the error if the request cannot meet its deadline any more.
+
+        With `wanted`, other requests wait for its place: then one that has emitted nothing must
+        also have time for its output. Caches are looked up only when the deadline is near.
+        """
         tokens, left, request = record.context_tokens, record.deadline - now, record.request
         if wanted and not record.emitted_token_ids:
             left -= self._placement_state.decode_times.predict_seconds(
@@ -122,11 +119,13 @@ class RequestPlacer:
         )
 
     def make_demand(
-        self, record: RequestRecord, *, look_up: bool = False, headroom: float = 0.0
+        self, record: PlaceableRequest, *, look_up: bool = False, headroom: float = 0.0
     ) -> PlacementDemand:
-        """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last
-        token of an output needs no decode node where there is prefill. Without a prefill node that
-        can hold the context the decode node computes it."""
+        """Build the demand of the next attempt; with `look_up`, including who caches the prompt.
+
+        The last token of an output needs no decode node if there is prefill. Without a prefill node
+        that can hold the context, the decode node computes it.
+        """
         prefill = self._mode != "colocated" and self._can_prefill(record)
         if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation and record.probe_node is None:
             prefill &= record.remaining_tokens <= 1 and not self._registry.can_fit_context(
@@ -153,9 +152,9 @@ class RequestPlacer:
         )
 
     def book_legs(
-        self, record: RequestRecord, key: AttemptKey, decision: PlacementDecision, now: float
+        self, record: PlaceableRequest, key: AttemptKey, decision: PlacementDecision, now: float
     ) -> None:
-        """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
+        """Book the legs; the node that computes the prompt gets its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
         if key.attempt_number == 1:
             record.cached_at_first_placement = max(demand.cached_by_node.values(), default=0)
@@ -176,9 +175,9 @@ class RequestPlacer:
         )
 
     def find_remote_prefixes(
-        self, record: RequestRecord, decision: PlacementDecision
+        self, record: PlaceableRequest, decision: PlacementDecision
     ) -> dict[Incarnation, RemotePrefix]:
-        """What the chosen nodes' pools may fetch from another host's."""
+        """Return, for each chosen node, what its pool may fetch from another host's pool."""
         choice, demand = decision.choice, decision.demand
         computes = choice.prefill or choice.decode
         if record.awaits_prompt_logprobs or record.prompt_block_hashes is None or computes is None:
@@ -197,9 +196,9 @@ class RequestPlacer:
         return told
 
     def _candidate_views(
-        self, record: RequestRecord, in_service: Sequence[NodeView]
+        self, record: PlaceableRequest, in_service: Sequence[NodeView]
     ) -> Sequence[NodeView]:
-        """Nodes in service; for a probe its own node as the only one of its role."""
+        """Return the nodes in service; for a probe, its node is the only one of its role."""
         if record.probe_node is None:
             return in_service
         node = self._registry.nodes.get(record.probe_node)
@@ -213,9 +212,9 @@ class RequestPlacer:
     def _node_name(self, node: Incarnation | None) -> NodeName | None:
         return self._registry.nodes[node].info.name if node is not None else None
 
-    def _can_prefill(self, record: RequestRecord) -> bool:
-        """Is there a prefill node in service, or the one that is to be probed, that can hold the
-        context?"""
+    def _can_prefill(self, record: PlaceableRequest) -> bool:
+        """Return whether a prefill node in service, or the one that is probed, can hold the
+        context."""
         tokens = record.context_tokens + 1
         pinned = self._registry.nodes.get(record.probe_node) if record.probe_node else None
         if pinned is not None and pinned.info.role is Role.PREFILL:
@@ -223,7 +222,7 @@ class RequestPlacer:
         return self._registry.can_fit_context(Role.PREFILL, tokens)
 
     def _fixed_reason(self, demand: PlacementDemand) -> PlacementReason:
-        """Why the prompt is computed as the demand says."""
+        """Return why the prompt is computed where the demand says."""
         if self._mode == "colocated" or demand.needs_prefill:
             return PlacementReason.MODE
         if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation:
@@ -234,9 +233,8 @@ class RequestPlacer:
             else PlacementReason.NO_PREFILL_NODE
         )
 
-    def _cached_by_node(self, record: RequestRecord) -> dict[Incarnation, int]:
-        """By the directory. A prompt that is to be scored is computed without a look at any
-        cache."""
+    def _cached_by_node(self, record: PlaceableRequest) -> dict[Incarnation, int]:
+        """Look the prompt up in the directory. With prompt logprobs no cache may be used."""
         if record.awaits_prompt_logprobs:
             return {}
         if record.prompt_block_hashes is None:

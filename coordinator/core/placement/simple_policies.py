@@ -1,4 +1,4 @@
-"""Policies that look at counts alone: they predict nothing and know of no caches."""
+"""Policies that compare counts only: they predict nothing and use no cache information."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from coordinator.core.placement.interface import (
 
 
 class _RankingPolicy(ABC):
-    """Of the nodes of each role that can take it, the first by rank; nodes to avoid come after all
-    others."""
+    """Chooses, for each role, the first node by rank; nodes to avoid come last."""
 
     def choose_nodes(
         self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
@@ -41,16 +40,16 @@ class _RankingPolicy(ABC):
 
 
 class RoundRobinPolicy(_RankingPolicy):
-    """The node that was given work longest ago."""
+    """Chooses the node that was given work longest ago."""
 
     def _rank(self, node: NodeView) -> tuple[Any, ...]:
         return (node.last_placed_serial,)
 
 
 class LeastLoadedPolicy(_RankingPolicy):
-    """The prefill node with the fewest tokens to compute, and the decode node with the smallest
-    share of its sequences taken, then the most room. Ties go to the node that was given work
-    longest ago."""
+    """Chooses the least loaded nodes: the prefill node with the fewest tokens to compute, and the
+    decode node with the smallest share of slots taken, then the most free blocks. Ties go to the
+    node that was given work longest ago."""
 
     def _rank(self, node: NodeView) -> tuple[Any, ...]:
         if node.role is Role.PREFILL:

@@ -1,4 +1,4 @@
-"""Which split of the nodes serves what is asked best, by forecast."""
+"""Recommends the split that is predicted to serve the demand best."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +7,19 @@ from baton.role_split import RoleSplit
 from baton.slo import Slo
 from coordinator.core.ratio.split_forecast import SplitForecast, SplitForecaster
 
-EQUAL_ATTAINMENT = 0.01  # of all requests: forecasts so close are equal
-_LOAD_TOLERANCE = (
-    0.1  # of a node's work: so much less load is no reason to leave a split that serves as well
-)
+EQUAL_ATTAINMENT = 0.01  # forecasts that differ by less are equal
+# of a node's work: a smaller gain is no reason to leave the present split
+_LOAD_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class RatioAdvice:
-    """`forecasts`: of the best split, its neighbours and the present one, in the order of their
-    prefill nodes."""
+    """The best split, and the forecasts that show why."""
 
     slo: Slo
     current_split: RoleSplit
     best_split: RoleSplit
+    # of the best split, its neighbours and the present one, by prefill nodes
     forecasts: tuple[SplitForecast, ...]
     reason: str
 
@@ -31,8 +30,7 @@ class RatioAdvice:
 def compute_advice(
     forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit, slo: Slo
 ) -> RatioAdvice:
-    """`candidates` are all splits that may be; each has a node of both roles, and there is one at
-    least."""
+    """Choose among `candidates`, which is not empty; each has a node of both roles."""
     best, _ = choose_split(forecaster, candidates, present)
     told = {best, present} | {
         split for split in candidates if abs(split.prefill_nodes - best.prefill_nodes) == 1
@@ -49,8 +47,8 @@ def compute_advice(
 def choose_split(
     forecaster: SplitForecaster, candidates: Sequence[RoleSplit], present: RoleSplit
 ) -> tuple[RoleSplit, float]:
-    """The split with the most requests within the objective, and their share. Of equals it is the
-    one whose bottleneck is loaded least, and the present one if that is hardly more."""
+    """Return the split with the highest SLO attainment, and that attainment. Of equal ones it is
+    the one with the least loaded bottleneck, or the present one if its load is hardly higher."""
     looked_at = {*forecaster.list_least_loaded(candidates), *({present} & set(candidates))}
     shares = {
         split: forecaster.compute_attainment(split)
@@ -75,12 +73,16 @@ def _has_both_roles(split: RoleSplit) -> bool:
 def _explain_advice(advice: RatioAdvice) -> str:
     best = advice.get_forecast(advice.best_split)
     if advice.best_split == advice.current_split:
-        return f"{advice.current_split} is predicted to serve {best.slo_attainment:.0%} within {advice.slo}, and no split more"
+        return (
+            f"{advice.current_split} is predicted to serve {best.slo_attainment:.0%} within"
+            f" {advice.slo}, and no split more"
+        )
     if not _has_both_roles(advice.current_split):
         return f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}"
     present = advice.get_forecast(advice.current_split)
     role = "prefill" if present.prefill_load > present.decode_load else "decode"
     return (
-        f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo}, {present.slo_attainment:.0%} with {advice.current_split}, "
+        f"{best.slo_attainment:.0%} are predicted to be served within {advice.slo},"
+        f" {present.slo_attainment:.0%} with {advice.current_split}, "
         f"where {role} has {present.bottleneck_load:.0%} of the work that it can do"
     )

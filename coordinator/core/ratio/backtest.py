@@ -1,9 +1,9 @@
-"""Which split would have missed how many of the requests that came lately.
+"""Replays recent requests on every split, and counts how many each would have missed.
 
-Every split is played through (`replay`) from where the cluster was when it was begun. One that has
-missed most of what came in the last `RESTART_SECONDS` seconds is begun anew from where the present
-one is, as if it were chosen now: else the line that it had by then would tell against it long after
-the load has turned.
+Every split is replayed (`SplitReplay`) from the state of the cluster when its replay began. A split
+that has missed most requests of the last `RESTART_SECONDS` is restarted from the state of the
+present one, as if it were chosen now: otherwise its backlog would count against it long after the
+load has changed.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ from coordinator.core.ratio.split_replay import SplitReplay
 
 HISTORY_SECONDS = 480.0  # seconds that are remembered
 RESTART_SECONDS, RESTART_MISS_SHARE = 10.0, 0.6
-MAX_SPLITS = 16  # splits around the present one that are played through, the present one among them
-MAX_REQUESTS = 512  # requests between two looks: of more, so many are taken
+MAX_SPLITS = 16  # splits around the present one that are replayed, itself included
+MAX_REQUESTS = 512  # of an interval that are replayed at most
 # requests times splits: with many requests fewer splits are played through, so that a look is short
-MAX_REPLAYED = 1024
+MAX_REPLAYED = 1024  # requests times splits: with many requests fewer splits are replayed
 _MIN_SPLITS = 3  # the present split and one on each side
 
 
@@ -49,8 +49,7 @@ class SplitBacktest:
         present: RoleSplit,
         now: float,
     ) -> None:
-        """All that came since the last time. `splits` are those that may be, the present one among
-        them."""
+        """Replay new requests; `splits` includes the present one."""
         near = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
         near = near[: max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(asked))))]
         self._select_splits(near, present, machine)
@@ -77,18 +76,18 @@ class SplitBacktest:
         )
 
     def count_missed(self, split: RoleSplit, seconds: float = HISTORY_SECONDS) -> int:
-        """In the last `seconds`; of one that was not played through, as many as came."""
+        """Return how many the split missed in the last `seconds`; all, if it was not replayed."""
         rows = [row for row in self._intervals if row.ended_at > self.replayed_until - seconds]
         return sum(row.missed_by_split.get(split, row.request_count) for row in rows)
 
     def count_saved(self, present: RoleSplit, other: RoleSplit) -> int:
-        """Requests that `other` would have missed since the last time, and the present split would
+        """Return how many requests of the last interval `other` would have missed and `present`
         not."""
         missed = self._intervals[-1].missed_by_split
         return missed.get(other, missed[present]) - missed[present]
 
     def on_split_changed(self, present: RoleSplit, to: RoleSplit) -> None:
-        """The cluster is about to be split so: what waits now will be served by that split."""
+        """The cluster changes to this split, which will serve what waits now."""
         self._replays[to] = self._replays[present].with_split(to)
 
     def _select_splits(

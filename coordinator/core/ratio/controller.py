@@ -1,5 +1,4 @@
-"""Advice on the ratio, and its automatic change: what was measured and learned, brought before
-those who decide."""
+"""Gives advice on the ratio, and changes it automatically if an operator asks for that."""
 
 from dataclasses import dataclass
 
@@ -22,26 +21,25 @@ from coordinator.core.requests.record import RequestState
 from coordinator.core.requests.table import RequestTable
 
 MANUAL_REASON = "manual: it changes when an operator says so"
-ADVICE_WINDOW = 60.0  # seconds on which advice rests
+ADVICE_WINDOW = 60.0  # seconds of demand on which advice is based
 
 
 @dataclass(frozen=True, slots=True)
 class RatioReport:
-    """An advice with what it rests on. `waiting_by_role`: requests that nodes of a role have and
-    have not begun."""
+    """Advice, with the measurements that it is based on."""
 
     advice: RatioAdvice
     workload: WorkloadSummary
     slo_results: SloResults
     stage_seconds: StageSeconds
-    waiting_by_role: dict[Role, int]
+    waiting_by_role: dict[Role, int]  # requests that nodes of a role have not begun
 
 
 class RatioController:
     def __init__(
         self, registry: NodeRegistry, table: RequestTable, switches: RoleSwitcher, slo: Slo
     ) -> None:
-        """`target_slo` counts while nobody asks for another."""
+        """`slo` is the default objective."""
         self.change_count = 0  # changes of the ratio so far
         self._registry = registry
         self._table = table
@@ -54,8 +52,8 @@ class RatioController:
     # what operators ask
 
     def get_advice(self, slo: Slo | None, now: float) -> RatioReport:
-        """Raises Unavailable as long as there is nothing to go by, InvalidRequest where there is no
-        choice."""
+        """Return advice. Raises ServiceUnavailable while there are too few requests, and
+        InvalidRequest without both roles."""
         objective = slo or self.target_slo
         candidates, machine = self._candidate_splits(now), self._node_profile()
         if not candidates or machine is None:
@@ -68,7 +66,8 @@ class RatioController:
         if workload is None or len(workload.requests) < MIN_REQUESTS:
             count = len(workload.requests) if workload else 0
             raise ServiceUnavailable(
-                f"{count} requests came in the last {ADVICE_WINDOW:g} s: advice needs {MIN_REQUESTS} at least",
+                f"{count} requests came in the last {ADVICE_WINDOW:g} s: advice needs"
+                f" {MIN_REQUESTS} at least",
                 retry_after=ADVICE_WINDOW,
             )
         forecaster = SplitForecaster(workload, machine, objective)
@@ -83,19 +82,19 @@ class RatioController:
         return RatioReport(advice, workload, service, stages, self._waiting_by_role())
 
     def enable_auto(self, slo: Slo | None, patience: float, now: float) -> None:
-        """Keep the objective from now on; nodes that are to switch have `patience` seconds for what
-        they do."""
+        """Change the ratio to keep the SLO; switching nodes get `patience` seconds to finish their
+        work."""
         self._planner = RatioPlanner(slo or self._default_slo, now)
         self._drain_timeout = patience
 
     def disable_auto(self) -> None:
-        """Idempotent. Nodes that are on their way go on."""
+        """Stop changing the ratio. Idempotent. Pending role switches continue."""
         self._planner = None
 
     # time
 
     def adjust_if_due(self, now: float) -> RoleSplit | None:
-        """The ratio that was set just now, if one was."""
+        """Evaluate the ratio if that is due; return the new one if it was changed."""
         if self._planner is None or self._planner.next_evaluation_at > now:
             return None
         machine = self._node_profile()
@@ -123,7 +122,7 @@ class RatioController:
 
     @property
     def target_slo(self) -> Slo:
-        """What is kept, or would be."""
+        """The SLO that is kept, or would be."""
         return self._planner.target_slo if self._planner else self._default_slo
 
     @property
@@ -131,7 +130,7 @@ class RatioController:
         return self._planner.reason if self._planner else MANUAL_REASON
 
     def get_slo_results(self, now: float) -> SloResults:
-        """Of the last minute."""
+        """Return the SLO results of the last minute."""
         return self._placement_state.workload_meter.compute_slo_results(
             self.target_slo, ADVICE_WINDOW, now
         )
@@ -144,7 +143,7 @@ class RatioController:
         ]
 
     def _node_profile(self) -> NodeProfile | None:
-        """The nodes as one kind, by what all of them have shown."""
+        """Return the common profile of all nodes."""
         infos = [node.info for node in self._registry.nodes.values()]
         if not infos:
             return None
@@ -157,7 +156,7 @@ class RatioController:
         )
 
     def _queued_shapes(self) -> list[tuple[float, RequestShape]]:
-        """Clients' requests that wait in the coordinator, and when they came."""
+        """Return the arrival times and shapes of the clients' requests that are queued."""
         waiting = [
             record for record in self._table.records.values() if record.state is RequestState.QUEUED
         ]

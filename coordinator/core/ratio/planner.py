@@ -1,31 +1,30 @@
-"""Keeps an objective by changing the ratio, no more often than that pays.
+"""Changes the ratio to keep an SLO, no more often than that pays.
 
-Every `EVALUATION_PERIOD` seconds it looks at what was asked in the last `DEMAND_WINDOW` seconds,
-with what still waits (`forecast`), and at what every split would have made of what came before
-(`hindsight`). It changes the ratio if the objective is missed, another split is predicted to keep
-it for `MIN_GAIN` more of the requests, and one of these holds:
+Every `EVALUATION_PERIOD` seconds the planner looks at the demand of the last `DEMAND_WINDOW`
+seconds with what is still queued (`split_forecast`), and at how each split would have served
+earlier requests (`backtest`). It changes the ratio if the SLO is missed, another split is predicted
+to keep it for `MIN_GAIN` more of the requests, and one of these holds:
 
-    proved    in the last `LONG` seconds that split would have missed fewer requests than the present one, by the price
-              of a change: it serves the whole better, whatever the load is just now
-    a bet     in the last `EVIDENCE_WINDOW` seconds it would have; or the forecast says so at `LOOKS` looks in a row and that
-              nothing else is left, since hardly any request is predicted to be in time as it is. This bets that the
-              load stays as it is now
+    proven    over `HISTORY_SECONDS` that split would have missed fewer requests than the present
+              one, by at least the switching cost: it serves the whole history better
+    trial     it would have over the last `EVIDENCE_WINDOW` seconds; or the forecast says at
+              `CONFIRMATIONS` evaluations in a row that hardly any request will be in time with the
+              present split. A trial assumes that the load stays as it is now
 
-The *price* of a change is the requests that come in `PRICE[0]` seconds, and `PRICE[1]` more for all
-nodes that change their role. A bet that is taken back has paid if its split missed fewer requests
-than the one before would have meanwhile, by the price of both ways. If it has not, the load swings
-faster than it is worth following: no other bet is made for `TRIAL_PAUSE_SECONDS` seconds, twice as
-long each time that happens again, until one pays. So phases that last are followed, and a load that
-swings comes to be served by the split that serves the whole best.
+The switching cost is the requests of `SWITCHING_COST_SECONDS[0]` seconds, plus those of
+`SWITCHING_COST_SECONDS[1]` seconds times the share of nodes that switch. A trial that is reverted
+has paid if its split missed fewer requests than the previous one would have, by the cost of both
+switches. If not, the load swings faster than following it pays: trials pause for
+`TRIAL_PAUSE_SECONDS`, doubled each time, until one pays. So lasting phases are followed, and a load
+that swings is served by the split that serves the whole best.
 
-Following with a price is a metrical task system (Borodin, Linial, Saks: "An optimal on-line
-algorithm for metrical task system", J. ACM 1992): who moves once as much was lost as the move costs
-loses little against one who knows the future. The pauses are for loads that swing just as fast as
-makes such a follower lose most.
+Following at a cost is a metrical task system (Borodin, Linial, Saks: "An optimal on-line algorithm
+for metrical task system", J. ACM 1992): switching once the losses equal the switching cost loses
+little against knowing the future. The pauses are for loads that swing at the worst rate for that.
 
-Demand is measured where requests arrive, so it does not depend on the split: a move does not move
-its own forecast. Nodes on their way to a role count as having it, and while there are any nothing
-is decided.
+Demand is measured where requests arrive, so it does not depend on the split, and a switch does not
+change its own forecast. Nodes that are switching count in their new role, and while there are any
+nothing is decided.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,15 +38,16 @@ from coordinator.core.ratio.backtest import HISTORY_SECONDS, SplitBacktest
 from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
 
 EVALUATION_PERIOD = 2.5  # seconds
-DEMAND_WINDOW, EVIDENCE_WINDOW = 15.0, 30.0
-MIN_REQUESTS = 20  # requests in the fast window
+DEMAND_WINDOW, EVIDENCE_WINDOW = 15.0, 30.0  # seconds
+MIN_REQUESTS = 20  # in the demand window
 MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = (
     0.95,
     0.8,
 )  # of the requests, measured and predicted within the objective: it is kept
 MIN_GAIN = 0.05  # of the requests
-CONFIRMATIONS = 2  # that agree
-HOPELESS_ATTAINMENT, STRIKING_GAIN = 0.05, 0.5  # of the requests: predicted as it is, and gained
+CONFIRMATIONS = 2  # evaluations in a row that agree
+# of the requests: predicted with the present split, and gained by another
+HOPELESS_ATTAINMENT, STRIKING_GAIN = 0.05, 0.5
 SWITCHING_COST_SECONDS = 5.0, 20.0  # seconds of what comes
 COOLDOWN_SECONDS = 10.0  # after a change
 TRIAL_PAUSE_SECONDS, MAX_PAUSE_DOUBLINGS = 480.0, 3
@@ -55,28 +55,27 @@ TRIAL_PAUSE_SECONDS, MAX_PAUSE_DOUBLINGS = 480.0, 3
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster at a look. `current_split`: nodes by the role that they have or are on their way
-    to, which `switching_nodes` of them are. `queued_requests`: requests that are not placed, and
-    when they came."""
+    """The cluster at an evaluation."""
 
-    current_split: RoleSplit
-    switching_nodes: int
+    current_split: RoleSplit  # nodes by the role that they have or are switching to
+    switching_nodes: int  # of these, nodes that are switching
     candidate_splits: Sequence[RoleSplit]
     node_profile: NodeProfile
-    queued_requests: Sequence[tuple[float, RequestShape]] = ()
+    queued_requests: Sequence[tuple[float, RequestShape]] = ()  # with their arrival times
 
 
 @dataclass(slots=True)
 class _TrialSplit:
-    """`requests_saved`: requests that the split before, `previous_split`, would have missed.
-    `switching_cost`: of going there and back."""
+    """A trial that is under way."""
 
     previous_split: RoleSplit
-    switching_cost: float = 0.0
-    requests_saved: int = 0
+    switching_cost: float = 0.0  # requests, of switching there and back
+    requests_saved: int = 0  # requests that the previous split would have missed
 
 
 class RatioPlanner:
+    """Decides which split to have; `reason` explains the last decision."""
+
     def __init__(self, slo: Slo, now: float) -> None:
         self.target_slo = slo
         self.reason = "nothing was looked at yet"
@@ -90,13 +89,13 @@ class RatioPlanner:
         self._trials_paused_until = now  # until when no bet is made
 
     def skip_evaluation(self, reason: str, now: float) -> None:
-        """There is nothing to look at."""
+        """There is nothing to evaluate."""
         self.reason, self.next_evaluation_at = reason, now + EVALUATION_PERIOD
 
     def choose_split(
         self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
     ) -> RoleSplit | None:
-        """The ratio to be set now, if any; `reason` tells why, or why not."""
+        """Return the split to change to now, or None; `reason` says why."""
         self.next_evaluation_at = now + EVALUATION_PERIOD
         present = sight.current_split
         if present not in sight.candidate_splits:
@@ -179,7 +178,8 @@ class RatioPlanner:
         if not able:
             return (
                 None,
-                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid yet: {told}",
+                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid"
+                f" yet: {told}",
             )
         if not proved and now < self._trials_paused_until:
             left = self._trials_paused_until - now
@@ -187,7 +187,8 @@ class RatioPlanner:
         if now < self._cooldown_until:
             return (
                 None,
-                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the last change",
+                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the"
+                " last change",
             )
         if not proved and self._hopeless_streak:
             best = _nearest_good_split(present, {split: better[split] for split in able})
@@ -203,7 +204,7 @@ class RatioPlanner:
         return best, f"missed: {told}; {better[best]:.0%} are predicted with {best}"
 
     def _settle_trial(self, present: RoleSplit, to: RoleSplit, now: float) -> None:
-        """A change towards where a bet came from ends it."""
+        """End the trial if this change goes back towards the split before it."""
         bet = self._trial
         if (
             bet is None
@@ -232,11 +233,11 @@ class RatioPlanner:
     def _missed_with_switching_cost(
         self, present: RoleSplit, other: RoleSplit, seconds: float
     ) -> float:
-        """Requests that `other` would have missed, with the price of the change to it."""
+        """Return the requests that `other` would have missed plus the cost of switching to it."""
         return self._backtest.count_missed(other, seconds) + self._switching_cost(present, other)
 
     def _switching_cost(self, present: RoleSplit, other: RoleSplit) -> float:
-        """In requests."""
+        """Return the switching cost in requests."""
         fixed, all_nodes = SWITCHING_COST_SECONDS
         nodes = abs(other.prefill_nodes - present.prefill_nodes) / present.total_nodes
         return (
@@ -248,8 +249,7 @@ class RatioPlanner:
     def _measured_attainment(
         self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
     ) -> float:
-        """The share within the objective of those who ended lately, and of those who have waited
-        too long already."""
+        """Return the measured SLO attainment; queued requests that are already late count."""
         service, ttft = (
             meter.compute_slo_results(self.target_slo, DEMAND_WINDOW, now),
             self.target_slo.ttft_seconds,
@@ -263,7 +263,7 @@ class RatioPlanner:
 
 
 def _nearest_good_split(present: RoleSplit, shares: Mapping[RoleSplit, float]) -> RoleSplit:
-    """Of those that are about as good as the best."""
+    """Return the nearest of the splits that are about as good as the best."""
     least = max(shares.values()) - EQUAL_ATTAINMENT
     return min(
         (split for split in shares if shares[split] >= least),

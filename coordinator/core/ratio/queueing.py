@@ -1,31 +1,34 @@
-"""How long the next one waits for one of several equal places, also where work comes faster than it
-can be done.
+"""Waiting times in a G/G/m queue that starts empty, also when it is overloaded.
 
-A wait longer than x, `seconds` after an empty start:
+The probability of a wait longer than x, some seconds after the start:
 
-    P(W > x) = P(every place is taken) P(backlog > x)
+    P(W > x) = P(every server is busy) P(backlog > x)
 
-    all taken   Erlang's C formula; certain where the load is above 1
-    backlog     a reflected Brownian motion with drift `load - 1` and variance `service (ca2 + cs2) / places` a second
-                (Harrison, "Brownian Motion and Stochastic Flow Systems", 1985): in closed form at any moment
+    all busy    Erlang's C formula; certain above a load of 1
+    backlog     a reflected Brownian motion with drift `load - 1` and variance
+                `service (ca2 + cs2) / servers` a second, in closed form at any moment
+                (Harrison, "Brownian Motion and Stochastic Flow Systems", 1985)
 
 For a load below 1 and long after the start this is the formula of Allen and Cunneen for G/G/m
 queues (Bolch, Greiner, de Meer, Trivedi, "Queueing Networks and Markov Chains", 2006, 6.3.4). Above
-1 it is the line that grows with time.
+1 the backlog grows with time.
 """
 
 import math
 
-_TIME_POINTS = 6  # within the horizon, at which a wait is looked at
+_TIME_POINTS = 6  # moments within the horizon at which the wait is evaluated
 _NEGLIGIBLE = 1e-6
-_MAX_ERLANG_SERVERS = 4096  # places; with more the formula gives no other answer
+_MAX_ERLANG_SERVERS = 4096  # more servers do not change the result
 
 
 class MultiServerQueue:
-    """`load` is work that comes over what all places can do; `service` in seconds of one place;
-    `arrivals` and `services` are squared coefficients of variation (of arrivals: the variance of
-    their number over its mean). Looked at are those who come within `horizon` seconds of an empty
-    start."""
+    """A queue with `places` servers.
+
+    `load` is the work that arrives over what all servers can do; `service` is seconds on one
+    server; `arrivals` and `services` are squared coefficients of variation (of arrivals: the
+    variance of their number over its mean). Waits are averaged over arrivals within `horizon`
+    seconds of the start.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class MultiServerQueue:
         ]
 
     def wait_tail(self, seconds: float) -> float:
-        """Probability."""
+        """Return the probability of a longer wait."""
         if seconds < 0.0:
             return 1.0
         if self._all_busy < _NEGLIGIBLE:
@@ -57,7 +60,7 @@ class MultiServerQueue:
 
 
 def erlang_c(places: int, load: float) -> float:
-    """The probability that all are taken, from Erlang's B by its recursion."""
+    """Return the probability that all servers are busy, by the recursion of Erlang's B formula."""
     if load >= 1.0:
         return 1.0
     places = min(places, _MAX_ERLANG_SERVERS)
@@ -68,8 +71,7 @@ def erlang_c(places: int, load: float) -> float:
 
 
 def backlog_tail(x: float, seconds: float, drift: float, variance: float) -> float:
-    """The probability that a Brownian motion of that drift and variance, held at or above 0 and
-    begun there, is above `x` after so many seconds."""
+    """Return the probability that a reflected Brownian motion that starts at 0 is above `x`."""
     spread = math.sqrt(variance * seconds)
     if spread == 0.0:
         return float(drift * seconds > x)
@@ -84,5 +86,5 @@ def backlog_tail(x: float, seconds: float, drift: float, variance: float) -> flo
 
 
 def normal_tail(z: float) -> float:
-    """Of the standard normal distribution."""
+    """Return the upper tail of the standard normal distribution."""
     return 0.5 * math.erfc(z / math.sqrt(2.0))

@@ -1,9 +1,8 @@
-"""Which nodes are to take another role, so that the cluster comes to the ratio that it was told to
-have.
+"""Decides which nodes switch roles so that the cluster comes to the target split.
 
-A node on its way to a role counts as one of that role, so what is decided again and again comes to
-an end. A change begins only where one role has too many and the other too few: a node that is
-missing at the moment, or one too many, makes nobody move to and fro.
+A node that is switching counts in its new role, so repeated decisions converge. A switch starts
+only if one role has too many nodes and the other too few: a node that is missing for a moment, or
+one too many, causes no switch.
 """
 
 from collections import Counter
@@ -16,21 +15,21 @@ from baton.types import NodeName, Role
 
 @dataclass(frozen=True, slots=True)
 class NodeRoleState:
-    """A live node. `role`: that it has, or is on its way to. `is_serving`: it is given new work.
-    `is_switching`: it is between two roles, and `is_draining` it still has the other one.
-    `is_locked`: nothing can be decided for it now. `attempts`: attempts placed there."""
+    """A live node, as this decision sees it."""
 
     name: NodeName
-    role: Role
-    is_serving: bool = True
-    is_switching: bool = False
-    is_draining: bool = False
-    is_locked: bool = False
-    attempts: int = 0
+    role: Role  # that it has or is switching to
+    is_serving: bool = True  # it is given new work
+    is_switching: bool = False  # it is between two roles
+    is_draining: bool = False  # it is switching and still has the other role
+    is_locked: bool = False  # nothing can be decided for it now
+    attempts: int = 0  # attempts placed there
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMove:
+    """One node that must switch."""
+
     name: NodeName
     target_role: Role
 
@@ -42,10 +41,13 @@ def opposite_role(role: Role) -> Role:
 def plan_role_moves(
     target: RoleSplit, nodes: Iterable[NodeRoleState], bare: Sequence[Role] = ()
 ) -> list[RoleMove]:
-    """What to do now. The last node in service of a role that the target has stays; one that is
-    leaving such a role is called back if nobody else serves. First those that are between two
-    roles, then the least loaded in service, then those out of service. `bare`: roles that nobody
-    has had for too long; one that can be spared takes such a role."""
+    """Return the switches to start now.
+
+    The last node in service of a role that the target has stays; a node that is draining from such
+    a role is recalled if no other serves. Nodes between two roles go first, then the least loaded
+    ones in service, then those out of service. `bare` are roles without a node for too long; a node
+    that can be spared takes such a role.
+    """
     standings = list(nodes)
     for role in Role:
         if target.node_count(role) and not _count_serving(standings, role):
@@ -75,8 +77,8 @@ def plan_role_moves(
 def _pick_leavers(
     target: RoleSplit, role: Role, count: int, standings: Sequence[NodeRoleState]
 ) -> list[RoleMove]:
-    """Those that cannot be turned round yet will be as soon as they can: nobody else goes in their
-    place."""
+    """Pick nodes of a role to switch. Locked nodes that are switching will be turned back as soon
+    as possible, so no other node goes in their place."""
     count -= sum(node.is_locked and node.is_switching for node in standings if node.role is role)
     spare = _count_serving(standings, role) - bool(target.node_count(role))
     found: list[RoleMove] = []

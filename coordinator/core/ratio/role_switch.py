@@ -1,11 +1,11 @@
 """One node's change of role.
 
-            attempts ended or placed again      joined in the new role       probe served
-DRAINING ------------------------------> ORDERED ------------------> PROBING ------------> done
-   |                                        |                        |  ^  |
-   +-- called back: recalled                |                failed  v  |  +-- wanted back: superseded
-   |                                        |                        RESTING
-   +----------------------------------------+------------------------+-- node gone, or came back as it was: lost
+          attempts ended or placed again      rejoined                 probe succeeded
+DRAINING ------------------------------> ORDERED -------> PROBING ------------------> done
+   |                                        |              |  ^  |
+   +-- called back: recalled                |      failed  v  |  +-- target changed: superseded
+   |                                        |             RESTING
+   +----------------------------------------+--------------+-- node lost, or back as it was: lost
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from enum import Enum
 from baton.types import Incarnation, NodeName, RequestId, Role
 from coordinator.core.common.messages import RoleSwitchReport
 
-ORDER_TIMEOUT_SECONDS = (
-    30.0  # seconds in which a node that has nothing placed on it must have joined in its new role
-)
+# in which a node that was ordered to switch must have rejoined
+ORDER_TIMEOUT_SECONDS = 30.0
 PROBE_TIMEOUT_SECONDS = 30.0
-PROBE_BACKOFF_SECONDS = 0.5  # seconds between a probe that failed and the next
+PROBE_BACKOFF_SECONDS = 0.5  # between a failed probe and the next
 
 
 class RoleSwitchPhase(Enum):
@@ -30,19 +29,18 @@ class RoleSwitchPhase(Enum):
 
 @dataclass(slots=True)
 class PendingRoleSwitch:
-    """`incarnation` is the present one. `generation`: of the ratio for which it began. `due_at`:
-    when time alone ends the phase. Moments on the brain's clock; None has not come."""
+    """One role switch; times are on the brain's clock, None has not happened."""
 
     node: NodeName
-    incarnation: Incarnation
+    incarnation: Incarnation  # the node's present one
     source_role: Role
     target_role: Role
-    generation: int
+    generation: int  # of the target for which it was started
     started_at: float
     phase: RoleSwitchPhase = RoleSwitchPhase.DRAINING
     ordered_at: float | None = None
     joined_at: float | None = None
-    due_at: float | None = None
+    due_at: float | None = None  # when time alone ends the phase
     probe_request: RequestId | None = None
     probe_count: int = 0
     detail: str = ""
@@ -70,7 +68,7 @@ class PendingRoleSwitch:
         )
 
     def build_report(self, outcome: str, now: float, detail: str = "") -> RoleSwitchReport:
-        """As it stands: `outcome` of one that is over, or its phase."""
+        """Report the switch; `outcome` is its phase while it is pending."""
         ordered = now if self.ordered_at is None else self.ordered_at
         joined = now if self.joined_at is None else self.joined_at
         return RoleSwitchReport(

@@ -1,7 +1,7 @@
-"""Brings nodes to the roles that the ratio asks for: drain, order, probe, and into service.
+"""Switches the roles of nodes to reach the target split: drain, order, probe, back into service.
 
-Soft state: a coordinator that restarts has no target, and takes each node for what its join says. A
-node that restarts in its first role while there is a target is switched again.
+The state is soft: a coordinator that restarts has no target and accepts the role that each node
+joins in. A node that restarts in its first role while there is a target is switched again.
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, NodeDrained, Nod
 from baton.role_split import RoleSplit, format_splits, list_possible_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
-from coordinator.core.common.messages import RoleSwitchReport, SendOrder, SetRoleOrder
+from coordinator.core.common.messages import RoleSwitchReport, SetRoleOrder
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.ratio.role_moves import NodeRoleState, opposite_role, plan_role_moves
 from coordinator.core.ratio.role_switch import (
@@ -22,24 +22,23 @@ from coordinator.core.ratio.role_switch import (
 )
 from coordinator.core.requests.table import RequestTable
 
-MAX_FINISHED = 64  # reports of changes that are over
-MAX_CONCURRENT = 64  # nodes between two roles
-UNSTAFFED_SECONDS = (
-    5.0  # seconds that a role may have nobody before a node of the other one takes it
-)
+MAX_FINISHED = 64  # reports that are kept
+MAX_CONCURRENT = 64  # nodes that switch at the same time
+# that a role may have no node before one of the other role takes it
+UNSTAFFED_SECONDS = 5.0
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = (
     1.0,
     30.0,
 )  # seconds after a change of a node that failed
-_PROBE_OUTPUT_TOKENS = 2  # of a probe: one by prefill, one by decode
+_PROBE_OUTPUT_TOKENS = 2  # one by prefill, one by decode
 _PROBE_BLOCKS = 2
 
 DropNode = Callable[[NodeMember, BatonError, float], None]
 
 
 class RoleSwitcher:
-    """`drop` gives up a node. Inputs only note what has happened; `advance_switches`, after each of
-    them, acts on it."""
+    """Inputs only record what has happened; `advance_switches` follows each of them and acts on it.
+    `drop` removes a node from the cluster."""
 
     def __init__(
         self, registry: NodeRegistry, table: RequestTable, mode: str, drop: DropNode
@@ -64,8 +63,8 @@ class RoleSwitcher:
     # inputs
 
     def set_target(self, target: RoleSplit, patience: float, now: float) -> None:
-        """From now on, instead of any target before. What a node still does after `patience`
-        seconds is placed again elsewhere. Raises InvalidRequest."""
+        """Replace the target. What a node still does after `patience` seconds is placed again.
+        Raises InvalidRequest for a split that is not possible."""
         nodes = len(self._role_states(now))
         possible = list_possible_splits(nodes, self._mode)
         if target not in possible:
@@ -92,18 +91,18 @@ class RoleSwitcher:
             self._finish_switch(flip, "lost", now, f"it came back as {node.info.role.value}")
 
     def on_node_lost(self, node: NodeMember, now: float) -> None:
-        """The end of its stream is how a node that was ordered to switch begins to join anew."""
+        """The node's stream has ended; for a node that was ordered to switch this is expected."""
         flip = self.pending.get(node.info.name)
         self._needs_reconcile = True
         if flip is not None and flip.phase is not RoleSwitchPhase.ORDERED:
             self._finish_switch(flip, "lost", now, f"the node was lost while {flip.phase.value}")
 
     def on_heartbeat(self) -> None:
-        """A node has reported: it may serve now, and another may move."""
+        """A node has reported: it may be in service now, so another may switch."""
         self._needs_reconcile |= self.target_split is not None and not self.is_settled
 
     def on_service_changed(self) -> None:
-        """Who serves has changed."""
+        """The set of nodes in service has changed."""
         self._needs_reconcile = True
 
     def run_due(self, now: float) -> None:
@@ -140,7 +139,7 @@ class RoleSwitcher:
         return min((time for time in times if time is not None), default=None)
 
     def advance_switches(self, now: float) -> None:
-        """Act on what has happened since."""
+        """Act on what has happened since the last call."""
         if self._table.ended_probes:
             self._handle_probe_results(now)
         if not (self.pending or self._needs_reconcile):
@@ -162,7 +161,7 @@ class RoleSwitcher:
     # views
 
     def expects_disconnect(self, node: NodeMember) -> bool:
-        """The node was told to end its stream and join anew."""
+        """Return whether the node was ordered to end its stream and rejoin."""
         flip = self.pending.get(node.info.name)
         return (
             flip is not None
@@ -172,13 +171,12 @@ class RoleSwitcher:
 
     @property
     def is_settled(self) -> bool:
-        """The nodes have the roles that were asked for, and serve in them or are kept from it by
-        others."""
+        """Whether the nodes have the target split and no switch is pending."""
         have = self.current_split()
         return self.target_split is None or (not self.pending and have == self.target_split)
 
     def current_split(self) -> RoleSplit:
-        """Live nodes by the role that they have, but for those on their way to another."""
+        """Return the live nodes by role, without those that are switching."""
         still = [
             node for node in self._registry.nodes.values() if node.info.name not in self.pending
         ]
@@ -186,7 +184,7 @@ class RoleSwitcher:
         return RoleSplit(have[Role.PREFILL], have[Role.DECODE])
 
     def projected_split(self, now: float) -> RoleSplit:
-        """Live nodes by the role that they have or are on their way to."""
+        """Return the live nodes by the role that they have or are switching to."""
         bound = Counter(standing.role for standing in self._role_states(now))
         return RoleSplit(bound[Role.PREFILL], bound[Role.DECODE])
 
@@ -237,7 +235,7 @@ class RoleSwitcher:
         ]
 
     def _role_state(self, node: NodeMember, serves: bool) -> NodeRoleState | None:
-        """None: it is leaving the cluster."""
+        """Return the node's state; None if it is leaving the cluster."""
         name, load = node.info.name, self._table.loads.count_attempts(node.incarnation)
         flip = self.pending.get(name)
         if flip is not None:
@@ -267,17 +265,20 @@ class RoleSwitcher:
             name, node.incarnation, opposite_role(to), to, self.target_generation, now
         )
         self._registry.switching_drains.start_drain(name, now + self._drain_timeout)
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     def _order_switch(self, flip: PendingRoleSwitch, now: float) -> None:
         flip.mark_ordered(now)
         self._registry.switching_drains.start_drain(flip.node, None)
-        self._table.effects.append(SendOrder(flip.incarnation, SetRoleOrder(flip.target_role)))
+        self._table.effects.send_order(flip.incarnation, SetRoleOrder(flip.target_role))
 
     def _give_up_node(self, flip: PendingRoleSwitch, now: float) -> None:
-        """It was told, and has not come back in time."""
+        """The node was ordered to switch and has not rejoined in time."""
         node = self._registry.by_name(flip.node)
-        why = f"node {flip.node} did not take the role {flip.target_role.value} within {ORDER_TIMEOUT_SECONDS:g} s"
+        why = (
+            f"node {flip.node} did not take the role {flip.target_role.value} within"
+            f" {ORDER_TIMEOUT_SECONDS:g} s"
+        )
         self._finish_switch(flip, "lost", now, why)
         if node is not None:
             self._drop_node(node, NodeStalled(why), now)
@@ -299,20 +300,20 @@ class RoleSwitcher:
         report = flip.build_report(outcome, now, detail)
         self.finished.append(report)
         self.outcome_counts[flip.target_role.value, outcome] += 1
-        self._table.effects.append(report)
-        self._table.needs_placement = True
+        self._table.effects.append_effect(report)
+        self._table.wake_placement()
         self._needs_reconcile = True
 
     # probes
 
     def _start_probing(self, flip: PendingRoleSwitch) -> None:
-        """Sent by the next step: here the node may not be in anybody's books yet."""
+        """Have `advance_switches` send the probe: the node is not in all books yet."""
         flip.phase, flip.probe_request, flip.due_at = RoleSwitchPhase.PROBING, None, None
 
     def _send_probe(self, flip: PendingRoleSwitch, now: float) -> None:
-        """A prompt of more than a block, salted so that no cache has it: it must be computed, and
-        handed off if the mode has hand-offs. A new prefill node answers alone where no decode node
-        has room: it is needed all the same, and there is nobody to hand off to."""
+        """Send a salted prompt of more than a block, so that no cache has it: it must be computed,
+        and handed off if the mode has hand-offs. A new prefill node answers alone if no decode node
+        has room: it is needed all the same, and no decode node could take the hand-off."""
         model = self._registry.model_identity
         assert model is not None, "a node has joined"
         smallest = min(node.info.max_context_tokens for node in self._registry.nodes.values())

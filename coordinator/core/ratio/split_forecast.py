@@ -1,18 +1,18 @@
-"""What a split of the nodes would make of a workload: time to first token, time per output token,
-goodput.
+"""Forecasts the TTFT, TPOT and goodput of a workload on a split.
 
-Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model
-says. A decode node with a batch of n makes a step in `fixed + each n` seconds. By Little's law the
-batch is what comes while one is there:
+Prefill nodes are the servers of one queue (`queueing`); a prompt takes what the cost model
+predicts. A decode node with a batch of n takes `fixed + each n` seconds for a step. By Little's law
+the batch is what arrives while a request is there:
 
     n = rate / nodes  output (fixed + each (n + 1 / nodes))
 
-for placement keeps batches equal; in their places are also those whose prompts are being computed.
+because placement keeps batches equal; requests whose prompts are being computed also hold slots.
 The variance of the batch is that of a linear noise approximation around n (van Kampen, "Stochastic
-Processes in Physics and Chemistry", 1981, X), and what one answer sees of it is its average over
-the answer's time. Places on decode nodes are a second queue; who needs both waits for the scarcer.
+Processes in Physics and Chemistry", 1981, X), and what one request sees of it is its average over
+the request's time. Slots of decode nodes are a second queue; a request that needs both waits for
+the scarcer one.
 
-Nothing is said of the split where decode computes the prompts itself.
+The split in which decode nodes compute all prompts is not forecast.
 """
 
 import math
@@ -25,51 +25,48 @@ from coordinator.core.estimates.cost_model import NodeCosts
 from coordinator.core.estimates.workload import WorkloadSummary, compute_moments
 from coordinator.core.ratio.queueing import MultiServerQueue, normal_tail
 
-HORIZON_SECONDS = 60.0  # seconds for which the workload is taken to last: how long a line can grow
-_MAX_TTFT_POINTS = 32  # prompts that stand for all of them
+HORIZON_SECONDS = 60.0  # for which the workload is assumed to last: bounds how far a backlog grows
+_MAX_TTFT_POINTS = 32  # prompts that represent all of them
 _BISECTIONS = 24
-_MAX_CANDIDATES = 16  # splits that are worth a closer look
+_MAX_CANDIDATES = 16  # splits that are evaluated in full
 _MAX_SAMPLES = 1024  # requests
-_BATCH_IMBALANCE_VARIANCE = (
-    0.25  # variance of batches that placement keeps as equal as whole sequences can be
-)
+# of batches that placement keeps equal up to whole sequences
+_BATCH_IMBALANCE_VARIANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """One node as all of them are taken to be. `max_num_seqs`: sequences at once; `cache_tokens`:
-    that its cache holds; `transfer_costs`: seconds of a hand-off that no computing hides, as such
-    and for each token."""
+    """One node, as all nodes are assumed to be."""
 
     node_costs: NodeCosts
-    max_num_seqs: int
-    cache_tokens: int
+    max_num_seqs: int  # sequences at once
+    cache_tokens: int  # tokens that its cache holds
+    # exposed seconds of a hand-off: fixed, and for each token
     transfer_costs: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitForecast:
-    """Seconds; `slo_attainment` of the requests within the objective, `goodput` of them a second.
-    `prefill_load` and `decode_load`: work that comes over what the nodes of the role can do."""
+    """The forecast of one split; times in seconds."""
 
     split: RoleSplit
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
     tpot_mean: float
-    slo_attainment: float
-    goodput: float
-    prefill_load: float
+    slo_attainment: float  # share of requests within the SLO
+    goodput: float  # requests a second within the SLO
+    prefill_load: float  # work that arrives over what the role's nodes can do; likewise for decode
     decode_load: float
 
     @property
     def bottleneck_load(self) -> float:
-        """Of the role that is the bottleneck."""
+        """Load of the role that is the bottleneck."""
         return max(self.prefill_load, self.decode_load)
 
 
 class SplitForecaster:
-    """Of one workload on so many nodes of one kind."""
+    """Forecasts of one workload on nodes of one profile."""
 
     def __init__(self, workload: WorkloadSummary, machine: NodeProfile, slo: Slo) -> None:
         self.workload = workload
@@ -110,12 +107,12 @@ class SplitForecaster:
         )
 
     def busy_prefill_nodes(self) -> float:
-        """That the prompts keep busy."""
+        """Return how many prefill nodes the prompts keep busy."""
         return self.workload.requests_per_second * self._prefill_moments.mean
 
     def busy_decode_nodes(self) -> float:
-        """That the answers keep busy, with as many at once as a node has places for and the
-        objective allows."""
+        """Return how many decode nodes the outputs keep busy, with batches as large as slots and
+        the SLO allow."""
         tpot = self._slo.tpot_seconds
         most = (
             math.inf
@@ -125,18 +122,18 @@ class SplitForecaster:
         return self._busy_decode_nodes_at(min(self._max_batch, most))
 
     def _busy_decode_nodes_at(self, batch: float) -> float:
-        """Decode nodes that are busy if each has so many at once."""
+        """Return how many decode nodes are busy with batches of this size."""
         return self.workload.requests_per_second * self._slot_seconds(batch) / batch
 
     def compute_attainment(self, split: RoleSplit) -> float:
-        """Of the requests, that are served within the objective. Both roles need a node."""
+        """Return the predicted SLO attainment. Both roles need a node."""
         ttft = self._slo.ttft_seconds
         return self._tpot_attainment(split) * (
             1.0 if ttft is None else self._ttft_distribution(split)(ttft)
         )
 
     def forecast_split(self, split: RoleSplit) -> SplitForecast:
-        """All of it, which takes a hundred times as long."""
+        """Return the full forecast, which takes a hundred times as long."""
         started, share = self._ttft_distribution(split), self.compute_attainment(split)
         p50, p90, p99 = (_invert_distribution(started, q) for q in (0.5, 0.9, 0.99))
         tpot, _ = self._tpot_mean_and_stddev(split)
@@ -154,20 +151,18 @@ class SplitForecaster:
         )
 
     def compute_bottleneck_load(self, split: RoleSplit) -> float:
-        """Work that comes over what the role that is the bottleneck can do, tokens no slower than
-        the objective."""
+        """Return the load of the bottleneck role, at a TPOT within the SLO."""
         return max(
             self.busy_prefill_nodes() / split.prefill_nodes,
             self.busy_decode_nodes() / split.decode_nodes,
         )
 
     def list_least_loaded(self, splits: Iterable[RoleSplit]) -> list[RoleSplit]:
-        """The `_MAX_CANDIDATES` of them with the least load at their bottleneck: the others serve
-        less."""
+        """Return the `_MAX_CANDIDATES` splits with the least loaded bottleneck."""
         return sorted(splits, key=self.compute_bottleneck_load)[:_MAX_CANDIDATES]
 
     def _ttft_distribution(self, split: RoleSplit) -> Callable[[float], float]:
-        """The share of requests that have their first token within so many seconds."""
+        """Return the distribution function of the TTFT."""
         prefill, decode = self._prefill_queue(split), self._decode_queue(split)
 
         def within(seconds: float) -> float:
@@ -180,7 +175,7 @@ class SplitForecaster:
         return within
 
     def _tpot_attainment(self, split: RoleSplit) -> float:
-        """The share of requests whose tokens come fast enough."""
+        """Return the share of requests whose TPOT is within the SLO."""
         if self._slo.tpot_seconds is None:
             return 1.0
         tpot, spread = self._tpot_mean_and_stddev(split)
@@ -214,7 +209,7 @@ class SplitForecaster:
         )
 
     def _slot_seconds(self, batch: float) -> float:
-        """Seconds that a request has its place, in a batch of so many."""
+        """Return the seconds that a request holds its slot, in a batch of this size."""
         return self._prefill_slot_seconds + self._decode_step_moments.mean * (
             self._fixed_step_seconds + self._step_seconds_per_sequence * batch
         )
@@ -224,7 +219,7 @@ class SplitForecaster:
         return self._prefill_moments.mean + math.fsum(self._profile.transfer_costs[:1])
 
     def _tpot_mean_and_stddev(self, split: RoleSplit) -> tuple[float, float]:
-        """Mean and standard deviation over answers."""
+        """Return mean and standard deviation of the TPOT over requests."""
         rate, steps, each = (
             self.workload.requests_per_second / split.decode_nodes,
             self._decode_step_moments.mean,
@@ -248,7 +243,7 @@ class SplitForecaster:
 
 
 def _sample_evenly(ordered: Sequence[float]) -> Iterable[float]:
-    """At most `_MAX_TTFT_POINTS` of them: the middles of equal shares."""
+    """Yield at most `_MAX_TTFT_POINTS` of the values: the middles of equal shares."""
     count = min(len(ordered), _MAX_TTFT_POINTS)
     return (ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count))
 

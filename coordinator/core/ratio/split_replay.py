@@ -1,12 +1,10 @@
-"""What a split of the nodes would have made of the requests that came: they are played through it
-once more.
+"""Replays the requests that arrived as another split would have served them.
 
-Prompts wait in one line, in the order in which the coordinator places them, for as many prefill
-nodes as there are. Answers share the decode nodes evenly: all get a token in the time of one step,
-so that an answer of n steps ends when n steps more have been made than at its begin (the virtual
-time of Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing Algorithm", SIGCOMM
-1989). It is no forecast: lines that grow are carried over from one moment to the next, which a
-formula of queues in their steady state does not know.
+Prompts wait in one queue, in the coordinator's placement order, for the prefill nodes. Outputs
+share the decode nodes evenly: each step gives every one of them a token, so an output of n steps
+ends when n more steps were made than at its start (virtual time; Demers, Keshav, Shenker: "Analysis
+and Simulation of a Fair Queueing Algorithm", SIGCOMM 1989). It is not a forecast: a backlog that
+grows is carried over, which a formula of queues in steady state cannot do.
 """
 
 import heapq
@@ -25,20 +23,18 @@ from coordinator.core.ratio.split_forecast import NodeProfile
 
 @dataclass(slots=True)
 class _ReplayedRequest:
-    """`prefill_seconds`: seconds until its first token once it is begun. `resident_tokens`: in the
-    cache, on average."""
+    """One request in the replay."""
 
     arrival: float
-    prefill_seconds: float
+    prefill_seconds: float  # from its start to its first token
     decode_steps: float
-    resident_tokens: float
+    resident_tokens: float  # in the cache, on average
     first_token_at: float | None = None  # its answer
     is_late: bool = False
 
 
 class SplitReplay:
-    """Time goes forward. `missed_count`: requests that were not, or cannot be any more, within the
-    objective."""
+    """The replay of one split; time only goes forward."""
 
     def __init__(self, split: RoleSplit, machine: NodeProfile, slo: Slo, now: float) -> None:
         self.missed_count = 0
@@ -64,7 +60,7 @@ class SplitReplay:
         )  # for their first token, as they came
 
     def add_request(self, at: float, one: RequestShape, computed: float) -> None:
-        """`computed`: the share of its prompt that no cache has."""
+        """Add a request at its arrival; `computed` is the share of its prompt that no cache has."""
         self.advance_to(at)
         new = round(one.prompt_tokens * computed)
         fixed, each_token = self.profile.transfer_costs
@@ -100,8 +96,7 @@ class SplitReplay:
         self._advance_clock(until, pace)
 
     def with_split(self, split: RoleSplit) -> "SplitReplay":
-        """As if the nodes were split so from now on. Prompts whose node is gone are computed
-        anew."""
+        """Return a copy that continues with another split; prompts whose node is gone restart."""
         made = copy(self)
         made._split, made._serial = split, count(next(self._serial))
         own = {id(request): copy(request) for request in self._awaiting_first_token}
@@ -159,7 +154,7 @@ class SplitReplay:
         )
 
     def _step_seconds(self) -> float:
-        """Seconds of a step, on nodes that all have as much."""
+        """Return the seconds of a step, on evenly loaded nodes."""
         nodes = max(1, min(len(self._decoding), self._split.decode_nodes))
         return self.profile.node_costs.step_seconds(
             len(self._decoding) / nodes, self._resident_tokens / nodes

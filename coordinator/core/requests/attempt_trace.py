@@ -1,5 +1,4 @@
-"""What is noted of each attempt while it runs, for whoever asks afterwards where a request's time
-went."""
+"""What is recorded of each attempt while it runs, for `baton explain`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,36 +16,29 @@ from coordinator.core.placement.decision import (
 from coordinator.core.placement.interface import NodeView, required_roles
 from coordinator.core.placement.prefix_aware import is_ramping_up
 
-MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
+MAX_CONSIDERED = 16  # candidates recorded for each role; the chosen ones are always among them
 SERVED, REFUSED = "served", "refused"
 FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR = "failed before", "newcomer", "kept apart"
 
 
 class ConsideredNode(NamedTuple):
-    """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks,
-    tokens of the context that its cache seems to have; `predicted_seconds` that its policy
-    predicted, None if it predicts nothing; `objection`: what spoke against it, if something did:
-    FAILED, NEWCOMER or APART."""
+    """One candidate as placement saw it."""
 
     node: NodeName
     role: Role
-    attempts: int
-    uncomputed_tokens: int
+    attempts: int  # attempts placed there
+    uncomputed_tokens: int  # prompt tokens placed there and not computed
     free_blocks: int
     is_eligible: bool
     is_chosen: bool
-    cached_tokens: int
-    predicted_seconds: float | None
-    objection: str
+    cached_tokens: int  # context tokens that its cache seems to have
+    predicted_seconds: float | None  # None if the policy predicts nothing
+    objection: str  # FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR or ""
 
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Of one attempt. Moments on the brain's clock; None has not happened. `outcome` is "" while it
-    runs, SERVED, REFUSED or an error's code; `needed_blocks` and `free_blocks` are a refusal's, in
-    blocks; `prefill_site`, `placement_reason` and `rejected_prediction`: see `PlacementDecision`.
-    `held_back_seconds`: seconds by the retry budget, before it; `is_breaker_probe`: of its two
-    nodes' breaker."""
+    """The history of one attempt; times are on the brain's clock, None has not happened."""
 
     prefill_node: NodeName
     decode_node: NodeName
@@ -54,25 +46,24 @@ class AttemptTrace:
     context_tokens: int
     considered: tuple[ConsideredNode, ...]
     prediction: LatencyPrediction
-    prefill_site: PrefillSite
+    prefill_site: PrefillSite  # see `PlacementDecision`, also for the next two
     placement_reason: PlacementReason
     rejected_prediction: LatencyPrediction | None
     reserved: float | None = None
     prefill_ended: float | None = None
     committed: float | None = None
     over: float | None = None
-    outcome: str = ""
+    outcome: str = ""  # "" while it runs; then SERVED, REFUSED or an error code
     reason: str = ""
-    held_back_seconds: float = 0.0
-    is_breaker_probe: bool = False
-    needed_blocks: int = 0
-    free_blocks: int = 0
+    held_back_seconds: float = 0.0  # by the retry budget, before the attempt
+    is_breaker_probe: bool = False  # the attempt tests a half-open breaker
+    needed_blocks: int = 0  # of a refusal
+    free_blocks: int = 0  # of a refusal
     handoff_report: HandoffReport | None = None
     is_handoff_skipped: bool = False
 
     def mark_handoff_skipped(self) -> None:
-        """Decode turned out to hold the context: it computes the last token itself, and prefill has
-        no part in it."""
+        """Decode already has the context: it computes the last token itself, without a hand-off."""
         self.is_handoff_skipped = True
         self.prefill_site, self.placement_reason, self.rejected_prediction, self.prefill_ended = (
             PrefillSite.LOCAL,
@@ -86,7 +77,7 @@ class AttemptTrace:
             self.committed = now
 
     def mark_ended(self, now: float, ended: str, reason: str = "") -> None:
-        """The first end counts."""
+        """Record the outcome; only the first call counts."""
         if self.over is None:
             self.over, self.outcome, self.reason = now, ended, reason
 
@@ -95,7 +86,7 @@ NodeNameLookup = Callable[[Incarnation | None], NodeName]
 
 
 def start_trace(decision: PlacementDecision, name: NodeNameLookup, now: float) -> AttemptTrace:
-    """Of an attempt that is placed at this moment."""
+    """Start the trace of an attempt that is placed now."""
     choice = decision.choice
     roles = required_roles(decision.demand) if decision.rejected_prediction is None else tuple(Role)
     considered = tuple(one for role in roles for one in _rank_candidates(decision, role))
@@ -113,8 +104,7 @@ def start_trace(decision: PlacementDecision, name: NodeNameLookup, now: float) -
 
 
 def _rank_candidates(decision: PlacementDecision, role: Role) -> Iterator[ConsideredNode]:
-    """What was known of nodes that the demand could have gone to, when it was placed: the one
-    chosen first, then those that were predicted to be fastest."""
+    """Yield the candidates of a role: the chosen one first, then the fastest by prediction."""
     demand, scores = decision.demand, decision.choice.predicted_seconds
     chosen = {decision.choice.prefill, decision.choice.decode}
     ranked = [

@@ -1,4 +1,4 @@
-"""What is told, counted and kept of a request that has ended."""
+"""Counts, timelines and explanations of requests that have ended."""
 
 from baton.errors import BatonError, Cancelled, RequestRejected
 from baton.pb.common_pb2 import Timeline
@@ -21,7 +21,7 @@ class EndedRequests:
     def record_end(
         self, record: RequestRecord, result: FinishReason | BatonError, now: float
     ) -> EndRequest:
-        """The one terminal event."""
+        """Record the end and return the terminal event."""
         request, timeline = (
             record.request.id,
             record.timestamps.build_timeline(now, record.attempt_count),
@@ -55,7 +55,7 @@ class EndedRequests:
     def _measure_latency(
         self, ttft: float | None, tokens: int, timeline: Timeline, now: float
     ) -> None:
-        """`ttft` None: it has failed, or was never begun."""
+        """Record latencies for the SLO; `ttft` None means that the request failed."""
         tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
         stages = StageSeconds(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
         self._workload.record_end(ttft, tpot, stages, now)

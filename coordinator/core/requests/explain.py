@@ -1,9 +1,9 @@
-"""Where one request's time went, told once for good when it ends, or as far as it has come.
+"""Explains where a request's time went, while it runs and for some time after its end.
 
-What is told holds counts, moments, names of nodes and error messages, and never a word of prompt or
-answer. It is kept as bytes: a request that was served at once takes 0.5 KiB with one node of each
-role and 0.8 KiB with eight, so that 4096 of them take 2 to 3.5 MB; the longest that can be is below
-40 KiB, 9 of them the names of 255 other choices.
+An explanation holds counts, times, node names and error messages, never prompt or output text. It
+is stored serialized: a request that was served at once takes 0.5 KiB with one node of each role and
+0.8 KiB with eight, so 4096 of them take 2 to 3.5 MB. The longest possible one is below 40 KiB, 9 of
+them for the names of 255 other choices.
 """
 
 from collections import OrderedDict
@@ -20,15 +20,14 @@ from coordinator.core.requests.attempt_trace import ConsideredNode
 from coordinator.core.requests.record import Attempt, RequestRecord
 from coordinator.core.requests.token_sources import compute_token_sources
 
-MAX_AGE_SECONDS = 3600.0  # seconds that an ended request is kept at most
+MAX_AGE_SECONDS = 3600.0  # after which an ended request can no longer be explained
 _MAX_REASON_CHARS = 500  # characters
 
 
 def build_explanation(
     record: RequestRecord, now: float, result: FinishReason | BatonError | None = None
 ) -> ExplainResponse:
-    """`result` is how it ended, None while it runs. Of the others of its answer, only their
-    names."""
+    """Explain a request; `result` is None while it runs. Other choices are only named."""
     told = ExplainResponse(
         request_id=record.request.id,
         state=record.state.value,
@@ -135,7 +134,7 @@ class _StoredExplanation:
 
 
 class ExplanationStore:
-    """The last `max_kept` ended requests, none older than `MAX_AGE_SECONDS` seconds."""
+    """Explanations of the last `max_kept` ended requests, none older than MAX_AGE_SECONDS."""
 
     def __init__(self, most: int) -> None:
         self.max_kept = most
@@ -163,7 +162,7 @@ class ExplanationStore:
         )
 
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> None:
-        """A report that came after the end, of the attempt that served the request."""
+        """Add a report that arrived after the end of the request that it served."""
         kept = self._kept.get(key.request_id)
         if kept is None:
             return

@@ -1,6 +1,8 @@
-"""Requests that wait in line until another of the same prompt, their leader, has it in a decode
-node's cache. Nobody computes a prompt twice that could be computed once, and nobody waits for a
-leader that is no more."""
+"""Followers: requests that wait until their leader's prompt is in a decode node's cache.
+
+So a prompt that several requests share is computed once, and a request never waits for a leader
+that has ended.
+"""
 
 from collections.abc import Mapping
 
@@ -16,8 +18,9 @@ class PrefixFollowers:
         self._by_leader: dict[RequestId, list[RequestId]] = {}  # by leader
 
     def add_follower(self, record: RequestRecord, leader: RequestRecord) -> None:
-        """`record`, which is in the queue, waits there, or is sent to where the prompt is already.
-        One that asks for the prompt's scores does not wait: somebody must compute them."""
+        """Hold `record`, which is queued, until its leader commits, or give it the leader's decode
+        node if it has committed. A request for prompt logprobs does not wait, because its prompt
+        must be computed."""
         ours, theirs = record.request, leader.request
         if record.awaits_prompt_logprobs or not _can_share_prefix(ours, theirs):
             return
@@ -28,8 +31,7 @@ class PrefixFollowers:
             self._queue.hold_request(ours.id)
 
     def release_followers(self, leader: RequestId, holder: Incarnation | None) -> bool:
-        """Those that follow wait no more: the prompt is on `holder`, or they are placed like any
-        other. Whether anybody waited."""
+        """Let a leader's followers be placed, on `holder` if given; return whether any waited."""
         waited = False
         for request in self._by_leader.pop(leader, ()):
             follower = self._records.get(request)
@@ -40,9 +42,9 @@ class PrefixFollowers:
         return waited
 
     def reassign_followers(self, record: RequestRecord) -> None:
-        """`record` is placed, and not on its holder, which has no room. Who was to go there too
-        follows it from now on: their prompt comes to one more cache once, and not once for each of
-        them."""
+        """The request was placed on another node than its prefix holder, which had no room. Let the
+        other followers of that holder follow this request, so that the prompt is computed once more
+        and not once for each of them."""
         for request in list(self._queue.list_eligible()):
             other = self._records[request]
             if other.prefix_holder == record.prefix_holder and _can_share_prefix(
@@ -53,5 +55,5 @@ class PrefixFollowers:
 
 
 def _can_share_prefix(one: Request, other: Request) -> bool:
-    """What is cached of one is of use to the other."""
+    """Return whether the two requests can use the same cached blocks."""
     return (one.prompt_token_ids, one.cache_salt) == (other.prompt_token_ids, other.cache_salt)

@@ -1,10 +1,9 @@
-"""Which requests bind the cluster to its model, and what becomes of the others when a node of
-another model joins.
+"""Decides which requests bind the cluster to its model, and ends the others on a model change.
 
-A request that was placed may have shown tokens of the old model to its client, so nothing else may
-continue it, and the old identity stays as long as it lives. One that was never placed binds nobody,
-but its prompt was encoded and bounded for the old model, so it ends with Unavailable and its client
-sends it again.
+A request that was placed may have emitted tokens of the old model, so no other model may continue
+it and the old identity stays as long as it runs. A request that was never placed binds nothing. But
+its prompt was tokenized and checked for the old model, so it ends with Unavailable and its client
+retries.
 """
 
 from collections.abc import Iterable
@@ -13,11 +12,11 @@ from baton.errors import ServiceUnavailable
 from coordinator.core.requests.record import RequestRecord
 from coordinator.core.requests.table import RequestTable
 
-_RETRY_AFTER_SECONDS = 1.0  # seconds that a client is told to wait
+_RETRY_AFTER_SECONDS = 1.0  # told to the client
 
 
 def count_bound_requests(records: Iterable[RequestRecord]) -> int:
-    """Requests of clients that were placed on nodes of the cluster's model and have not ended."""
+    """Count the clients' requests that were placed under the cluster's model and have not ended."""
     return sum(1 for record in records if record.attempt_count and not record.is_internal)
 
 

@@ -1,6 +1,8 @@
-"""What each message of a node does to the requests. Messages of another attempt, or of a node that
-has no part in it any more, are dropped and counted: late, repeated and reordered ones change
-nothing."""
+"""Applies each node report to the requests.
+
+Reports of another attempt, or of a node that has no leg of it any more, are dropped and counted, so
+late, repeated and reordered reports change nothing.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -39,7 +41,7 @@ class NodeReportHandler:
         }
 
     def handle_message(self, sender: Incarnation, message: m.NodeReport, now: float) -> None:
-        """`sender` is a member."""
+        """Apply a report of `sender`, which must be a member."""
         self._handlers[type(message)](sender, message, now)
 
     def _on_blocks_reserved(
@@ -111,8 +113,7 @@ class NodeReportHandler:
         events: Sequence[TokenEvent],
         now: float,
     ) -> None:
-        """Tokens of one sequence in one message. What does not continue the output exactly does not
-        get out."""
+        """Emit one sequence's tokens of a report, as far as they continue the output exactly."""
         if record.awaits_prompt_logprobs:
             self._buffer_tokens(record, attempt, sender, events, now)
             return
@@ -125,7 +126,8 @@ class NodeReportHandler:
             expected = len(record.emitted_token_ids) + len(fresh)
             if finish is not None or event.output_index != expected:
                 error = StaleMessage(
-                    f"node {self._table.node_name(sender)} sent token {event.output_index}, expected was {expected}"
+                    f"node {self._table.node_name(sender)} sent token {event.output_index},"
+                    f" expected was {expected}"
                 )
                 break
             if sender == attempt.prefill and event.finish_reason is None:
@@ -138,7 +140,8 @@ class NodeReportHandler:
                     event.logprobs, width
                 ):
                     error = StaleMessage(
-                        f"node {self._table.node_name(sender)} sent token {event.output_index} without the score asked"
+                        f"node {self._table.node_name(sender)} sent token {event.output_index}"
+                        " without the score asked"
                     )
                     break
                 fresh_scores.append(event.logprobs)
@@ -149,7 +152,7 @@ class NodeReportHandler:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.acknowledge_leg(sender, attempt.key, computed=True, now=now)
-                self._table.needs_placement = True
+                self._table.wake_placement()
             if sender == attempt.decode and not attempt.is_committed:
                 self._table.on_committed(record, attempt)
             self._table.emit_tokens(record, attempt, fresh, tuple(fresh_scores), now)
@@ -194,7 +197,7 @@ class NodeReportHandler:
         events: Sequence[TokenEvent],
         now: float,
     ) -> None:
-        """Tokens of decode, while the prompt's scores are still on their way from prefill."""
+        """Keep decode's tokens until prefill has sent the logprobs of the whole prompt."""
         attempt.buffered_tokens += events
         if (
             sender == attempt.computing_node
@@ -234,8 +237,8 @@ class NodeReportHandler:
         self._table.replace_attempt(record, error, now)
 
     def _report_to_breaker(self, attempt: Attempt, error: HandoffFailed, now: float) -> None:
-        """Does it count against the two nodes? What is stale is of another life and says nothing
-        about their link."""
+        """Count a failed hand-off against its pair of nodes, unless it is only stale: that says
+        nothing about their link."""
         pair = attempt.node_pair
         if (
             pair is not None
@@ -245,8 +248,8 @@ class NodeReportHandler:
             self._table.on_breaker_changed(pair)
 
     def _on_prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
-        """Counts while the attempt lasts: decode's word may be faster, and closes the writer's
-        leg."""
+        """Accepted as long as the attempt is current: decode's report may arrive first and close
+        the prefill leg."""
         found = self._table.find_attempt(message.key)
         if found is None or sender not in (found[1].prefill, found[1].decode):
             self._table.counters.dropped_messages["stale"] += 1
@@ -262,7 +265,7 @@ class NodeReportHandler:
         self._table.loads.acknowledge_leg(sender, message.key, computed=True, now=now)
         self._table.placement_state.record_prefill(sender, message, now)
         count_token_sources(record, attempt, self._table.counters)
-        self._table.needs_placement = True
+        self._table.wake_placement()
         self._table.last_progress_at = now
         if record.awaits_prompt_logprobs:
             self._table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
@@ -270,8 +273,8 @@ class NodeReportHandler:
     def _on_handoff_completed(
         self, sender: Incarnation, message: m.HandoffCompleted, now: float
     ) -> None:
-        """Counts whenever it comes: decode's word is often faster, and a short answer may be over
-        by now."""
+        """Accepted at any time: decode's report often arrives first, and a short answer may have
+        ended."""
         key, report, table = message.key, message.report, self._table
         found = table.find_attempt(key)
         if found is not None and found[1].prefill == sender:
@@ -331,18 +334,18 @@ class NodeReportHandler:
         self._table.loads.update_free_blocks(
             sender, message.stats.blocks_free + message.stats.blocks_cached
         )
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     def _on_cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:
         if self._table.placement_state.apply_cache_events(sender, message, now):
-            self._table.effects.append(m.SendOrder(sender, m.CacheSnapshotRequest()))
+            self._table.effects.send_order(sender, m.CacheSnapshotRequest())
 
     def _on_cache_snapshot(self, sender: Incarnation, message: m.CacheSnapshot, now: float) -> None:
         self._table.placement_state.apply_cache_snapshot(sender, message)
 
     def _on_node_leaving(self, sender: Incarnation, message: m.NodeLeaving, now: float) -> None:
         self._registry.nodes[sender].is_leaving = True
-        self._table.needs_placement = True
+        self._table.wake_placement()
 
     @property
     def _vocab_size(self) -> int:

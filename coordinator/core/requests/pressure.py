@@ -1,5 +1,7 @@
-"""How hard pressed the cluster is, and which steps of degradation could help it. See
-`DegradationController`."""
+"""Measures the pressure on the cluster, and which degradation steps could relieve it.
+
+See `DegradationController` for what follows from the samples.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,8 +10,8 @@ from coordinator.core.admission.degradation import HIGH_PRESSURE, DegradationSte
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.requests.table import RequestTable
 
-FAILING_HANDOFF_SHARE = 0.2  # of the hand-offs that ended lately: then giving them up helps
-_HANDOFF_SAMPLE = 16  # hand-offs
+FAILING_HANDOFF_SHARE = 0.2  # of recent hand-offs: from here on, giving them up helps
+_HANDOFF_SAMPLE = 16  # hand-offs that make a sample
 
 
 class PressureMonitor:
@@ -22,6 +24,7 @@ class PressureMonitor:
         self._is_handoff_failing = False
 
     def sample(self, now: float) -> PressureSample:
+        """Return the present pressure and the steps that would not help."""
         self._sample_handoffs()
         if self._table.why_not_serving():
             return PressureSample(None, self._unhelpful_steps({}))
@@ -29,9 +32,9 @@ class PressureMonitor:
         return PressureSample(max(levels.values(), default=0.0), self._unhelpful_steps(levels))
 
     def _pressure_by_class(self, now: float) -> dict[int, float]:
-        """For each class by its place: the longest wait over what it may wait, of that of its
-        tenants with requests here who waits least. One that floods its own line is no reason to
-        give anything up. Nor is who was placed before, or waits for somebody else's prompt."""
+        """Return, for each priority level, the longest wait over what the class may wait, taken for
+        the tenant that waits least: a tenant that floods its own queue does not justify
+        degradation. Requests that were placed before, and followers, do not count."""
         table, longest = self._table, dict[tuple[int, str], float]()
         limits = table.admission.tenants.max_wait_seconds
         offered = set(table.queue.list_eligible())

@@ -64,28 +64,27 @@ _TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 @dataclass(slots=True)
 class Attempt:
-    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was
-    given to. `prompt_logprobs` are those that have come, `buffered_tokens` tokens of decode that
-    wait for the rest of them."""
+    """One try at serving a request on a prefill node, a decode node or both."""
 
     key: AttemptKey
-    prefill: Incarnation | None
+    prefill: Incarnation | None  # the node that it was given to
     decode: Incarnation | None
     trace: AttemptTrace
-    legs: set[Incarnation] = field(default_factory=set)
+    legs: set[Incarnation] = field(default_factory=set)  # nodes that still work on it
     prefill_report: PrefillEnded | None = None
     decode_report: DecodeStarted | None = None
     is_handed_off: bool = False
     is_committed: bool = False  # decode runs it
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # those received so far
+    # decode's, until the prompt's logprobs are complete
     buffered_tokens: list[TokenEvent] = field(default_factory=list)
     transport: str = ""
-    is_counted: bool = False  # its prompt tokens are in the books
-    reserve_deadline: float | None = None  # decode must have said Reserved or Refused by then
+    is_counted: bool = False  # its prompt tokens are in the counters
+    reserve_deadline: float | None = None  # when decode must have reserved or refused
 
     @property
     def node_pair(self) -> NodePair | None:
-        """Between whom a hand-off is, if it takes one."""
+        """The prefill and decode node of its hand-off; None if it takes none."""
         return (
             (self.prefill, self.decode)
             if self.prefill is not None and self.decode is not None
@@ -94,20 +93,13 @@ class Attempt:
 
     @property
     def computing_node(self) -> Incarnation | None:
-        """The node that computes the prompt, and so its scores."""
+        """The node that computes the prompt, and so its logprobs."""
         return self.prefill or self.decode
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """`admit_deadline` is set while nobody could serve the request: it is not accepted yet. Times
-    on the brain's clock.
-
-    `prefix_holder` is a decode node whose cache has the prompt, because another request brought it
-    there. `prompt_logprobs` are complete, or None if they are not or nobody asked.
-    `sibling_requests` are those that came in with it, if it is the first of them: further choices
-    of one answer. `probe_node`: a node out of service that this request, a probe, is to go
-    through."""
+    """The coordinator's state of one request; times are on the brain's clock."""
 
     request: Request
     deadline: float
@@ -119,34 +111,33 @@ class RequestRecord:
     attempt_count: int = 0
     attempt_history: list[Attempt] = field(default_factory=list)
     failure_count: int = 0
+    # set until the request is accepted: no node can serve it yet
     admit_deadline: float | None = None
-    retry_at: float | None = (
-        None  # it rests, out of the queue, after attempts that failed one upon the other
-    )
-    avoided_nodes: frozenset[Incarnation] = frozenset()
+    # set while it backs off, out of the queue, after repeated failures
+    retry_at: float | None = None
+    avoided_nodes: frozenset[Incarnation] = frozenset()  # nodes of the last failed attempt
+    # further choices of the same answer, if it is the first choice
     sibling_requests: tuple[RequestId, ...] = ()
+    # decode node that got the whole prompt by another request
     prefix_holder: Incarnation | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # complete, or None
     token_sources: TokenSources | None = None
-    replace_reason: str = ""
-    prefill_charged_class: str = (
-        ""  # class that pays for computing the context again: who preempted the last attempt
-    )
-    held_back_seconds: float = 0.0  # seconds, by the retry budget, since its last attempt
+    replace_reason: str = ""  # error code or "refused", of the last attempt that was replaced
+    # class charged for computing the context again: the preemptor's; "": its own
+    prefill_charged_class: str = ""
+    held_back_seconds: float = 0.0  # by the retry budget, since its last attempt
+    # for a probe, the node out of service that it must go through
     probe_node: Incarnation | None = None
-    cached_at_first_placement: int = (
-        0  # tokens of its prompt that some cache seemed to have when it was first placed
-    )
-    prompt_block_hashes: PromptBlockHashes | None = (
-        None  # of the prompt's blocks, once placement has been tried
-    )
-    identity_digest: bytes = (
-        b""  # digest of the identity that it was admitted under: nothing else may answer it
-    )
+    # prompt tokens that some cache had then
+    cached_at_first_placement: int = 0
+    # None until placement was tried
+    prompt_block_hashes: PromptBlockHashes | None = None
+    # model identity at admission: only nodes of that identity may serve it
+    identity_digest: bytes = b""
 
     @property
     def tenant_class(self) -> str:
-        """Its class in metrics."""
+        """The class label of metrics."""
         return INTERNAL_CLASS if self.is_internal else self.request.principal.tenant_class
 
     @property
@@ -164,15 +155,15 @@ class RequestRecord:
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
+        """Prompt logprobs were asked for and are incomplete: no token may be emitted yet."""
         return self.request.sampling.prompt_logprobs is not None and self.prompt_logprobs is None
 
     def nodes_to_avoid(
         self, attempt: Attempt, members: Container[Incarnation]
     ) -> frozenset[Incarnation]:
-        """Whom the next attempt had better avoid: a node that is no more, else all that had a part
-        in this one. Once decode runs it, its writer has none any more, and what it computed is in
-        its cache."""
+        """Return the nodes that the next attempt should avoid: those that have left, or else all
+        that took part in this attempt. Once decode has committed, the prefill node no longer takes
+        part, and what it computed is in decode's cache."""
         writing = not attempt.is_committed or self.awaits_prompt_logprobs
         nodes = frozenset(filter(None, (attempt.prefill if writing else None, attempt.decode)))
         return frozenset(node for node in nodes if node not in members) or nodes
@@ -184,7 +175,7 @@ class RequestRecord:
             del self.attempt_history[MAX_ATTEMPT_HISTORY // 2]
 
     def make_attempt_spec(self, key: AttemptKey, now: float) -> AttemptSpec:
-        """What is left to do, as nodes are told for this attempt."""
+        """Return what is left to do, as nodes receive it for this attempt."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and not self.awaits_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
@@ -205,7 +196,7 @@ class RequestRecord:
         self.state = state
 
     def next_timer_at(self) -> float:
-        """The next moment at which time alone changes something for this request."""
+        """Return the next moment at which a deadline of the request passes."""
         due = self.deadline
         if self.admit_deadline is not None:
             due = min(due, self.admit_deadline)

@@ -1,4 +1,4 @@
-"""Who comes in, and as what: the door of the request table."""
+"""Validates submitted requests and adds them to the request table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +22,16 @@ from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """A request that comes in. `leader_id`: one of the same prompt, on whose decode node it needs
-    no prefill; a request that is not here, has another prompt or another salt is no reason to
-    wait."""
+    """A request as submitted to the brain."""
 
     request: Request
+    # a request with the same prompt, after which it needs no prefill; ignored if that has ended or
+    # cannot share its cache
     leader_id: RequestId | None = None
 
 
 class RequestAdmitter:
-    """While `is_draining`, nobody is let in."""
+    """Admits nothing while `is_draining`."""
 
     def __init__(self, table: RequestTable, settings: BrainSettings) -> None:
         self.is_draining = False
@@ -41,7 +41,7 @@ class RequestAdmitter:
     def admit_requests(
         self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool
     ) -> None:
-        """See `Brain.submit_all`."""
+        """Admit all requests or none: see `Brain.submit_requests`."""
         first = arrivals[0].request
         try:
             self._check_room([arrival.request for arrival in arrivals], now)
@@ -64,28 +64,28 @@ class RequestAdmitter:
         records[0].sibling_requests = tuple(record.request.id for record in records[1:])
 
     def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
-        """Whether it would be let in. Raises Draining, Overloaded or InvalidRequest; not
-        counted."""
+        """Raise ShuttingDown, Overloaded or InvalidRequest unless the request would be admitted;
+        not counted."""
         if self.is_draining:
             raise ShuttingDown("the cluster is stopping and takes no new requests")
         limit = self._settings.max_queue
         if bid.request_count > limit:
             raise InvalidRequest(
-                f"{bid.request_count} outputs are asked for at once, the limit is {limit} (--max-queue)",
+                f"{bid.request_count} outputs are asked for at once, the limit is {limit}"
+                " (--max-queue)",
                 param="n",
             )
         self._table.admission.check_admission(standing, bid, now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
-        """Count a request that is not let in. What there is no room for is asked for all the
-        same."""
+        """Count a rejected request. One rejected for lack of room still counts as demand."""
         self._table.counters.rejected[error.code, tenant_class] += 1
         no_room = isinstance(error, Overloaded) and not isinstance(error, TenantLimitExceeded)
         if no_room and tenant_class != INTERNAL_CLASS:
             self._table.placement_state.workload_meter.record_rejection(now)
 
     def model_bounds(self) -> ModelBounds:
-        """Raises Unavailable before the first join."""
+        """Return the bounds of requests. Raises ServiceUnavailable before the first join."""
         bounds = self._table.context_capacity.get_model_bounds()
         if bounds is None:
             raise ServiceUnavailable(
@@ -103,7 +103,7 @@ class RequestAdmitter:
         )
 
     def _cap_output(self, arrival: SubmittedRequest) -> SubmittedRequest:
-        """As it is let in while outputs are capped."""
+        """Cap the output length while that degradation step is taken."""
         most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
         if (
             DegradationStep.CAPPED_OUTPUT not in self._table.degradation

@@ -1,5 +1,7 @@
-"""Requests that are to be placed again and are not in line yet: they rest after failures that
-followed one upon the other, or are held back by the retry budget."""
+"""Requests that will be placed again but are not queued yet.
+
+They back off after repeated failures, or are held back by the retry budget.
+"""
 
 from collections.abc import Mapping
 
@@ -12,8 +14,8 @@ from coordinator.core.requests.retry_budget import RetryBudget
 
 
 class RetryScheduler:
-    """At most `most` are held back; those go on in the order in which they failed, as the budget
-    allows. Methods say whether somebody came into the queue."""
+    """At most `most` requests are held back; they are released in order of failure, as the budget
+    allows. Methods return whether a request has entered the queue."""
 
     def __init__(
         self,
@@ -40,13 +42,13 @@ class RetryScheduler:
         return len(self._held_back_since)
 
     def has_room_for_retry(self, now: float) -> bool:
-        """Can one more that is not exempt be taken?"""
+        """Return whether one more retry that is not exempt can be accepted."""
         return len(self._held_back_since) < self._max_held or self.budget.available_retries(now) > 0
 
     def schedule_retry(
         self, record: RequestRecord, rest: float, now: float, *, exempt: bool
     ) -> bool:
-        """In `rest` seconds, or when the budget allows."""
+        """Queue the request again after `rest` seconds, or when the budget allows."""
         if exempt or self.budget.try_spend(now):
             return self._start_backoff(record, rest, now)
         self.held_back_total += 1
@@ -54,7 +56,7 @@ class RetryScheduler:
         return False
 
     def release_within_budget(self, now: float) -> bool:
-        """What the budget allows by now."""
+        """Release held-back requests as far as the budget allows now."""
         freed: list[RequestId] = []
         for request in self._held_back_since:
             if not self.budget.try_spend(now):
@@ -63,7 +65,7 @@ class RetryScheduler:
         return self._release_requests(freed, now)
 
     def on_node_lost(self, node: Incarnation, now: float) -> bool:
-        """What failed on a node that turns out to be dead is held back no more."""
+        """Release requests that failed on a node that turns out to be dead."""
         return self._release_requests(
             [
                 request
@@ -80,12 +82,12 @@ class RetryScheduler:
         return True
 
     def forget_request(self, request: RequestId) -> None:
-        """It has ended. Idempotent."""
+        """The request has ended. Idempotent."""
         self._backing_off.discard(request)
         self._held_back_since.pop(request, None)
 
     def next_release_at(self) -> float | None:
-        """When the budget may let somebody go, unless more requests come in before that."""
+        """Return when the budget may next release a request, unless more requests arrive before."""
         return self.budget.next_expiry_at() if self._held_back_since else None
 
     def _release_requests(self, requests: list[RequestId], now: float) -> bool:

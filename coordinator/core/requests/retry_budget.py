@@ -1,22 +1,20 @@
-"""How many requests may be placed again after a failure: a share of those that come in, and a few
-in any case.
+"""Bounds the retries after failures to a share of recent requests, with a small floor.
 
 Retries amplify trouble: a cluster that fails every attempt would be given each request
-`--max-attempts` times. So they are held to a share of the offered load (Finagle's RetryBudget, and
-"Handling overload" in Beyer, Jones, Petoff, Murphy, "Site Reliability Engineering", 2016). The
-floor lets a request that is alone have all of its attempts.
+`--max-attempts` times. So they are bounded to a share of the offered load (Finagle's RetryBudget,
+and "Handling overload" in Beyer, Jones, Petoff, Murphy, "Site Reliability Engineering", 2016). The
+floor lets a lone request have all of its attempts.
 """
 
 from collections import deque
 
-WINDOW_SECONDS = 10.0  # seconds
-MIN_RETRIES = 30  # retries in any window, whatever the load
-_BUCKET_SECONDS = 0.1  # seconds: requests that come within are counted as one entry
+WINDOW_SECONDS = 10.0  # over which requests and retries are counted
+MIN_RETRIES = 30  # allowed in any window, whatever the load
+_BUCKET_SECONDS = 0.1  # requests that arrive within are counted as one entry
 
 
 class RetryBudget:
-    """`retry_share` of the requests offered in the last `WINDOW` seconds may be retried in it, and
-    at least `MIN_RETRIES`."""
+    """Allows `retry_share` of the requests of the last WINDOW_SECONDS, and at least MIN_RETRIES."""
 
     def __init__(self, share: float) -> None:
         self.retry_share = share
@@ -25,7 +23,7 @@ class RetryBudget:
         self._retries: deque[float] = deque()
 
     def record_request(self, now: float) -> None:
-        """A request came in."""
+        """Count a new request."""
         self._expire(now)
         if self._request_counts and now - self._request_counts[-1][0] < _BUCKET_SECONDS:
             since, count = self._request_counts.pop()
@@ -35,19 +33,19 @@ class RetryBudget:
         self._total += 1
 
     def try_spend(self, now: float) -> bool:
-        """May one more be placed again? It counts from now on."""
+        """Spend one retry if the budget has one; return whether it did."""
         if self.available_retries(now) <= 0:
             return False
         self._retries.append(now)
         return True
 
     def available_retries(self, now: float) -> int:
-        """Retries that would be allowed at this moment."""
+        """Return the retries that are allowed now."""
         self._expire(now)
         return max(0, max(MIN_RETRIES, int(self.retry_share * self._total)) - len(self._retries))
 
     def next_expiry_at(self) -> float | None:
-        """When the oldest retry counts no more, which may let another one go."""
+        """Return when the oldest retry leaves the window and may allow another one."""
         return self._retries[0] + WINDOW_SECONDS if self._retries else None
 
     def _expire(self, now: float) -> None:

@@ -1,8 +1,8 @@
-"""Every request that has not ended, and what can happen to it.
+"""Every request that has not ended, and the transitions that it can take.
 
-Three rules hold whatever arrives: a request ends in `end` and nowhere else; what failed goes on in
-`replace` and nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or
-falls with its node in `lose_node`).
+Three rules hold for every input: a request ends only in `end_request`; a failed attempt goes on
+only in `replace_attempt`; a leg is closed only in `close_leg`, or falls with its node in
+`on_node_lost`.
 """
 
 from baton.errors import (
@@ -29,43 +29,39 @@ from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.messages import (
-    AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
     CancelOrder,
-    DecodeOrder,
-    Effect,
     EmitPromptLogprobs,
     EmitTokens,
-    PrefillOrder,
-    SendOrder,
     TicketOrder,
 )
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import CircuitBreakers, NodePair
-from coordinator.core.placement.context_capacity import ContextCapacity, OversizedRequests
-from coordinator.core.placement.decision import PlacementDecision
+from coordinator.core.placement.context_capacity import ContextCapacity
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.latency_estimator import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
-from coordinator.core.requests.attempt_trace import REFUSED, SERVED, start_trace
+from coordinator.core.requests.attempt_trace import REFUSED, SERVED
+from coordinator.core.requests.effects import EffectLog
 from coordinator.core.requests.ended_requests import EndedRequests
 from coordinator.core.requests.followers import PrefixFollowers
+from coordinator.core.requests.oversized import OversizedRequests
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.retries import RetryScheduler
 from coordinator.core.requests.retry_budget import RetryBudget
 from coordinator.core.requests.timeline import Timestamps
 from coordinator.core.requests.token_source_counts import count_token_sources
 
-ADMIT_TIMEOUT_SECONDS = 1.0  # seconds a new request waits for nodes that could serve it
+ADMIT_TIMEOUT_SECONDS = 1.0  # how long a new request waits for nodes that can serve it
 
 
 class RequestTable:
-    """Effects collect in `effects`; the brain hands them to its shell after every input."""
+    """Owns the request records and the parts that they share."""
 
     def __init__(
         self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
@@ -75,7 +71,7 @@ class RequestTable:
         self.loads = NodeLoads()
         self.timers = RequestTimers()
         self.counters = Counters()
-        self.effects: list[Effect] = []
+        self.effects = EffectLog()
         self.ended_probes: list[
             tuple[RequestId, FinishReason | BatonError]
         ] = []  # probes that have ended
@@ -117,11 +113,15 @@ class RequestTable:
         )
         self._registry = registry
         self._settings = settings
-        self._followers = PrefixFollowers(self.records, self.queue)
-        self._unadmitted: set[RequestId] = set()
+        self.followers = PrefixFollowers(self.records, self.queue)
+        self.unadmitted: set[RequestId] = set()  # not accepted yet: no node can serve them
+
+    def wake_placement(self) -> None:
+        """Request a new attempt to place waiting requests, before effects are taken."""
+        self.needs_placement = True
 
     def next_due_times(self) -> tuple[float | None, ...]:
-        """When something here is to be looked at again."""
+        """Return the times at which the brain must tick for these parts."""
         degradation = self.degradation.next_sample_at(waiting=len(self.queue) > 0)
         return (
             self.timers.next_timer_at(),
@@ -133,6 +133,7 @@ class RequestTable:
     def add_request(
         self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
     ) -> RequestRecord:
+        """Add a request that was admitted; `after` names the leader whose prompt it shares."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -155,17 +156,17 @@ class RequestTable:
             )
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
-            self._followers.add_follower(record, leader)
+            self.followers.add_follower(record, leader)
         record.admit_deadline = now + ADMIT_TIMEOUT_SECONDS
-        self._unadmitted.add(request.id)
+        self.unadmitted.add(request.id)
         self.timers.set_timer(request.id, record.next_timer_at())
-        self.needs_placement = True
+        self.wake_placement()
         return record
 
     def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
-        """A request of our own that goes through `node`, which need not be in service, and through
-        nodes of the other role that are: at once, once, and before all others. How it ends is in
-        `ended_probes`."""
+        """Add an internal request that goes through `node`, which need not be in service, and
+        through nodes of the other role that are. It is placed before all others, and once; its end
+        is appended to `ended_probes`."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -180,13 +181,13 @@ class RequestTable:
         self.records[request.id] = record
         self.queue.add_request_front(request.id)
         self.timers.set_timer(request.id, record.next_timer_at())
-        self.needs_placement = True
+        self.wake_placement()
 
     def find_attempt_of_sender(
         self, key: AttemptKey, sender: Incarnation
     ) -> tuple[RequestRecord, Attempt] | None:
-        """The request whose present attempt is `key`, if `sender` still works on it; else the
-        message is dropped."""
+        """Return the request and its current attempt if that is `key` and `sender` has a leg of it;
+        otherwise count the message as stale and return None."""
         found = self.find_attempt(key)
         if found is None or sender not in found[1].legs:
             self.counters.dropped_messages["stale"] += 1
@@ -194,7 +195,7 @@ class RequestTable:
         return found
 
     def find_attempt(self, key: AttemptKey) -> tuple[RequestRecord, Attempt] | None:
-        """The request whose present attempt is `key`, whoever still works on it."""
+        """Return the request and its current attempt if that is `key`."""
         record = self.records.get(key.request_id)
         attempt = record.attempt if record else None
         return (record, attempt) if record and attempt and attempt.key == key else None
@@ -202,125 +203,6 @@ class RequestTable:
     def node_name(self, node: Incarnation | None) -> NodeName:
         found = self._registry.nodes.get(node) if node else None
         return found.info.name if found else NodeName("")
-
-    # placing
-
-    def place_waiting_requests(self, now: float) -> None:
-        """Admit and place what can be, if anything has changed."""
-        self.needs_placement |= self.retries.release_within_budget(now)
-        if not self.needs_placement:
-            return
-        self.needs_placement = False
-        self.oversized.release_fitting()
-        if self._unadmitted and not self.why_not_serving():
-            self._admit_waiting()
-        while self.queue and self._place_next(now):
-            pass
-
-    def _admit_waiting(self) -> None:
-        for record in [
-            record for request, record in self.records.items() if request in self._unadmitted
-        ]:
-            if not self.context_capacity.why_too_long(record):
-                self._admit_request(record)
-
-    def _admit_request(self, record: RequestRecord) -> None:
-        request = record.request.id
-        self._unadmitted.remove(request)
-        record.admit_deadline = None
-        self.timers.set_timer(request, record.next_timer_at())
-        self.effects.append(AdmitRequest(request))
-
-    def _place_next(self, now: float) -> bool:
-        views = self.placer.list_node_views(now)
-        full, passed_over = (
-            self.latency_estimator.is_decode_full(),
-            set[tuple[int, str]](),
-        )  # by class and tenant
-        smallest = min((view.max_context_tokens for view in views), default=0)
-        for request in self.queue.list_candidates() if self._registry.nodes else ():
-            record = self.records[request]
-            if (
-                late := self.placer.find_deadline_error(record, now, wanted=len(self.queue) > 1)
-            ) is not None:
-                self.end_request(record, late, now)
-                return True
-            if (
-                record.max_total_tokens > smallest
-                and record.probe_node is None
-                and self.context_capacity.why_too_long(record)
-            ):
-                if (error := self.oversized.hold_request(record)) is not None:
-                    self.end_request(record, error, now)
-                return True
-            if full and record.remaining_tokens > 1 and record.probe_node is None:
-                continue  # as it is most of the time under load
-            standing, headroom = (
-                record.request.principal,
-                self.admission.headroom_share(request, now),
-            )
-            flow = standing.priority_level, standing.tenant
-            if headroom and flow in passed_over:
-                continue  # its next would not be placed either
-            decision = self.placer.decide_placement(record, views, now, headroom)
-            if decision is not None:
-                yielding = [
-                    tenant for level, tenant in passed_over if level == standing.priority_level
-                ]
-                self.queue.take_request(request, now, yielding)
-                self._start_attempt(record, decision, now)
-                return True
-            if headroom:
-                passed_over.add(flow)
-        return False
-
-    def _start_attempt(
-        self, record: RequestRecord, decision: PlacementDecision, now: float
-    ) -> None:
-        if (
-            record.request.id in self._unadmitted
-        ):  # one token alone: prefill can serve it while there is no decode node
-            self._admit_request(record)
-        record.attempt_count += 1
-        request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
-        key = AttemptKey(request.id, record.attempt_count, request.choice_index)
-        attempt = Attempt(key, prefill, decode, start_trace(decision, self.node_name, now))
-        record.begin_attempt(attempt)
-        attempt.legs.update(filter(None, (decode, prefill)))
-        self.placer.book_legs(record, key, decision, now)
-        self.counters.placements[decision.prefill_site.value, decision.reason.value] += 1
-        record.set_state(RequestState.PLACED)
-        models = self._registry.list_model_digests(prefill, decode)
-        record.timestamps.mark_placed(now, self.node_name(prefill), self.node_name(decode), models)
-        work = record.make_attempt_spec(key, now)
-        elsewhere = self.placer.find_remote_prefixes(record, decision)
-        if decode is not None:
-            writer = self._registry.nodes[prefill].address if prefill is not None else None
-            share = self.placer.get_local_prefill_share(decision.demand)
-            self.effects.append(
-                SendOrder(decode, DecodeOrder(work, writer, share, elsewhere.get(decode)))
-            )
-        if prefill is not None:
-            self.effects.append(
-                SendOrder(
-                    prefill,
-                    PrefillOrder(
-                        work, needs_no_decode=decode is None, remote_prefix=elsewhere.get(prefill)
-                    ),
-                )
-            )
-            if decode is not None:
-                attempt.reserve_deadline = now + self._settings.reserve_timeout
-                self.timers.set_timer(request.id, record.next_timer_at())
-        if record.prefix_holder is not None and decode not in (None, record.prefix_holder):
-            self._followers.reassign_followers(record)
-        attempt.trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
-        pair = attempt.node_pair
-        attempt.trace.is_breaker_probe = pair is not None and self.breakers.try_start_probe(
-            pair, key
-        )
-        if record.attempt_count == 1:
-            self.last_progress_at = now
 
     # while an attempt runs
 
@@ -334,12 +216,11 @@ class RequestTable:
 
     def send_ticket(self, attempt: Attempt, ticket: TicketOrder) -> None:
         attempt.transport = ticket.ticket.transport
-        self.effects.append(SendOrder(ticket.ticket.writer_incarnation, ticket))
+        self.effects.send_order(ticket.ticket.writer_incarnation, ticket)
 
     def on_committed(self, record: RequestRecord, attempt: Attempt) -> None:
-        """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is
-        over, and what happens to its writer from now on is nothing to this request, unless it owes
-        the prompt's scores. Idempotent."""
+        """Decode runs the attempt and its cache has the prompt, so the hand-off is over. The
+        prefill leg is closed, unless that node still owes the prompt's logprobs. Idempotent."""
         if not attempt.is_committed:
             attempt.is_committed = True
             if (
@@ -348,7 +229,7 @@ class RequestTable:
                 and self.breakers.record_commit(attempt.node_pair, attempt.key)
             ):
                 self.on_breaker_changed(attempt.node_pair)
-            self.needs_placement |= self._followers.release_followers(
+            self.needs_placement |= self.followers.release_followers(
                 record.request.id, attempt.decode
             )
         if attempt.prefill is not None and not record.awaits_prompt_logprobs:
@@ -362,11 +243,11 @@ class RequestTable:
         scores: tuple[TokenLogprobs, ...],
         now: float,
     ) -> None:
-        """`tokens` continue the output exactly."""
+        """Send the next output tokens to the client and charge the tenant for them."""
         if record.state is not RequestState.STREAMING:
             if not record.emitted_token_ids and record.prompt_logprobs is not None:
                 if record.request.sampling.prompt_logprobs is not None:
-                    self.effects.append(
+                    self.effects.append_effect(
                         EmitPromptLogprobs(record.request.id, record.prompt_logprobs)
                     )
                 record.prompt_logprobs = ()
@@ -382,38 +263,42 @@ class RequestTable:
         self.admission.charge_tokens(record.request.principal.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.is_internal else len(tokens)
         self.last_progress_at = now
-        self.effects.append(EmitTokens(record.request.id, tuple(tokens), scores))
+        self.effects.append_effect(EmitTokens(record.request.id, tuple(tokens), scores))
 
     def close_leg(
         self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None
     ) -> None:
-        """The node's part is over, or is to be with `cancel`. Idempotent."""
+        """End the node's leg, with an order to cancel if `cancel` is given. Idempotent."""
         if node not in attempt.legs:
             return
         attempt.legs.remove(node)
         self.loads.remove_leg(node, attempt.key)
-        self.needs_placement = True
+        self.wake_placement()
         if cancel is not None:
-            self.effects.append(SendOrder(node, CancelOrder(attempt.key, cancel)))
+            self.effects.send_order(node, CancelOrder(attempt.key, cancel))
 
     def on_breaker_changed(self, pair: NodePair) -> None:
-        """The breaker between two nodes has another state."""
+        """Count and log the new state of a pair's breaker."""
         state = self.breakers.get_state(pair)
         self.counters.breaker_changes[state.value] += 1
-        self.needs_placement = True
-        self.effects.append(BreakerChanged(self.node_name(pair[0]), self.node_name(pair[1]), state))
+        self.wake_placement()
+        self.effects.append_effect(
+            BreakerChanged(self.node_name(pair[0]), self.node_name(pair[1]), state)
+        )
 
     # the ways on and out
 
     def replace_attempt(
         self, record: RequestRecord, error: BatonError | None, now: float, *, exempt: bool = False
     ) -> None:
-        """The one recovery: give up this attempt and put the request, with what it has emitted, at
-        the head of the queue, or let it rest first if it failed before; the client sees nothing.
-        `error` None is a refusal. Refusals, preemptions and drains wait for room and do not count
-        as failures; other errors do, and one that no other attempt can mend ends the request.
-        Failures are subject to the retry budget, unless `exempt`. A probe has one attempt: another
-        would tell less."""
+        """Give up the attempt and queue its request again, with the tokens that it has emitted.
+
+        The request goes to the head of the queue, or backs off first if it failed before; the
+        client sees nothing. `error` None is a refusal. Refusals, preemptions and drains wait for
+        room and do not count as failures. Other errors do, and one that is not retryable ends the
+        request. Failures are subject to the retry budget unless `exempt`. A probe has one attempt,
+        because a second would hide a failure.
+        """
         waits = error is None or isinstance(error, Preempted | NodeDrained)
         record.failure_count += not waits
         most = self._settings.max_attempts if record.probe_node is None else 0
@@ -434,7 +319,7 @@ class RequestTable:
             attempt.trace.mark_ended(
                 now, error.code if error else REFUSED, error.message if error else "no room there"
             )
-            self.effects.append(
+            self.effects.append_effect(
                 AttemptReplaced(attempt.key, error.message if error is not None else "refused")
             )
         record.prefix_holder = None
@@ -448,7 +333,7 @@ class RequestTable:
     def end_request(
         self, record: RequestRecord, result: FinishReason | BatonError, now: float
     ) -> None:
-        """The one place where a request ends."""
+        """End the request: the only place where a request ends."""
         request = record.request.id
         if record.attempt is not None:
             reason = (
@@ -462,8 +347,8 @@ class RequestTable:
         del self.records[request]
         self.queue.remove_request(request)
         self.timers.cancel_timer(request)
-        self.needs_placement |= self._followers.release_followers(request, None)
-        self._unadmitted.discard(request)
+        self.needs_placement |= self.followers.release_followers(request, None)
+        self.unadmitted.discard(request)
         self.oversized.forget_request(request)
         self.retries.forget_request(request)
         if record.probe_node is not None:
@@ -479,12 +364,12 @@ class RequestTable:
                 len(record.emitted_token_ids),
                 now - began if began is not None else 0.0,
             )
-        self.effects.append(self.ended_requests.record_end(record, result, now))
+        self.effects.append_effect(self.ended_requests.record_end(record, result, now))
 
     def on_node_lost(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the
-        oldest first, whatever the retry budget says. So does what failed there a moment ago, before
-        anybody knew why."""
+        """The node has left the registry: replace its attempts, oldest first, ignoring the retry
+        budget. Retries held back after failures on that node are released too, since the loss
+        explains them."""
         self.breakers.forget_node(node)
         self.needs_placement |= self.retries.on_node_lost(node, now)
         for key in reversed(self.loads.remove_node(node)):
@@ -499,14 +384,14 @@ class RequestTable:
                 )
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """Everything that has a leg there goes on elsewhere, the oldest first."""
+        """Replace every attempt that has a leg on the node, oldest first."""
         for key in reversed(self.loads.list_attempts(node)):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)
 
     def on_request_timer(self, request: RequestId, now: float) -> None:
-        """Time alone has passed for this request."""
+        """Handle whichever deadline of the request has passed."""
         record = self.records[request]
         attempt = record.attempt
         if now >= record.deadline:
@@ -535,8 +420,8 @@ class RequestTable:
             self.timers.set_timer(request, record.next_timer_at())
 
     def why_not_serving(self) -> str:
-        """What keeps the cluster from serving, "" if nothing does. Decode nodes can serve alone:
-        see `RequestPlacer`."""
+        """Return why the cluster cannot serve, or "" if it can. Decode nodes can serve alone: see
+        `RequestPlacer`."""
         return self._registry.why_unavailable(Role.DECODE)
 
     def _abandon_attempt(self, record: RequestRecord, attempt: Attempt, reason: BatonError) -> None:

@@ -4,7 +4,8 @@ The time to the first token is cut at four moments, each no earlier than the one
 than the first token, so that the stages are a partition of it whatever arrives, in whatever order,
 or never:
 
-    arrival | queue | placed | reserve | reserved | prefill | prefill ended | transfer | committed | first_token | token
+    moment   arrival     placed        reserved      prefill_ended      committed          token
+    stage          queue       reserve        prefill           transfer      first_token
 
 `placed` is the last placement before the first token. Prefill computes while decode reserves, and
 layers travel while prefill computes: a stage is the part that was exposed. `committed` is when the
@@ -24,7 +25,7 @@ MAX_TIMELINES = 4096  # timelines of ended requests
 
 @dataclass(slots=True)
 class Timestamps:
-    """Moments of one request; None has not happened (in its last attempt)."""
+    """Moments of one request; None has not happened in its last attempt."""
 
     arrival: float
     placed: float | None = None
@@ -42,7 +43,7 @@ class Timestamps:
     def mark_placed(
         self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()
     ) -> None:
-        """A new attempt. What the last one did before the first token counts as waiting."""
+        """Start a new attempt; earlier attempts without a token count as queueing."""
         self.prefill_node, self.decode_node = prefill, decode
         self.models += [model for model in dict.fromkeys(models) if model not in self.models]
         if self.first_token is None:
@@ -55,13 +56,12 @@ class Timestamps:
             )
 
     def mark_moment(self, moment: str, now: float) -> None:
-        """The first time counts, and nothing after the first token does."""
+        """Set the moment if it is not set and no token has been emitted."""
         if self.first_token is None and getattr(self, moment) is None:
             setattr(self, moment, now)
 
     def mark_handoff_skipped(self) -> None:
-        """Decode computes the rest of the prompt itself: there is no transfer, whatever prefill has
-        computed by now."""
+        """Decode computes the rest of the prompt itself, so there is no transfer."""
         if self.first_token is None:
             self.prefill_ended = None
 
@@ -94,7 +94,7 @@ class Timestamps:
 
 
 class TimelineStore:
-    """The timelines of the last `KEPT` ended requests."""
+    """The timelines of the last requests that have ended."""
 
     def __init__(self, kept: int = MAX_TIMELINES) -> None:
         self._max_kept = kept
@@ -106,7 +106,7 @@ class TimelineStore:
             self._timelines.popitem(last=False)
 
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
-        """A report that came after the end. False if it is not the one that is missing."""
+        """Add a report that arrived after the end; return whether it was the missing one."""
         timeline = self._timelines.get(key.request_id)
         if (
             timeline is None

@@ -1,5 +1,7 @@
-"""Where prompt tokens came from, into the counters: once for each attempt, and what was computed
-again apart."""
+"""Adds the sources of prompt tokens to the counters, once for each attempt.
+
+Tokens that a later attempt computes again are counted separately.
+"""
 
 from coordinator.core.common.counters import Counters
 from coordinator.core.requests import token_sources as sources
@@ -9,7 +11,7 @@ from coordinator.core.requests.record import Attempt, RequestRecord
 def count_token_sources(
     record: RequestRecord, attempt: Attempt, counters: Counters, *, last: bool = False
 ) -> None:
-    """Once an attempt: when both nodes have reported, or with what is known at its end (`last`)."""
+    """Count an attempt once: when both nodes have reported, or at its end (`last`)."""
     complete = attempt.decode_report is not None and (
         attempt.prefill is None or attempt.prefill_report is not None
     )

@@ -1,4 +1,4 @@
-"""Where the prompt tokens of one attempt came from, each counted once."""
+"""Computes where the prompt tokens of one attempt came from, each counted once."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 
 
 class TokenSources(NamedTuple):
-    """Tokens. The fields are values of the label `source` of baton_prompt_tokens_total."""
+    """Numbers of prompt tokens; the field names are values of the metric label `source`."""
 
     computed_prefill: int
     computed_decode: int
@@ -22,10 +22,12 @@ class TokenSources(NamedTuple):
 def compute_token_sources(
     ended: PrefillEnded | None, admitted: DecodeStarted | None
 ) -> TokenSources:
-    """What decode held counts as its cache or the pool's, even where prefill had to compute it
-    again to reach what decode lacked. A prefix that a cache and the pool have begins in the cache.
-    What was fetched for either of the two nodes was fetched for the attempt. No figure is below
-    zero, whatever nodes say."""
+    """Combine what both nodes reported.
+
+    Tokens that decode had cached count as cached even if prefill had to compute them to reach what
+    decode lacked. Where a cache and the pool both have a prefix, the cache is counted first. No
+    number is negative, whatever nodes report.
+    """
     if admitted is None:
         if ended is None:
             return TokenSources(0, 0, 0, 0, 0)
@@ -52,9 +54,11 @@ def compute_token_sources(
 
 
 def exclude_own_tokens(found: TokenSources, known: int, *, prefill: bool) -> TokenSources:
-    """The sources of a request that was placed before, when caches had `known` tokens of its
-    prompt. What was found beyond them may be what an earlier attempt of the same request computed:
-    it counts as computed, by a prefill node if `prefill`, and never as a hit."""
+    """Remove cache hits that an earlier attempt of the same request may have produced.
+
+    `known` is what caches had of the prompt at the first placement. Hits beyond it count as
+    computed, by a prefill node if `prefill`.
+    """
     beyond = max(0, found.cached_tokens - known)
     counts = found._asdict()
     for source in (
@@ -70,5 +74,5 @@ def exclude_own_tokens(found: TokenSources, known: int, *, prefill: bool) -> Tok
 
 
 def count_computed_tokens(ended: PrefillEnded | None, admitted: DecodeStarted | None) -> int:
-    """Tokens that any node computed."""
+    """Return the tokens that any node computed."""
     return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)

@@ -26,7 +26,12 @@ def tenants(reserve: float = 0.3, max_wait: float | None = None, **classes: str)
 
 
 def cluster(known: TenantTable | None = None, **settings: object) -> VirtualCluster:
-    return VirtualCluster(tenants=known, max_num_seqs=16, costs=SLOW, **settings)  # type: ignore[arg-type]
+    return VirtualCluster(
+        tenants=known,
+        max_num_seqs=16,
+        costs=SLOW,
+        **settings,  # type: ignore[arg-type]
+    )
 
 
 def rate_of(world: VirtualCluster, since: float, until: float) -> float:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.types import AttemptKey, Incarnation, RequestId
+from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.placement.breaker_filter import choose_excluding_open_breakers
 from coordinator.core.placement.breakers import (
     FAILURES_TO_OPEN,
     FIRST_COOLDOWN_SECONDS,
     MAX_COOLDOWN_SECONDS,
-    BreakerState,
     CircuitBreakers,
     NodePair,
 )

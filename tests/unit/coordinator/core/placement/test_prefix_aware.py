@@ -42,7 +42,8 @@ def placement_context(now: float = NOW) -> PlacementContext:
 
 
 def named_view(view: NodeView, name: str, **changes: object) -> NodeView:
-    return replace(view, incarnation=Incarnation(name), name=NodeName(name), **changes)  # type: ignore[arg-type]
+    named = replace(view, incarnation=Incarnation(name), name=NodeName(name))
+    return replace(named, **changes)  # type: ignore[arg-type]
 
 
 def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice:

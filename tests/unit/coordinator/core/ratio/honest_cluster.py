@@ -108,7 +108,8 @@ class HonestCluster:
                 return
             self.advance_clock(0.5)
         raise AssertionError(
-            f"not settled: {self.switch_phases()}, {self.harness.brain.role_switcher.current_split()}"
+            f"not settled: {self.switch_phases()},"
+            f" {self.harness.brain.role_switcher.current_split()}"
         )
 
     def fail_probe(self, name: str, why: str = "by the test") -> None:

@@ -13,11 +13,11 @@ from baton.errors import (
 )
 from baton.types import FinishReason, Incarnation, RequestId
 from coordinator.core.common import messages as m
+from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from coordinator.core.placement.breakers import (
     FAILURES_TO_OPEN,
     FIRST_COOLDOWN_SECONDS,
-    BreakerState,
 )
 from coordinator.core.requests.attempt_trace import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.requests.record import RequestState
