@@ -31,6 +31,7 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_server import NodeLinkServer
 from coordinator.operators import admin_app
+from coordinator.operators.cluster_operations import ClusterOperations
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
@@ -64,7 +65,7 @@ class Coordinator:
         self._metrics = CoordinatorMetrics(self._dispatcher, unknown_fields)
         self._metrics.add_port_connections(self._port_connections)
         self._readiness = ClusterReadiness(config, self._dispatcher)
-        self._cluster_service = ClusterService(
+        self._operations = ClusterOperations(
             config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics
         )
         self._tokenizer: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
@@ -78,12 +79,12 @@ class Coordinator:
             refusals=refusals,
             defaults=_load_generation_defaults(config),
             unknown_fields=unknown_fields,
-            on_client_id=self._cluster_service.client_request_ids.add_request,
+            on_client_id=self._operations.client_request_ids.add_request,
             workers=self._text_workers,
             bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
         )
         metrics = app.MetricsEndpoint(
-            self._cluster_service.render_metrics, AdminAuthenticator(config.admin_token)
+            self._operations.render_metrics, AdminAuthenticator(config.admin_token)
         )
         clients = app.build_app(
             intake,
@@ -93,7 +94,7 @@ class Coordinator:
             parse_allowed_origins(config.allowed_origins),
         )
         operators = admin_app.build_admin_app(
-            self._cluster_service, self._readiness, config.admin_token, refusals
+            self._operations, self._readiness, config.admin_token, refusals
         )
         with ExitStack() as bound:
             ports = self._port_connections
@@ -106,7 +107,9 @@ class Coordinator:
             self._grpc_server = GrpcServer(
                 intake, self._readiness, self._client_auth, ports.limits["grpc"]
             )
-            self._grpc_server.add_cluster_service(self._cluster_service)
+            self._grpc_server.add_cluster_service(
+                ClusterService(self._operations, config.admin_token)
+            )
             self._grpc_server.bind(config.host, config.grpc_port)
             self._node_link_server = NodeLinkServer(
                 config, self._dispatcher, self._ledger_collector, ports.limits["cluster"]
@@ -133,7 +136,7 @@ class Coordinator:
                 self._http_server.stop()
                 self._admin_server.stop()
         finally:
-            self._cluster_service.close()
+            self._operations.close()
             await self._grpc_server.stop(_CLOSE_GRACE_SECONDS)
             self._dispatcher.close()
             await self._node_link_server.stop(_CLOSE_GRACE_SECONDS)

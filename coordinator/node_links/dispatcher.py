@@ -13,21 +13,16 @@ from baton.config.settings import Config
 from baton.errors import (
     BatonError,
     Cancelled,
-    ConfigError,
-    InvalidRequest,
     RequestRejected,
     ShuttingDown,
     SlowReader,
 )
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.role_split import RoleSplit
-from baton.slo import Slo, parse_slo
-from baton.types import Incarnation, NodeName, Principal, Request, RequestId, mint_id
+from baton.types import Incarnation, Principal, Request, RequestId, mint_id
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.brain import Brain
 from coordinator.core.common.messages import (
     AdmitRequest,
     AttemptReplaced,
@@ -46,13 +41,11 @@ from coordinator.core.common.messages import (
     RoleSwitchReport,
     SendOrder,
 )
-from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.placement.policies import POLICIES
 from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
+from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 from coordinator.node_links.message_codec import build_welcome, order_to_pb
 
@@ -82,28 +75,10 @@ class Dispatcher:
     ) -> None:
         """`served`: what is known of the model, for nodes to be compared with. Raises
         ConfigError."""
-        mode = config.mode if config.prefill else "colocated"
-        settings = BrainSettings(
-            mode,
-            config.max_queue,
-            config.max_attempts,
-            config.stall,
-            config.explain_keep,
-            config.retry_budget,
-            config.local_prefill_share,
-            config.degrade_wait,
-            config.degraded_max_tokens,
-            _parse_config_slo(config.slo),
-            config.max_queue_tokens,
-        )
         self._config = config
-        self.brain = Brain(
-            NodeRegistry(config.silence, config.stall, served),
-            POLICIES[config.placement](),
-            settings,
-        )
+        self.brain = build_brain(config, served)
         self.clock = clock
-        self.mode = mode
+        self.mode = effective_mode(config)
         self.node_connections: dict[Incarnation, NodeConnection] = {}
         self.on_request_end: list[Callable[[EndRequest], None]] = []
         self.on_cluster_change: list[
@@ -146,7 +121,7 @@ class Dispatcher:
         ]
         self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
-        self._apply_effects(effects)
+        self.apply_effects(effects)
         try:
             for stream in streams:
                 await stream.wait_until_admitted()
@@ -161,7 +136,7 @@ class Dispatcher:
         self.brain.require_admission(standing, count, timeout, self.clock())
 
     def reload_tenants(self, tenants: TenantTable) -> None:
-        self._apply_effects(self.brain.reload_tenants(tenants, self.clock()))
+        self.apply_effects(self.brain.reload_tenants(tenants, self.clock()))
 
     def count_rejection(self, error: RequestRejected, tenant_class: str) -> None:
         """For what a front door refuses before it submits; `submit_request` counts its own."""
@@ -171,7 +146,7 @@ class Dispatcher:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest
         with Draining."""
         self.brain.start_draining()
-        self._notify_cluster_change()
+        self.notify_cluster_change()
         try:
             async with asyncio.timeout(patience):
                 await self._idle.wait()
@@ -184,42 +159,22 @@ class Dispatcher:
 
     # for operators
 
-    def explain_request(self, request: RequestId) -> ExplainResponse:
-        """Raises NotFound."""
-        return self.brain.explain_request(request, self.clock())
+    def apply_effects(self, effects: Sequence[Effect]) -> None:
+        """Carry out effects in the order in which the brain decided them. An effect may add more."""
+        self._pending_effects.extend(effects)
+        if self._is_applying_effects:
+            return
+        self._is_applying_effects = True
+        try:
+            while self._pending_effects:
+                self._apply_effect(self._pending_effects.popleft())
+        finally:
+            self._is_applying_effects = False
+        self._schedule_timer()
 
-    def drain_node(self, name: NodeName, timeout: float | None) -> None:
-        """See `Brain.drain_node`."""
-        self._apply_effects(self.brain.drain_node(name, timeout, self.clock()))
-        _log.info("node drained", node=name, timeout=timeout)
-        self._notify_cluster_change()
-
-    def undrain_node(self, name: NodeName) -> None:
-        """See `Brain.undrain_node`."""
-        self._apply_effects(self.brain.undrain_node(name, self.clock()))
-        _log.info("node back in service", node=name)
-        self._notify_cluster_change()
-
-    def set_ratio(self, target: RoleSplit, patience: float | None) -> None:
-        """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
-        seconds = self._config.flip_timeout if patience is None else patience
-        self._apply_effects(self.brain.set_ratio(target, seconds, self.clock()))
-        _log.info("ratio set", target=str(target), flip_timeout=seconds)
-        self._notify_cluster_change()
-
-    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
-        """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
-        seconds = self._config.flip_timeout if patience is None else patience
-        self._apply_effects(self.brain.set_auto_ratio(slo, seconds, self.clock()))
-        _log.info(
-            "ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds
-        )
-        self._notify_cluster_change()
-
-    def set_manual_ratio(self) -> None:
-        self.brain.set_manual_ratio()
-        _log.info("ratio manual")
-        self._notify_cluster_change()
+    def notify_cluster_change(self) -> None:
+        for callback in self.on_cluster_change:
+            callback()
 
     def close(self) -> None:
         """Give up every node; nothing runs any more."""
@@ -245,8 +200,8 @@ class Dispatcher:
             incarnation=incarnation,
             pid=info.pid,
         )
-        self._apply_effects(effects)
-        self._notify_cluster_change()
+        self.apply_effects(effects)
+        self.notify_cluster_change()
         return incarnation
 
     def join_pool(self, info: PoolJoinInfo, link: NodeConnection) -> Incarnation:
@@ -256,18 +211,18 @@ class Dispatcher:
         self.node_connections[incarnation] = link
         link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
-        self._apply_effects(effects)
-        self._notify_cluster_change()
+        self.apply_effects(effects)
+        self.notify_cluster_change()
         return incarnation
 
     def receive_report(self, sender: Incarnation, message: NodeReport) -> None:
-        self._apply_effects(self.brain.receive_report(sender, message, self.clock()))
+        self.apply_effects(self.brain.receive_report(sender, message, self.clock()))
         if isinstance(message, Heartbeat | NodeLeaving):
-            self._notify_cluster_change()
+            self.notify_cluster_change()
 
     def remove_member(self, incarnation: Incarnation, reason: BatonError) -> None:
         """The node's stream has ended. Idempotent."""
-        self._apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
+        self.apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
 
     # inside
 
@@ -275,24 +230,10 @@ class Dispatcher:
         self._cancel_request(request, Cancelled("the client has gone away"))
 
     def _stop_for_client(self, request: RequestId) -> None:
-        self._apply_effects(self.brain.stop_request(request, self.clock()))
+        self.apply_effects(self.brain.stop_request(request, self.clock()))
 
     def _cancel_request(self, request: RequestId, error: BatonError) -> None:
-        self._apply_effects(self.brain.cancel_request(request, error, self.clock()))
-
-    def _apply_effects(self, effects: list[Effect]) -> None:
-        """In the order in which the brain decided them, also when carrying one out brings new
-        ones."""
-        self._pending_effects.extend(effects)
-        if self._is_applying_effects:
-            return
-        self._is_applying_effects = True
-        try:
-            while self._pending_effects:
-                self._apply_effect(self._pending_effects.popleft())
-        finally:
-            self._is_applying_effects = False
-        self._schedule_timer()
+        self.apply_effects(self.brain.cancel_request(request, error, self.clock()))
 
     def _apply_effect(self, effect: Effect) -> None:
         match effect:
@@ -330,14 +271,14 @@ class Dispatcher:
                     step=step,
                     pressure=pressure,
                 )
-                self._notify_cluster_change()
+                self.notify_cluster_change()
             case BreakerChanged(prefill, decode, state):
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case RoleSwitchReport():
                 self._report_role_switch(effect)
             case RatioChanged(target, reason):
                 _log.info("ratio changed", target=str(target), why=reason)
-                self._notify_cluster_change()
+                self.notify_cluster_change()
             case MemberLost(node, name, error, expected):
                 say, what = (
                     (_log.info, "node left to join anew")
@@ -350,7 +291,7 @@ class Dispatcher:
                 link = self.node_connections.pop(node, None)
                 if link is not None:
                     link.close()
-                self._notify_cluster_change()
+                self.notify_cluster_change()
 
     def _end_request(self, end: EndRequest) -> None:
         stream, result, line = (
@@ -393,11 +334,7 @@ class Dispatcher:
         )
         for callback in self.on_role_switch:
             callback(switch)
-        self._notify_cluster_change()
-
-    def _notify_cluster_change(self) -> None:
-        for callback in self.on_cluster_change:
-            callback()
+        self.notify_cluster_change()
 
     def _schedule_timer(self) -> None:
         """One timer, for the next moment at which time alone changes something. One that rings
@@ -413,15 +350,7 @@ class Dispatcher:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._apply_effects(self.brain.tick(self.clock()))
-
-
-def _parse_config_slo(slo: str) -> Slo:
-    """Raises ConfigError."""
-    try:
-        return parse_slo(slo)
-    except InvalidRequest as error:
-        raise ConfigError(f"--slo: {error.message}", param="slo") from None
+        self.apply_effects(self.brain.tick(self.clock()))
 
 
 def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:

@@ -63,7 +63,9 @@ def pool_from_pb(join: pb.Join) -> PoolJoinInfo:
 
 def _reserved_from_pb(message: pb.Reserved) -> m.BlocksReserved:
     ticket = pb_conversion.ticket_from_pb(message.ticket) if message.HasField("ticket") else None
-    return m.BlocksReserved(pb_conversion.attempt_key_from_pb(message.key), ticket, message.held_tokens)
+    return m.BlocksReserved(
+        pb_conversion.attempt_key_from_pb(message.key), ticket, message.held_tokens
+    )
 
 
 def _prefill_ended_from_pb(message: pb.PrefillEnded) -> m.PrefillEnded:
@@ -99,9 +101,13 @@ _INPUT_CONVERTERS: dict[str, Callable[[Any], m.NodeReport]] = {
         pb_conversion.attempt_key_from_pb(message.key), message.needed, message.free
     ),
     "prompt_scores": _prompt_scores_from_pb,
-    "tokens": lambda message: m.StepTokens(tuple(map(pb_conversion.token_event_from_pb, message.tokens))),
+    "tokens": lambda message: m.StepTokens(
+        tuple(map(pb_conversion.token_event_from_pb, message.tokens))
+    ),
     "failed": lambda message: m.AttemptFailed(
-        pb_conversion.attempt_key_from_pb(message.key), pb_conversion.error_from_pb(message.error), message.caused_by
+        pb_conversion.attempt_key_from_pb(message.key),
+        pb_conversion.error_from_pb(message.error),
+        message.caused_by,
     ),
     "prefill_ended": _prefill_ended_from_pb,
     "handed_off": lambda message: m.HandoffCompleted(
@@ -141,12 +147,18 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
         case m.PrefillOrder(work, alone, elsewhere):
             there = pb_conversion.remote_prefix_to_pb(elsewhere)
             return pb.CoordinatorMessage(
-                prefill=pb.Prefill(work=pb_conversion.attempt_spec_to_pb(work), alone=alone, elsewhere=there)
+                prefill=pb.Prefill(
+                    work=pb_conversion.attempt_spec_to_pb(work), alone=alone, elsewhere=there
+                )
             )
         case m.TicketOrder(ticket):
-            return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=pb_conversion.ticket_to_pb(ticket)))
+            return pb.CoordinatorMessage(
+                ticket=pb.GiveTicket(ticket=pb_conversion.ticket_to_pb(ticket))
+            )
         case m.CancelOrder(key, reason):
-            cancel = pb.Cancel(key=pb_conversion.attempt_key_to_pb(key), reason=pb_conversion.error_to_pb(reason))
+            cancel = pb.Cancel(
+                key=pb_conversion.attempt_key_to_pb(key), reason=pb_conversion.error_to_pb(reason)
+            )
             return pb.CoordinatorMessage(cancel=cancel)
         case m.SetRoleOrder(role):
             return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))

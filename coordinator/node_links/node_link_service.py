@@ -110,7 +110,9 @@ class NodeLinkService:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
             )
-            refusal = Refusal(error=pb_conversion.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
+            refusal = Refusal(
+                error=pb_conversion.error_to_pb(error), retry_seconds=error.retry_after or 0.0
+            )
             await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:

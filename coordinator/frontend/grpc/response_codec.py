@@ -24,7 +24,9 @@ class GrpcResponseFormatter:
         response = pb.GenerateResponse(
             request_id=self._response_stream.id, choice=piece.choice_index
         )
-        scores = [pb_conversion.logprobs_to_pb(score) for score in piece.logprobs if score is not None]
+        scores = [
+            pb_conversion.logprobs_to_pb(score) for score in piece.logprobs if score is not None
+        ]
         if piece.is_prompt_echo:
             response.prompt.CopyFrom(
                 pb.Echo(text=piece.text, token_ids=piece.token_ids, scores=scores)

@@ -93,7 +93,9 @@ BAD_ON_BOTH = [
         expected_code=TOO_LONG,
     ),
     bad_field("max_tokens", 0, "max_tokens is 0: it must be at least 1"),
-    bad_field("max_tokens", CONTEXT - 2, f"together the limit is {CONTEXT}", expected_code=TOO_LONG),
+    bad_field(
+        "max_tokens", CONTEXT - 2, f"together the limit is {CONTEXT}", expected_code=TOO_LONG
+    ),
     bad_field("max_tokens", 2**32 - 1, "max_tokens is 4294967295", expected_code=TOO_LONG),
     bad_field("temperature", -0.1, "temperature is -0.1: it must be 0 to 2"),
     bad_field("temperature", 2.5, "temperature is 2.5"),

@@ -69,7 +69,9 @@ COMMON_FIELDS: dict[str, FieldCase] = {
     "user": FieldCase(None, ("me",), (5,)),
 }
 COMPLETION_FIELDS: dict[str, FieldCase] = COMMON_FIELDS | {
-    "prompt": FieldCase(([3, 4], "prompt_token_ids", (3, 4)), (), (5, [1, "a"], None), accepts_null=False),
+    "prompt": FieldCase(
+        ([3, 4], "prompt_token_ids", (3, 4)), (), (5, [1, "a"], None), accepts_null=False
+    ),
     "best_of": FieldCase(None, (1,), (2,)),
     "echo": FieldCase((True, "told.choices.0.text", "!"), (False,), (1,)),
     "logprobs": FieldCase((2, "sampling.logprobs", 2), (), (21, True)),
