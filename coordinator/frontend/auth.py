@@ -85,7 +85,8 @@ def parse_allowed_origins(setting: str) -> frozenset[str]:
             parts = urlsplit("")
         if not (parts.scheme in ("http", "https") and parts.netloc) or parts.path or parts.query:
             raise ConfigError(
-                f"allowed_origins has {origin!r}: an origin is http://HOST or https://HOST, with :PORT if any"
+                f"allowed_origins has {origin!r}: an origin is http://HOST or https://HOST, with "
+                ":PORT if any"
             )
     return origins
 
@@ -129,7 +130,8 @@ class AdminAuthenticator:
         passed_on = _PROXY_HEADERS.intersection(name.lower() for name in header_names)
         if passed_on:
             raise Unauthenticated(
-                f"admin calls through a proxy (header {min(passed_on)}) need --admin-token to be set and sent"
+                f"admin calls through a proxy (header {min(passed_on)}) need --admin-token to be "
+                "set and sent"
             )
 
     def check_same_origin(self, host: str, origin: str | None) -> None:
@@ -145,6 +147,7 @@ class AdminAuthenticator:
             named = foreign = True
         if named or foreign:
             raise Unauthenticated(
-                "admin calls by a web page, or to this machine by another name than its address or localhost, need "
+                "admin calls by a web page, or to this machine by another name than its address "
+                "or localhost, need "
                 "--admin-token to be set and sent"
             )

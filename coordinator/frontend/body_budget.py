@@ -310,8 +310,10 @@ class BodyBudget:
 
     def _budget_exceeded(self, entry: _BodyWaiter) -> Overloaded:
         return Overloaded(
-            f"{len(self._bodies)} {self.description} with {self.used_bytes} bytes are arriving and {entry.wanted_bytes} bytes more would"
-            f" come: at most {self._max_bodies} and {self._max_bytes} bytes at once, {self._max_bodies_per_client} of one client's",
+            f"{len(self._bodies)} {self.description} with {self.used_bytes} bytes are arriving "
+            f"and {entry.wanted_bytes} bytes more would"
+            f" come: at most {self._max_bodies} and {self._max_bytes} bytes at once, "
+            f"{self._max_bodies_per_client} of one client's",
             retry_after=_RETRY_SECONDS,
         )
 

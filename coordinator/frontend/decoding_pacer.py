@@ -60,7 +60,8 @@ class _Queue:
         expected = wait + self._waiting_bytes / self._rate
         if expected > MAX_WAIT:
             raise Overloaded(
-                f"{self._waiting_bytes} bytes of large bodies wait to be decoded, for {expected:.0f} s: at most "
+                f"{self._waiting_bytes} bytes of large bodies wait to be decoded, for "
+                f"{expected:.0f} s: at most "
                 f"{MAX_WAIT:g} s",
                 retry_after=expected,
             )

@@ -89,7 +89,10 @@ class ClusterReadiness:
         quiet = brain.seconds_without_progress(self._dispatcher.clock())
         if quiet > self._config.stall:
             here = f"{brain.running_requests} requests run, {brain.queued_requests} wait"
-            return f"{here}, and none has got any further for {quiet:.0f} s (--stall {self._config.stall:g})"
+            return (
+                f"{here}, and none has got any further for {quiet:.0f} s (--stall "
+                f"{self._config.stall:g})"
+            )
         return ""
 
     def _notify_if_changed(self) -> None:

@@ -64,6 +64,7 @@ class HandshakeMonitor:
             self._failed_handshakes += failed
             self._limited.log_event(
                 _log.warning,
-                "wrong cluster token, or no node of this cluster: connections to the cluster port were refused",
+                "wrong cluster token, or no node of this cluster: connections to the cluster "
+                "port were refused",
                 connections=self._failed_handshakes,
             )

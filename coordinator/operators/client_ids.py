@@ -46,7 +46,8 @@ class ClientIds:
         found = self._requests.get(client_id, [])
         if len(found) > 1:
             raise InvalidRequest(
-                f"{len(found)} requests came with x-request-id {client_id[:64]!r}, the last {MAX_REQUESTS_PER_ID} are known: "
+                f"{len(found)} requests came with x-request-id {client_id[:64]!r}, the last "
+                f"{MAX_REQUESTS_PER_ID} are known: "
                 f"ask for one of {', '.join(found)}",
                 param="request_id",
             )

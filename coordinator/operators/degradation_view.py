@@ -10,7 +10,9 @@ _STEP_EFFECTS = {
     DegradationStep.SHED_LOWEST: "new requests of the lowest class are refused",
     DegradationStep.SMALLER_TOKEN_BUDGET: "tenants with tokens_per_second get half of it",
     DegradationStep.CAPPED_OUTPUT: "new requests get at most --degraded-max-tokens tokens",
-    DegradationStep.LOCAL_PREFILL_ONLY: "hand-offs fail and are given up: decode nodes compute every prompt",
+    DegradationStep.LOCAL_PREFILL_ONLY: (
+        "hand-offs fail and are given up: decode nodes compute every prompt"
+    ),
 }
 
 

@@ -45,7 +45,8 @@ class StatusWatchers:
             math.isfinite(interval) and MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS
         ):
             raise InvalidRequest(
-                f"interval_seconds is {interval:g}: it must be {MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}",
+                f"interval_seconds is {interval:g}: it must be {MIN_INTERVAL_SECONDS:g} to "
+                f"{MAX_INTERVAL_SECONDS:g}",
                 param="interval_seconds",
             )
         if len(self._callers) >= MAX_WATCHERS:

@@ -146,13 +146,15 @@ class ChatTemplate:
                 name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_KEY_CHARACTERS
             ):
                 _raise_bad_kwargs(
-                    f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_KEY_CHARACTERS} characters"
+                    f"has the name {name[:64]!r}: names are identifiers of 1 to "
+                    f"{MAX_TEMPLATE_KEY_CHARACTERS} characters"
                 )
             if name in _RESERVED_NAMES or name in self._special_tokens:
                 _raise_bad_kwargs(f"has the name {name!r}, which is not free")
             if isinstance(value, str) and len(value) > MAX_TEMPLATE_STRING_CHARACTERS:
                 _raise_bad_kwargs(
-                    f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_STRING_CHARACTERS}"
+                    f"has a text of {len(value)} characters for {name!r}: at most "
+                    f"{MAX_TEMPLATE_STRING_CHARACTERS}"
                 )
             if isinstance(value, int | float) and not abs(value) <= MAX_TEMPLATE_NUMBER:
                 _raise_bad_kwargs(f"has a number beyond {MAX_TEMPLATE_NUMBER} for {name!r}")

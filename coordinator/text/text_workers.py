@@ -95,7 +95,8 @@ class _WorkerLane:
     async def run_work(self, work: Callable[[], Any], size: int) -> Any:
         if self.pending_bytes and self.pending_bytes + size > self._max_pending_bytes:
             raise Overloaded(
-                f"{self.pending_bytes} bytes of text wait to be tokenized and {size} more would come: the limit is "
+                f"{self.pending_bytes} bytes of text wait to be tokenized and {size} more would "
+                "come: the limit is "
                 f"{self._max_pending_bytes} for texts of this length",
                 retry_after=_RETRY_SECONDS,
             )

@@ -192,7 +192,8 @@ class HfTokenizer:
         template = self._template
         if template is None:
             raise InvalidRequest(
-                "messages need a chat template, and the model has none: send a prompt to /v1/completions",
+                "messages need a chat template, and the model has none: send a prompt to "
+                "/v1/completions",
                 param="messages",
             )
 

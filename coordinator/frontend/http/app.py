@@ -56,7 +56,8 @@ def build_app(
             request.headers.get("origin"), request.headers.get("host", ""), origins
         ):
             raise errors.ForeignOrigin(
-                "a web page of another origin calls, and no key is asked for: set --api-key, or name the origin in "
+                "a web page of another origin calls, and no key is asked for: set --api-key, or "
+                "name the origin in "
                 "--allowed-origins"
             )
         if path not in PUBLIC_PATHS:

@@ -149,7 +149,9 @@ _REQUIRED: dict[type[RequestBody], list[Json]] = {
     ChatMessageParam: [{"required": ["role"]}],
 }
 _EVENT: Json = {
-    "description": "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]",
+    "description": (
+        "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]"
+    ),
     "type": "object",
     "required": ["data"],
     "properties": {"data": {"type": "string"}},

@@ -75,7 +75,8 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
         """Raises InvalidRequest."""
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
-                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or tool_choice none",
+                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or "
+                "tool_choice none",
                 param="tools",
             )
         common = self.common_request_fields()
@@ -83,7 +84,8 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest(
-                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: "
+                    f"max_tokens is {self.max_tokens} and max_completion_tokens "
+                    f"{self.max_completion_tokens}: "
                     "they mean the same, send one",
                     param="max_tokens",
                 )

@@ -46,7 +46,8 @@ def _require_same_type(worded: list[Any], kind: type) -> list[Any]:
     for place, item in enumerate(worded):
         if type(item) is not kind:
             raise InvalidRequest(
-                f"prompt[{place}] and prompt[0] differ in type: a list has token ids, texts, or lists of token ids",
+                f"prompt[{place}] and prompt[0] differ in type: a list has token ids, texts, or "
+                "lists of token ids",
                 param="prompt",
             )
     return worded
