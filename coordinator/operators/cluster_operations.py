@@ -1,4 +1,4 @@
-"""What operators see of the cluster and may change in it, for the gRPC service and the admin port."""
+"""What operators can read and change, behind the Cluster service and the admin port."""
 
 import importlib.metadata
 import math
@@ -26,13 +26,13 @@ from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.ratio_view import advice_to_pb, ratio_to_pb
 from coordinator.operators.status_watchers import StatusWatchers
 
-COORDINATOR = "coordinator"  # its name among the nodes, for failpoints
+COORDINATOR = "coordinator"  # the name by which failpoints address this process
 
 _log = log.get_logger("operations")
 
 
 class ClusterOperations:
-    """Reads and changes the cluster for operators. All methods run on the coordinator's event loop."""
+    """The operators' view of the cluster. Runs on the coordinator's event loop."""
 
     def __init__(
         self,
@@ -85,8 +85,10 @@ class ClusterOperations:
         return generate_latest(self._metrics.registry)
 
     def explain_request(self, request: str) -> pb.ExplainResponse:
-        """By the id of a request, as it is or as it stands in an answer's body, or by the id that
-        its client gave it. Raises NotFound, or InvalidRequest if several requests have that one."""
+        """Explain a request by its id, with or without the prefix in responses, or its client's id.
+
+        Raises NotFound, or InvalidRequest if several requests have that client's id.
+        """
         try:
             return self._explain_by_id(parse_request_id(request))
         except NotFound:
@@ -126,14 +128,14 @@ class ClusterOperations:
         return self.get_ratio()
 
     def advise_ratio(self, slo: Slo | None) -> pb.RatioAdvice:
-        """See `RatioController.get_advice`. Raises Unavailable, InvalidRequest."""
+        """See `RatioController.get_advice`. Raises ServiceUnavailable, InvalidRequest."""
         brain = self._dispatcher.brain
         return advice_to_pb(
             brain.ratio_controller.get_advice(slo, self._dispatcher.clock()), brain.queued_requests
         )
 
     def set_auto_ratio(self, slo: Slo | None, flip_timeout: float | None) -> pb.Ratio:
-        """Returns at once; see `Brain.auto_ratio`. Raises InvalidRequest."""
+        """Returns at once; see `Brain.set_auto_ratio`. Raises InvalidRequest."""
         _check_seconds("flip_timeout", flip_timeout)
         seconds = self._config.flip_timeout if flip_timeout is None else flip_timeout
         brain, now = self._dispatcher.brain, self._dispatcher.clock()
@@ -151,8 +153,11 @@ class ClusterOperations:
         return self.get_ratio()
 
     def arm_failpoints(self, prefix: str, spec: str) -> int:
-        """Replace what is armed on every process whose name starts with `prefix`. Returns how many
-        there are. Raises NotAvailable without --failpoints-rpc, InvalidRequest for a bad spec."""
+        """Replace the armed failpoints of every process whose name starts with `prefix`.
+
+        Returns the number of those processes. Raises NotSupported without --failpoints-rpc, and
+        InvalidRequest for a malformed spec.
+        """
         if not self._config.failpoints_rpc:
             raise NotSupported(
                 "failpoints cannot be armed: the cluster runs without --failpoints-rpc"
@@ -161,9 +166,8 @@ class ClusterOperations:
             Failpoints(spec)
         except BatonError as error:
             raise InvalidRequest(error.message, param="spec") from None
-        nodes = [
-            one for one in self._dispatcher.brain.list_members() if one.info.name.startswith(prefix)
-        ]
+        members = self._dispatcher.brain.list_members()
+        nodes = [member for member in members if member.info.name.startswith(prefix)]
         for node in nodes:
             self._dispatcher.node_connections[node.incarnation].send_message(
                 pb.CoordinatorMessage(arm=pb.Arm(spec=spec))
@@ -185,7 +189,7 @@ class ClusterOperations:
         return self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
 
     def _drain_response(self, name: str) -> pb.DrainResponse:
-        """A name that was drained may belong to no node at this moment."""
+        """The state of a node by name; a drained name may belong to no node at the moment."""
         brain = self._dispatcher.brain
         node = brain.node_registry.by_name(NodeName(name))
         return pb.DrainResponse(
@@ -232,6 +236,7 @@ class ClusterOperations:
 
 
 def _check_seconds(param: str, seconds: float | None) -> None:
+    """Raises InvalidRequest."""
     if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
         raise InvalidRequest(
             f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
@@ -239,7 +244,7 @@ def _check_seconds(param: str, seconds: float | None) -> None:
 
 
 def package_version() -> str:
-    """Of this installation."""
+    """The version of this installation."""
     try:
         return importlib.metadata.version("baton-serve")
     except importlib.metadata.PackageNotFoundError:

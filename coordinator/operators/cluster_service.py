@@ -12,6 +12,8 @@ from coordinator.operators.cluster_operations import ClusterOperations
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """The gRPC service for operators: converts calls to `ClusterOperations`."""
+
     def __init__(self, operations: ClusterOperations, admin_token: str) -> None:
         self._operations = operations
         self._admin_auth = AdminAuthenticator(admin_token)

@@ -1,4 +1,4 @@
-"""What operators are told of service that is not as they ordered it."""
+"""Describes degraded service to operators: notices, warnings and degradation steps."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _STEP_EFFECTS = {
 
 
 def list_notices(brain: Brain) -> list[str]:
-    """Sentences; none while all is as it should be."""
+    """Return one sentence for each way in which service is degraded at the moment."""
     found = [
         f"degraded ({step.value}): {_STEP_EFFECTS[step]}" for step in brain.degradation.active_steps
     ]
@@ -27,7 +27,7 @@ def list_notices(brain: Brain) -> list[str]:
 
 
 def drain_warning(brain: Brain) -> str:
-    """What service lacks while nodes are drained; "" if it lacks nothing."""
+    """Describe what is missing while nodes are drained; "" if nothing is."""
     if missing := brain.why_not_serving():
         return f"{missing}: requests wait, and new ones get 503, until one serves"
     missing = brain.why_no_prefill()
@@ -37,7 +37,7 @@ def drain_warning(brain: Brain) -> str:
 def degradation_to_pb(
     degradation: DegradationController, now: float
 ) -> Iterator[pb.DegradationStep]:
-    """Every step, in the order in which they are taken."""
+    """Yield every step, in the order in which the steps are taken."""
     for step in DegradationStep:
         since = degradation.active_steps.get(step)
         yield pb.DegradationStep(

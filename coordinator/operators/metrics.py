@@ -1,5 +1,8 @@
-"""Prometheus metrics. The brain counts; a collector reads what it has counted at each scrape, and
-what nodes last reported. Only durations are observed as they happen."""
+"""The Prometheus metrics of the coordinator.
+
+Counters and gauges are collected at each scrape (brain_collector.py); durations are observed here
+as requests and role switches end.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -16,7 +19,7 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.operators.brain_collector import BrainCollector
 from coordinator.operators.port_connections import PortConnections
 
-ROLE_SWITCH_PHASES = ("drain", "switch", "probe")  # of a change of role
+ROLE_SWITCH_PHASES = ("drain", "switch", "probe")
 TTFT_STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 _DURATION_BUCKETS = (
     0.001,
@@ -39,7 +42,7 @@ _DURATION_BUCKETS = (
 
 
 class CoordinatorMetrics:
-    """`registry` is what /metrics exposes."""
+    """All metrics of one coordinator; /metrics exposes its `registry`."""
 
     def __init__(
         self, dispatcher: Dispatcher, unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
@@ -70,7 +73,7 @@ class CoordinatorMetrics:
         )
         self._role_switch = Histogram(
             "baton_role_switch_seconds",
-            "Parts of a change of role that a node has made",
+            "Phases of a role switch",
             ["phase"],
             buckets=_DURATION_BUCKETS,
             registry=self.registry,
@@ -89,12 +92,12 @@ class CoordinatorMetrics:
         dispatcher.on_role_switch.append(self.observe_role_switch)
 
     def add_port_connections(self, ports: PortConnections) -> None:
-        """Tell also what the ports of this process hold."""
+        """Expose the connection counts of this process's ports, too."""
         self._port_connections = ports
         self.registry.register(ports)
 
     def observe_request(self, end: EndRequest) -> None:
-        """The durations of a request that had a first token."""
+        """Observe the durations of a request, if it had a first token."""
         if end.ttft_seconds is None:
             return
         label = end.tenant_class
@@ -117,18 +120,17 @@ class CoordinatorMetrics:
                 self._role_switch.labels(phase).observe(getattr(switch, f"{phase}_seconds"))
 
     def _initialise_histograms(self) -> None:
-        """Every class has its histograms before its first request; a reload of the tenants may have
-        brought others."""
+        """Create the histograms of every class before its first request, and after a reload."""
         for tenant_class in (*self._brain.tenant_classes, INTERNAL_CLASS):
             self._ttft.labels(tenant_class)
             self._tpot.labels(tenant_class)
 
     def get_latency_summary(self) -> Latency:
-        """Of the last requests of clients."""
+        """Latencies of the recent requests of clients."""
         return self._recent_latency.compute_latency(self._clock())
 
     def get_counter_values(self) -> dict[str, float]:
-        """The coordinator's own counters, as `name{label="value"}`; only what has been counted."""
+        """Return the coordinator's counted series by name, `name{label="value"}`."""
         found: dict[str, float] = {}
         ports = [self._port_connections.build_refused_counter()] if self._port_connections else []
         for family in [*self._collector.coordinator_counters(), *ports]:
@@ -139,8 +141,7 @@ class CoordinatorMetrics:
 
 
 class _BeforeScrape(Collector):
-    """Registered first, so that it runs before the others at each scrape. It has no metrics of its
-    own."""
+    """Calls a function at each scrape before the other collectors run; it is registered first."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run

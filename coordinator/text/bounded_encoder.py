@@ -39,12 +39,12 @@ class BoundedEncoder:
         nothing."""
         limit.check_byte_count(size, self._longest_token_bytes)
 
-    def encode_text(self, text: str, limit: TextLimit, *, special: bool) -> list[int]:
+    def encode_text(self, text: str, limit: TextLimit, *, add_special_tokens: bool) -> list[int]:
         """Raises TooLong for a text of more than twice the limit; what is a little over it, the
         caller will see."""
         if 4 * len(text) > max(2 * limit.max_tokens, ALWAYS_SMALL_BYTES):
             self._check_in_slices(text, limit)
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

@@ -45,11 +45,11 @@ class Vocabulary:
         self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
         return (
             _ByteLevelDetokenizer(self)
             if self.is_byte_level
-            else _BufferedDetokenizer(self, continuing)
+            else _BufferedDetokenizer(self, is_continuation)
         )
 
     def visible_piece(self, token: int) -> str | None:

@@ -71,13 +71,13 @@ class SpecialTokenEscaper:
         }
 
     def encode_escaped(
-        self, rendered: str, marks: Placeholders, limit: TextLimit, *, special: bool
+        self, rendered: str, marks: Placeholders, limit: TextLimit, *, add_special_tokens: bool
     ) -> list[int]:
         """The tokens of a text with marks, as of one without. Raises TooLong as soon as it is seen
         to be."""
         self._encoder.check_byte_size(utf8_size(rendered), limit)
         if not marks:
-            return self._encoder.encode_text(rendered, limit, special=special)
+            return self._encoder.encode_text(rendered, limit, add_special_tokens=add_special_tokens)
         spelled = sum(rendered.count(mark) for mark in marks)
         if spelled > limit.max_tokens:  # each is a token at least
             raise limit.length_exceeded_error(limit.max_tokens, "more than ")
@@ -90,7 +90,7 @@ class SpecialTokenEscaper:
             for piece in pieces
             if piece
         )
-        before, after = self._surrounding_tokens if special else ((), ())
+        before, after = self._surrounding_tokens if add_special_tokens else ((), ())
         return [*before, *inner, *after]
 
 

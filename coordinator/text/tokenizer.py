@@ -35,9 +35,9 @@ class Tokenizer(Protocol):
         ...
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        """With `special`, the tokens that the model expects around a text, as its files say. Raises
+        """With `add_special_tokens`, the tokens that the model expects around a text, as its files say. Raises
         InvalidRequest when there is no tokenizer, TooLong as soon as the text is seen to be far
         beyond `limit`, Overloaded when too much text waits."""
         ...
@@ -52,10 +52,14 @@ class Tokenizer(Protocol):
         ...
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
         """The prompt of a conversation, in which special tokens are what its template writes and
-        nothing that a message spells. `special` adds those around a text, which most templates
+        nothing that a message spells. `add_special_tokens` adds those around a text, which most templates
         write already. Raises InvalidRequest when there is no chat template, or when it refuses;
         TooLong and Overloaded as `encode`."""
         ...
@@ -65,8 +69,8 @@ class Tokenizer(Protocol):
         begins."""
         ...
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
-        """`continuing`: the tokens follow others; else they begin a text."""
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
+        """`is_continuation`: the tokens follow others; else they begin a text."""
         ...
 
     def token_text(self, token: int) -> str:
@@ -91,7 +95,7 @@ class NoTokenizer:
         self.reason = reason
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
 
@@ -102,7 +106,11 @@ class NoTokenizer:
         self._raise_no_tokenizer("tokens are to be text", "tokens")
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
         self._raise_no_tokenizer(
             "messages are text", "messages", ": send a prompt of token ids to /v1/completions"
@@ -111,7 +119,7 @@ class NoTokenizer:
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         return "", [0] * len(tokens)
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
         return _NullDetokenizer()
 
     def token_text(self, token: int) -> str:
@@ -160,10 +168,10 @@ class HfTokenizer:
         self._workers = workers or TextWorkers()
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            ids = self._encoder.encode_text(text, limit, special=special)
+            ids = self._encoder.encode_text(text, limit, add_special_tokens=add_special_tokens)
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
         size = utf8_size(text)
@@ -187,7 +195,11 @@ class HfTokenizer:
         return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
         template = self._template
         if template is None:
@@ -200,7 +212,7 @@ class HfTokenizer:
         def encode() -> tuple[int, ...]:
             hidden, marks = self._special_token_escaper.escape_chat(conversation)
             ids = self._special_token_escaper.encode_escaped(
-                template.render(hidden), marks, limit, special=special
+                template.render(hidden), marks, limit, add_special_tokens=add_special_tokens
             )
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
@@ -220,8 +232,8 @@ class HfTokenizer:
 
         return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
-        return self._vocabulary.create_detokenizer(continuing=continuing)
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
+        return self._vocabulary.create_detokenizer(is_continuation=is_continuation)
 
     def token_text(self, token: int) -> str:
         return self._vocabulary.token_text(token) or _token_id_string(token)
