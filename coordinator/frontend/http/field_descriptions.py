@@ -1,6 +1,8 @@
-"""What each field of a body and of an answer means, for the OpenAPI document: by name, or by schema
-and name where one name means two things. A default that is named here holds where neither the
-request nor the model's own generation_config.json says anything."""
+"""Descriptions of the fields of requests and responses, for the OpenAPI document.
+
+Keys are field names, or schema and field where a name has two meanings. The defaults given here
+apply where neither the request nor the model's generation_config.json sets the field.
+"""
 
 from baton import limits
 
@@ -141,5 +143,5 @@ RESPONSE_FIELDS = {
 
 
 def describe_field(table: dict[str, str], schema: str, field: str) -> str:
-    """Raises KeyError for a field that nobody has described."""
+    """Raises KeyError for a field without a description."""
     return table.get(f"{schema}.{field}") or table[field]
