@@ -1,7 +1,7 @@
-"""Text to token ids and back for the served model, without touching a tensor.
+"""Converts text to token ids and back for the served model.
 
-A model without a tokenizer (or the paced engine) is served by token ids alone. How one is loaded:
-`tokenizer_files.py`.
+A model without a tokenizer (or the paced engine) is served by token ids alone. `tokenizer_loader.py`
+loads tokenizers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,16 @@ from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from coordinator.text.special_token_escaper import SpecialTokenEscaper
 from coordinator.text.text_workers import TextWorkers
 
-DECODE_BYTES_PER_TOKEN = (
-    4  # that a token to be decoded counts for among the workers, as about so many bytes of text
-)
+DECODE_BYTES_PER_TOKEN = 4  # of text, by which the work to decode a token is estimated
 NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
 
 
 class Tokenizer(Protocol):
-    """What the front doors need."""
+    """What the front ends need of a tokenizer."""
 
     @property
     def has_text(self) -> bool:
-        """False: tokens have no text here."""
+        """False if there is no tokenizer, so that tokens have no text."""
         ...
 
     async def encode(
@@ -43,12 +41,11 @@ class Tokenizer(Protocol):
         ...
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
-        """For each token of `encode(text)`, the place in the text where it begins, in
-        characters."""
+        """Return where each token of `encode(text)` begins in the text, in characters."""
         ...
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
+        """Return the text, with special tokens. Raises InvalidRequest without a tokenizer."""
         ...
 
     async def encode_chat(
@@ -65,8 +62,7 @@ class Tokenizer(Protocol):
         ...
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of tokens as it is shown in an answer, and the place in it where each token
-        begins."""
+        """Return the text of tokens as in an output, and where each token begins in it."""
         ...
 
     def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
@@ -74,15 +70,15 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token: int) -> str:
-        """One token by itself, in words that no other token has as far as possible."""
+        """Return the text of one token by itself, unique if possible."""
         ...
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What it stands for; None if that is no text."""
+        """Return the bytes that a token stands for, or None if it is no text."""
         ...
 
     async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """Each as the vocabulary spells it."""
+        """Return each token as the vocabulary spells it."""
         ...
 
 
@@ -248,14 +244,14 @@ class HfTokenizer:
         return await self._workers.run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     def _duplicate_bos_count(self, ids: list[int]) -> int:
-        """A text that begins with BOS by itself gets no second one."""
+        """Return 1 if the text itself begins with BOS, so that there are two, else 0."""
         return int(
             self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id]
         )
 
 
 def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """What stands for no text, as an end token, begins where the one before it ends."""
+    """Yield where each token begins; one without text begins where the previous one ends."""
     reached = 0
     for begin, end in offsets:
         yield begin if begin < end else reached
@@ -263,7 +259,7 @@ def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def _keep_spaces_in_offsets(processor: object) -> None:
-    """A byte-level token begins with its space, whatever the files say of offsets."""
+    """Make the offset of a byte-level token include its leading space."""
     if isinstance(processor, processors.Sequence):
         with suppress(IndexError):  # it has no length
             for place in count():
