@@ -1,4 +1,4 @@
-"""The interface of health checks to the cluster's readiness, which `ClusterReadiness` implements."""
+"""The interface of health checks to the readiness of the cluster (`ClusterReadiness`)."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -112,7 +112,7 @@ class OutputProcessor:
         return OutputChunk(self.choice_index, self._detokenizer.append_tokens(tokens), tokens)
 
     def flush(self) -> OutputChunk | None:
-        """Return what is left at the end of the generation: held text and an incomplete character."""
+        """Return what is left at the end: held text and an incomplete character."""
         if self.is_stopped:
             return None
         with_logprobs = bool(self._held_tokens) and self._held_tokens[0][1] is not None

@@ -156,8 +156,8 @@ class RequestIntake:
     ) -> tuple[Tokenizer, tuple[int, ...]]:
         """Tokenize a prompt, with special tokens as in a request unless told otherwise.
 
-        Raises InvalidRequest, ContextLengthExceeded, Overloaded, DeadlineExceeded, and ServiceUnavailable
-        while no node has joined or the tokenizer loads.
+        Raises InvalidRequest, ContextLengthExceeded, Overloaded, DeadlineExceeded, and
+        ServiceUnavailable while no node has joined or the tokenizer loads.
         """
         limit = limits.get_tokenize_limit(self._backend.get_model_bounds())
         async with _deadline(timeout_seconds):

@@ -1,4 +1,4 @@
-"""Reads the TOML file of tenants, which docs/tenants.md describes. It has key hashes, never keys."""
+"""Reads the TOML file of tenants (docs/tenants.md), which has hashes of keys, never keys."""
 
 import re
 import tomllib

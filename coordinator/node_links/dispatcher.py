@@ -1,6 +1,6 @@
 """The shell around the brain: carries out its effects and keeps its timer, on one event loop.
 
-It connects the brain with the front ends, the nodes' streams and the operators, and decides nothing.
+It connects the brain with front ends, the nodes' streams and operators, and decides nothing.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class NodeConnection(Protocol):
         ...
 
     def close(self) -> None:
-        """End the stream, because its node is no longer a member. Idempotent; calls nothing back."""
+        """End the stream of a node that is no longer a member. Idempotent; calls nothing back."""
         ...
 
 

@@ -200,7 +200,7 @@ class NodeLinkService:
 
     @staticmethod
     async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:
-        """Run all coroutines until one ends, then cancel the others. Raises the error of that one."""
+        """Run all coroutines until one ends, then cancel the others. Raises its error."""
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ class PortConnections(Collector):
     """HTTP ports count their connections themselves; `ConnectionGuard` watches the gRPC ports."""
 
     def __init__(self, config: Config, descriptors: int) -> None:
-        """`descriptors` is the process's limit of open files. Raises ConfigError if it is too low."""
+        """`descriptors` is the limit of open files. Raises ConfigError if it is too low."""
         wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
         self.limits = {
             name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS

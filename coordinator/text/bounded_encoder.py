@@ -30,7 +30,7 @@ class BoundedEncoder:
         self._longest_token_bytes = longest_token_bytes(backend)
 
     def check_byte_size(self, size: int, limit: TextLimit) -> None:
-        """Raises ContextLengthExceeded if a text of `size` bytes cannot fit however it is encoded."""
+        """Raises ContextLengthExceeded if no encoding of a text of `size` bytes can fit."""
         limit.check_byte_count(size, self._longest_token_bytes)
 
     def encode_text(self, text: str, limit: TextLimit, *, add_special_tokens: bool) -> list[int]:

@@ -79,7 +79,7 @@ class Vocabulary:
         )
 
     def token_text(self, token: int) -> str | None:
-        """Return `token_bytes` as text; an incomplete character as `bytes:` and escapes (OpenAI)."""
+        """Return `token_bytes` as text; an incomplete character as `bytes:` and escapes."""
         if token not in self._texts:
             self._texts[token] = self._compute_token_text(token)
         return self._texts[token]

@@ -1,4 +1,4 @@
-"""Threads for work on text, so that one client's long text blocks neither the event loop nor others.
+"""Threads for work on text, so that a long text blocks neither the event loop nor other clients.
 
 The work must release Python's lock, as `encode_batch` of `tokenizers` does, or hold it for short
 times only, as Python code does. Long texts have separate threads, so short ones never wait for

@@ -1,7 +1,7 @@
 """Converts text to token ids and back for the served model.
 
-A model without a tokenizer (or the paced engine) is served by token ids alone. `tokenizer_loader.py`
-loads tokenizers.
+A model without a tokenizer (or the paced engine) is served by token ids alone. Tokenizers are
+loaded in `tokenizer_loader.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +35,11 @@ class Tokenizer(Protocol):
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        """With `add_special_tokens`, the tokens that the model expects around a text, as its files say. Raises
-        InvalidRequest when there is no tokenizer, TooLong as soon as the text is seen to be far
-        beyond `limit`, Overloaded when too much text waits."""
+        """Encode a text, by default with the special tokens that the model expects around it.
+
+        Raises InvalidRequest without a tokenizer, ContextLengthExceeded as soon as the text is
+        found to be far beyond `limit`, and Overloaded when too much text waits.
+        """
         ...
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
@@ -55,10 +57,13 @@ class Tokenizer(Protocol):
         add_special_tokens: bool = False,
         limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
-        """The prompt of a conversation, in which special tokens are what its template writes and
-        nothing that a message spells. `add_special_tokens` adds those around a text, which most templates
-        write already. Raises InvalidRequest when there is no chat template, or when it refuses;
-        TooLong and Overloaded as `encode`."""
+        """Encode a conversation with the model's chat template.
+
+        Only the template writes special tokens; those that messages spell are plain text.
+        `add_special_tokens` adds those around a text, which most templates write already. Raises
+        InvalidRequest without a chat template or when it refuses the messages, and the errors of
+        `encode`.
+        """
         ...
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
@@ -66,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
-        """`is_continuation`: the tokens follow others; else they begin a text."""
+        """`is_continuation`: the tokens continue a text, instead of beginning one."""
         ...
 
     def token_text(self, token: int) -> str:
@@ -140,8 +145,11 @@ class _NullDetokenizer:
 
 
 class HfTokenizer:
-    """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may
-    share it, where the wrapper rewrites truncation and padding settings at every call."""
+    """A fast tokenizer of Hugging Face.
+
+    Its backend is used directly, because it is immutable once loaded and thus thread-safe. The
+    wrapper of transformers changes truncation and padding settings at every call.
+    """
 
     has_text = True
 

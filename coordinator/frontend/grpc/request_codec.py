@@ -34,7 +34,7 @@ def to_generation_request(
     client_id: str | None,
     unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
 ) -> GenerationRequest:
-    """`timeout` is the seconds until the call's deadline. Raises InvalidRequest, DeadlineExceeded."""
+    """`timeout` is in seconds, until the deadline. Raises InvalidRequest, DeadlineExceeded."""
     _check_counts(request)
     check_unknown_fields(request, unknown)
     if timeout is not None and timeout <= 0:

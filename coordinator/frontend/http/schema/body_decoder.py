@@ -1,4 +1,4 @@
-"""Decodes JSON bodies to typed requests; unknown fields are errors, or dropped (--unknown-fields)."""
+"""Decodes JSON bodies to typed requests; unknown fields are errors or dropped, as configured."""
 
 import re
 from collections.abc import Callable

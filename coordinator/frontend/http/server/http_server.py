@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
     def stop(self) -> None:
-        """Accept no more connections and let open responses end; `run_until_stopped` then returns."""
+        """Accept no more connections, let open responses end, and end `run_until_stopped`."""
         self.should_exit = True
         self._stopping.set()
 
