@@ -76,14 +76,10 @@ async def check_other_ports_answer(cluster: Cluster, attacked: str) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
             if attacked != "http":
-                answer = await client.post(
-                    f"http://{cluster.endpoints.http}/v1/completions", json=body
-                )
+                answer = await client.post(f"http://{cluster.endpoints.http}/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
             if attacked != "admin":
-                assert (
-                    await client.get(f"http://{cluster.endpoints.admin}/readyz")
-                ).status_code == 200
+                assert (await client.get(f"http://{cluster.endpoints.admin}/readyz")).status_code == 200
         if attacked != "grpc":
             assert len((await cluster.get_status()).nodes) >= 2
             assert len((await cluster.generate([1, 2, 3], max_tokens=4)).tokens) == 4

@@ -107,9 +107,7 @@ class HonestCluster:
             ):
                 return
             self.advance_clock(0.5)
-        raise AssertionError(
-            f"not settled: {self.switch_phases()}, {self.harness.brain.switches.split()}"
-        )
+        raise AssertionError(f"not settled: {self.switch_phases()}, {self.harness.brain.switches.split()}")
 
     def fail_probe(self, name: str, why: str = "by the test") -> None:
         """Who still works on the node's probe, if there is one under way, gives it up."""
