@@ -43,4 +43,4 @@ def parse_slo(text: str) -> Slo:
                 param="slo",
             )
         found[match["name"]] = float(match["value"]) * _UNITS[match["unit"]]
-    return Slo(found.get("ttft"), found.get("tpot"))
+    return Slo(ttft_seconds=found.get("ttft"), tpot_seconds=found.get("tpot"))
