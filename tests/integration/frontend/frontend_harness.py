@@ -234,7 +234,7 @@ class GatedText(NoTokenizer):
         self.encode_cancelled = asyncio.Event()
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: object = None
+        self, text: str, *, add_special_tokens: bool = True, limit: object = None
     ) -> tuple[int, ...]:
         self.encode_started.set()
         try:
