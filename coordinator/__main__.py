@@ -1,4 +1,4 @@
-"""`python -m coordinator`: the front door and the brain. Its parts are joined in assemble.py."""
+"""`python -m coordinator`: the front ends and the brain, assembled in assemble.py."""
 
 import sys
 from collections.abc import Sequence

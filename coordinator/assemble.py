@@ -1,6 +1,8 @@
-"""The coordinator's parts, joined on one event loop, started in the order in which they are needed
-and stopped in the opposite one: cluster port, front doors, warm-up; then refuse, let requests end,
-close the doors, let the nodes go."""
+"""Assembles the coordinator and runs it on one event loop.
+
+Started in this order: cluster port, front ends, warm-up. Stopped: refuse new requests, let running
+ones end, close the front ends, disconnect the nodes.
+"""
 
 import asyncio
 import json
@@ -31,6 +33,7 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_server import NodeLinkServer
 from coordinator.operators import admin_app
+from coordinator.operators.cluster_operations import ClusterOperations
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
@@ -38,18 +41,15 @@ from coordinator.text import tokenizer_loader
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
 
-_CLOSE_GRACE_SECONDS = 2.0  # seconds that open calls get once every request has ended
+_CLOSE_GRACE_SECONDS = 2.0  # for open calls, once every request has ended
 _log = log.get_logger("coordinator")
 
 
 class Coordinator:
-    """Everything of one coordinator process. `run` returns when `stop` was set and the last request
-    has ended.
-
-    Every port is bound by the constructor, which raises ConfigError; none answers before `run`.
-    """
+    """All parts of one coordinator process."""
 
     def __init__(self, config: Config) -> None:
+        """Bind every port; none answers before `run`. Raises ConfigError."""
         check_coordinator_binds(config)
         self._config = config
         tenants = tenants_file.load_tenants(config.tenants) if config.tenants else None
@@ -64,26 +64,26 @@ class Coordinator:
         self._metrics = CoordinatorMetrics(self._dispatcher, unknown_fields)
         self._metrics.add_port_connections(self._port_connections)
         self._readiness = ClusterReadiness(config, self._dispatcher)
-        self._cluster_service = ClusterService(
+        self._operations = ClusterOperations(
             config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics
         )
         self._tokenizer: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
         self._text_workers = TextWorkers()
-        refusals = RejectionCounter(self._dispatcher.count_rejection)
+        rejections = RejectionCounter(self._dispatcher.count_rejection)
         intake = RequestIntake(
             self._dispatcher,
             self._tokenizer,
             model=get_served_model_name(config),
-            longest=config.request_timeout,
-            refusals=refusals,
+            max_timeout_seconds=config.request_timeout,
+            rejections=rejections,
             defaults=_load_generation_defaults(config),
             unknown_fields=unknown_fields,
-            on_client_id=self._cluster_service.client_request_ids.add_request,
+            on_client_request_id=self._operations.client_request_ids.add_request,
             workers=self._text_workers,
             bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
         )
         metrics = app.MetricsEndpoint(
-            self._cluster_service.render_metrics, AdminAuthenticator(config.admin_token)
+            self._operations.render_metrics, AdminAuthenticator(config.admin_token)
         )
         clients = app.build_app(
             intake,
@@ -93,7 +93,7 @@ class Coordinator:
             parse_allowed_origins(config.allowed_origins),
         )
         operators = admin_app.build_admin_app(
-            self._cluster_service, self._readiness, config.admin_token, refusals
+            self._operations, self._readiness, config.admin_token, rejections
         )
         with ExitStack() as bound:
             ports = self._port_connections
@@ -106,15 +106,20 @@ class Coordinator:
             self._grpc_server = GrpcServer(
                 intake, self._readiness, self._client_auth, ports.limits["grpc"]
             )
-            self._grpc_server.add_cluster_service(self._cluster_service)
+            self._grpc_server.add_cluster_service(
+                ClusterService(self._operations, config.admin_token)
+            )
             self._grpc_server.bind(config.host, config.grpc_port)
             self._node_link_server = NodeLinkServer(
                 config, self._dispatcher, self._ledger_collector, ports.limits["cluster"]
             )
-            bound.pop_all()  # every port is ours
+            bound.pop_all()  # every port is bound: keep the sockets open
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Raises ConfigError for a tokenizer that cannot be used."""
+        """Serve until `stop` is set and the last request has ended.
+
+        Raises ConfigError for a tokenizer that cannot be used.
+        """
         if self._config.tenants:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload_tenants)
         await self._node_link_server.start()
@@ -133,7 +138,7 @@ class Coordinator:
                 self._http_server.stop()
                 self._admin_server.stop()
         finally:
-            self._cluster_service.close()
+            self._operations.close()
             await self._grpc_server.stop(_CLOSE_GRACE_SECONDS)
             self._dispatcher.close()
             await self._node_link_server.stop(_CLOSE_GRACE_SECONDS)
@@ -142,7 +147,7 @@ class Coordinator:
                 self._state_file.unlink(missing_ok=True)
 
     def reload_tenants(self) -> None:
-        """Read the file again. One that is wrong changes nothing."""
+        """Read the file of tenants again. An invalid file is logged and changes nothing."""
         try:
             tenants = tenants_file.load_tenants(self._config.tenants)
         except ConfigError as error:
@@ -153,8 +158,7 @@ class Coordinator:
         _log.info("tenants reloaded", tenants=len(tenants.by_name), keys=len(tenants.key_digests))
 
     async def _warm_up(self) -> None:
-        """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes
-        do."""
+        """Load the tokenizer, without which the cluster is not ready, then send the warm-up."""
         self._tokenizer.set_result(
             await tokenizer_loader.load_tokenizer(
                 self._config.model, self._config.engine, self._text_workers
@@ -163,7 +167,7 @@ class Coordinator:
         await self._readiness.run()
 
     async def _drain_requests(self) -> None:
-        """Say that we are leaving, take no new request, and give those that run --drain-timeout."""
+        """Fail health checks, refuse new requests, and give running ones --drain-timeout to end."""
         await self._grpc_server.set_not_serving()
         await self._dispatcher.drain_requests(self._config.drain_timeout)
 
@@ -184,23 +188,28 @@ class Coordinator:
 
 
 async def run_coordinator(config: Config, stop: asyncio.Event) -> None:
-    """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not
-    mend."""
+    """Run one coordinator until `stop` is set.
+
+    Raises ConfigError for problems that a restart would not solve.
+    """
     log.configure_logging(config.log_level, config.log_format, node="coordinator")
     await Coordinator(config).run(stop)
 
 
 def _load_generation_defaults(config: Config) -> GenerationDefaults:
-    """The model's own. Raises ConfigError."""
+    """Read the defaults in the model's generation_config.json. Raises ConfigError."""
     folder = Path(config.model)
     known = config.engine == "model" and config.model and folder.is_dir()
     return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
 def read_served_model(config: Config) -> ServedModel:
-    """What nodes are compared with: the files of a model's folder, which `with_local_model` finds
-    for a hub's name too; for a name without a folder the engine alone. Without --model it is
-    unknown what nodes have, unless paced."""
+    """Return what is known of the model, to compare joining nodes with.
+
+    That is the digests of the files in the model's folder, which `with_local_model` finds for a
+    name on a hub, too. For a name without a folder it is the engine alone. Without --model nothing
+    is known, except for the paced engine.
+    """
     if config.engine != "paced" and not config.model:
         return ServedModel()
     folder = Path(config.model)

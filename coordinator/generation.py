@@ -1,7 +1,7 @@
-"""What the front doors (HTTP, gRPC) see of the brain. Implemented by `dispatcher.py`.
+"""The interface between the front ends (HTTP, gRPC) and the dispatcher, which implements it.
 
 A generation ends exactly once: with `FinishedEvent`, or by raising a BatonError out of the
-iteration. After either it yields nothing more. Leaving the iteration early without `cancel()` is a
+iteration. After either, it yields nothing more. Leaving the iteration early without `cancel()` is a
 programming error.
 """
 
@@ -23,38 +23,36 @@ from baton.types import (
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request before it has an id. `timeout_seconds` in seconds; `cache_salt` and
-    `principal` come from the credential, never from the body alone.
-
-    `choice_index` is its number among the choices of one request, which its noise depends on.
-    `leader_id` is a request of the same prompt: this one is placed once that one's prompt is in a
-    decode node's cache, on that node, so that the prompt is computed once and its blocks are
-    shared; if that cannot be, it is placed like any other."""
+    """One choice of a validated request, before it has an id."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     timeout_seconds: float
-    cache_salt: bytes = b""
-    choice_index: int = 0
+    cache_salt: bytes = b""  # from the credential
+    choice_index: int = 0  # among the choices of the request; sampling noise depends on it
+    # A request with the same prompt. This one is placed on the decode node that has the leader's
+    # prompt in its cache, once it is there, so that the prompt is computed once and its blocks are
+    # shared. If that is impossible, it is placed like any other.
     leader_id: RequestId | None = None
-    principal: Principal = DEFAULT_PRINCIPAL
+    principal: Principal = DEFAULT_PRINCIPAL  # from the credential
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
-    """The scores of all prompt tokens but the first, which has none. Once, before the first Delta,
-    if `prompt_logprobs` asks for them."""
+    """Logprobs of all prompt tokens but the first, which has none.
+
+    Sent once, before the first TokensEvent, if `prompt_logprobs` is requested.
+    """
 
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that one message brought, in order: never empty. `logprobs` has one for each if
-    `logprobs` asks for them, else it is empty."""
+    """The tokens of one message from a node, in order; never empty."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, or empty if not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,10 @@ GenerationEvent = PromptLogprobsEvent | TokensEvent | FinishedEvent
 
 
 class Generation(Protocol):
-    """One request's stream of events. Its buffer is bounded: a reader too slow for it gets
-    SlowReader and the request is cancelled."""
+    """The stream of one request's events.
+
+    Its buffer is bounded: a reader that is too slow gets SlowReader, and the request is cancelled.
+    """
 
     @property
     def id(self) -> RequestId: ...
@@ -79,36 +79,44 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
 
     def cancel(self) -> None:
-        """The client is gone. Idempotent; compute stops within one step on both nodes."""
+        """Cancel the request; both nodes stop computing within one step. Idempotent."""
         ...
 
     def stop(self) -> None:
-        """The client has all that it wants: the generation ends well. What is left to read ends
-        with `FinishedEvent`; compute stops as with `cancel`. Idempotent."""
+        """End the generation normally, because the client has all that it wants.
+
+        The stream ends with `FinishedEvent`; nodes stop computing as with `cancel`. Idempotent.
+        """
         ...
 
 
 class GenerationBackend(Protocol):
-    """The brain's public face. Everything runs on the coordinator's one event loop."""
+    """What front ends submit requests to. Runs on the coordinator's event loop."""
 
     def get_model_bounds(self) -> ModelBounds:
-        """Of the joined cluster. Raises Unavailable (with retry_after) while no node has joined."""
+        """Bounds of the served model. Raises ServiceUnavailable while no node has joined."""
         ...
 
-    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
-        """Whether `count` requests with `timeout` seconds would be let in, as far as can be said
-        before their prompts are tokenized. Raises Overloaded, Draining or InvalidRequest."""
+    def require_admission(self, principal: Principal, count: int, timeout: float) -> None:
+        """Check, before prompts are tokenized, that `count` requests could be admitted.
+
+        `timeout` is the seconds that they have. Raises Overloaded, ShuttingDown or InvalidRequest.
+        """
         ...
 
     async def submit_request(self, submission: Submission) -> Generation:
-        """Admit a request. Raises Overloaded when it would be served too late or its tenant has had
-        its share, Unavailable when no node could serve it for 1 s, Draining at shutdown,
-        InvalidRequest/TooLong when it could never fit."""
+        """Admit a request.
+
+        Raises Overloaded when it would be served too late or its tenant has used up its share,
+        ServiceUnavailable when no node could serve it for 1 s, ShuttingDown while the coordinator
+        stops, and InvalidRequest or ContextLengthExceeded when it could never fit.
+        """
         ...
 
     async def submit_requests(self, submissions: Sequence[Submission]) -> Sequence[Generation]:
-        """Admit all of them, in this order, or none: `submit_request`'s errors, and then nothing is
-        held. Without an `after` of its own, a submission comes after the one before it that has the
-        same prompt and the first of its choices. If the caller is cancelled meanwhile, so are
-        they."""
+        """Admit all submissions, in this order, or none. Raises the errors of `submit_request`.
+
+        A submission without a `leader_id` follows the first preceding choice of the same prompt.
+        If the caller is cancelled meanwhile, so are the requests.
+        """
         ...

@@ -1,15 +1,13 @@
-"""What probes and health checks ask. Owned by `warmup.py`; a coordinator whose tokenizer has not
-loaded is not warm."""
+"""The interface of health checks to the readiness of the cluster (`ClusterReadiness`)."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 
 class Readiness(Protocol):
-    on_change: list[
-        Callable[[bool, str], None]
-    ]  # called with (ready, reason) when that has changed
+    # Called with (ready, reason) when the state has changed.
+    on_change: list[Callable[[bool, str], None]]
 
     def state(self) -> tuple[bool, str]:
-        """(True, "") or (False, why not)."""
+        """Return (True, ""), or (False, the reason why the cluster is not ready)."""
         ...

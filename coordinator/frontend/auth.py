@@ -1,4 +1,4 @@
-"""Who may do what. Keys are compared in constant time; they are never logged."""
+"""Authentication of clients and operators. Keys are compared in constant time, never logged."""
 
 import hmac
 from collections.abc import Iterable
@@ -11,19 +11,19 @@ from coordinator.core.admission.tenants import DEFAULT_TENANT, Tenant, TenantTab
 
 _NO_TENANTS = TenantTable()
 
-# What proxies add to a request that they pass on: RFC 7239, RFC 9110, and what was usual before
-# them.
+# Headers that proxies add to requests that they forward: RFC 7239, RFC 9110 and older custom.
 _PROXY_HEADERS = frozenset(
     {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
 )
 
 
 class BearerKey:
-    """A key that callers present as `authorization: Bearer KEY`. An empty key lets everybody in."""
+    """A key that callers send as `authorization: Bearer KEY`. An empty key admits every caller."""
 
-    def __init__(self, key: str, knob: str) -> None:
+    def __init__(self, key: str, flag: str) -> None:
+        """`flag` is the setting that error messages name."""
         self._key = key.encode()
-        self._flag = knob
+        self._flag = flag
 
     @property
     def is_required(self) -> bool:
@@ -37,23 +37,26 @@ class BearerKey:
             raise Unauthenticated(f"the key is not valid here ({self._flag})")
 
 
-def _parse_bearer_key(authorization: bytes | None, knob: str) -> bytes:
+def _parse_bearer_key(authorization: bytes | None, flag: str) -> bytes:
+    """Raises Unauthenticated."""
     if not authorization:
-        raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({knob})")
+        raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({flag})")
     scheme, _, key = authorization.partition(b" ")
     if scheme.lower() != b"bearer":
-        raise Unauthenticated(f"the key is not valid here ({knob})")
+        raise Unauthenticated(f"the key is not valid here ({flag})")
     return key.strip()
 
 
 class ClientAuthenticator:
-    """Who calls a front door. With a file of tenants every caller needs one of its keys; else all
-    are one tenant, and need --api-key if that is set. `tenants` may be replaced while calls come
-    in."""
+    """Finds the tenant of a caller of the front end.
+
+    With a file of tenants, every caller needs one of its keys. Without one, all callers are one
+    tenant, and need --api-key if that is set.
+    """
 
     def __init__(self, api_key: str = "", tenants: TenantTable | None = None) -> None:
         self._key = BearerKey(api_key, "--api-key")
-        self.tenants = tenants
+        self.tenants = tenants  # may be replaced while calls arrive
 
     @property
     def is_key_required(self) -> bool:
@@ -76,7 +79,7 @@ class ClientAuthenticator:
 
 
 def parse_allowed_origins(setting: str) -> frozenset[str]:
-    """Those of --allowed-origins. Raises ConfigError."""
+    """Parse --allowed-origins. Raises ConfigError."""
     origins = frozenset(filter(None, map(str.strip, setting.split(","))))
     for origin in origins:
         try:
@@ -85,16 +88,19 @@ def parse_allowed_origins(setting: str) -> frozenset[str]:
             parts = urlsplit("")
         if not (parts.scheme in ("http", "https") and parts.netloc) or parts.path or parts.query:
             raise ConfigError(
-                f"allowed_origins has {origin!r}: an origin is http://HOST or https://HOST, with :PORT if any"
+                f"allowed_origins has {origin!r}: an origin is http://HOST or https://HOST, with "
+                ":PORT if any"
             )
     return origins
 
 
 def is_origin_allowed(origin: str | None, host: str, origins: frozenset[str]) -> bool:
-    """Whether a call that needs no key may come from a web page of this origin: one of this
-    machine, one that this very port serves under a name that nobody can give it from outside, or
-    one that is allowed. `origin` and `host` are headers; calls that are no web page's have no
-    origin."""
+    """Whether a web page of this origin may call a port that needs no key.
+
+    Allowed are pages of this machine, pages that this port itself serves under a numeric or local
+    name (which DNS rebinding cannot give it), and `origins`. `origin` and `host` are the headers;
+    a call that no web page makes has no origin.
+    """
     if origin is None or origin in origins:
         return True
     try:
@@ -106,8 +112,7 @@ def is_origin_allowed(origin: str | None, host: str, origins: frozenset[str]) ->
 
 
 class AdminAuthenticator:
-    """Admin calls need the admin token; without a configured token they must come from this
-    machine."""
+    """Admin calls need the admin token; without a configured token, they must be local."""
 
     def __init__(self, token: str) -> None:
         self._key = BearerKey(token, "--admin-token")
@@ -122,29 +127,35 @@ class AdminAuthenticator:
             )
 
     def check_not_proxied(self, header_names: Iterable[str]) -> None:
-        """Without a token, a call that a proxy passed on is refused: the address that is judged is
-        the proxy's, and says nothing of the caller. Raises Unauthenticated."""
+        """Without a token, refuse a call that a proxy forwarded.
+
+        Its peer address is the proxy's and says nothing about the caller. Raises Unauthenticated.
+        """
         if self._key.is_required:
             return
-        passed_on = _PROXY_HEADERS.intersection(name.lower() for name in header_names)
-        if passed_on:
+        forwarded = _PROXY_HEADERS.intersection(name.lower() for name in header_names)
+        if forwarded:
             raise Unauthenticated(
-                f"admin calls through a proxy (header {min(passed_on)}) need --admin-token to be set and sent"
+                f"admin calls through a proxy (header {min(forwarded)}) need --admin-token to be "
+                "set and sent"
             )
 
     def check_same_origin(self, host: str, origin: str | None) -> None:
-        """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this
-        machine's browser to call, not under a name that it made to point here either. Raises
-        Unauthenticated."""
+        """Without a token, refuse calls that a foreign web page makes through a local browser.
+
+        That includes pages whose host name was made to point here (DNS rebinding). `host` and
+        `origin` are headers of the HTTP call. Raises Unauthenticated.
+        """
         if self._key.is_required:
             return
         try:
-            named = not is_numeric_or_local(urlsplit(f"//{host}").hostname or "")
-            foreign = origin is not None and urlsplit(origin).netloc != host
+            has_foreign_name = not is_numeric_or_local(urlsplit(f"//{host}").hostname or "")
+            has_foreign_origin = origin is not None and urlsplit(origin).netloc != host
         except ValueError:
-            named = foreign = True
-        if named or foreign:
+            has_foreign_name = has_foreign_origin = True
+        if has_foreign_name or has_foreign_origin:
             raise Unauthenticated(
-                "admin calls by a web page, or to this machine by another name than its address or localhost, need "
+                "admin calls by a web page, or to this machine by another name than its address "
+                "or localhost, need "
                 "--admin-token to be set and sent"
             )

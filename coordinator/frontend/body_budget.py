@@ -1,11 +1,10 @@
-"""What the bodies of requests may hold while they arrive and are decoded: bounded in number, bytes
-and time.
+"""Bounds the number, bytes and time of request bodies while they arrive and are decoded.
 
-Small bodies, large ones and those over gRPC have room of their own, so that none of them takes that
-of another kind. A body is charged the bytes that have come of it. Who finds no room waits for a
-moment: bodies that have begun before those that have not, then whoever has the fewest there.
-Meanwhile a body of which nothing has come lately, or that has been arriving for longer than most
-ever do, gives up its room, so that nobody is kept out by half-sent bodies.
+Small bodies, large bodies and gRPC messages have separate budgets, so that one kind cannot use up
+the room of another. A body is charged the bytes of it that have arrived. A body that finds no room
+waits for up to MAX_WAIT_SECONDS: bodies that have begun to arrive precede new ones, and among new
+ones the client with the fewest bodies goes first. Meanwhile, a body that has stalled, or that has
+been arriving for unusually long, loses its room, so that half-sent bodies cannot block others.
 """
 
 import asyncio
@@ -26,32 +25,29 @@ from baton.limits import (
 )
 from coordinator.frontend.decoding_pacer import DecodingPacer
 
-MAX_WAIT_SECONDS = 1.0  # seconds for which a body waits for room
-STALL_SECONDS = 0.5  # seconds without a byte after which a body gives way to one that waits
-DISPLACE_SECONDS = 2.0  # seconds of arriving after which it does so whatever comes of it
-_SWEEP_INTERVAL_SECONDS = (
-    0.05  # seconds between two looks for bodies that give way, while others wait
-)
-_MAX_DISPLACED_PER_SWEEP = 64  # bodies that one look displaces
-_RETRY_SECONDS = 1.0  # seconds
+MAX_WAIT_SECONDS = 1.0  # how long a body waits for room
+STALL_SECONDS = 0.5  # without a byte for so long, a body gives way to one that waits
+DISPLACE_SECONDS = 2.0  # a body that arrives for so long gives way, stalled or not
+_SWEEP_INTERVAL_SECONDS = 0.05  # between two searches for overdue bodies, while others wait
+_MAX_DISPLACED_PER_SWEEP = 64  # bodies
+_RETRY_SECONDS = 1.0  # after which a refused client may try again
 
 
 @dataclass(eq=False, slots=True)
 class IncomingBody:
-    """One body of `client`'s, and the bytes that it is charged. `timer` is that of whoever reads
-    it, until it is complete; `last_received_at` is when something came of it last."""
+    """One body that is arriving or being decoded, and the bytes that it is charged."""
 
     budget: "BodyBudget"
-    client: str
+    client: str  # address of the client, or name of the gRPC peer
     charged_bytes: int
-    started_at: float
+    started_at: float  # seconds on the event loop's clock
     last_received_at: float
-    timer: asyncio.Timeout | None = None
+    timer: asyncio.Timeout | None = None  # the reader's timer, until the body is complete
     is_displaced: bool = False
     is_waiting: bool = False
 
     def start_reading(self, timer: asyncio.Timeout) -> None:
-        """From now on it is arriving, and can be displaced: then the timer ends it at once."""
+        """From now on the body may be displaced, which makes `timer` expire at once."""
         self.timer = timer
 
     def mark_complete(self) -> None:
@@ -62,19 +58,21 @@ class IncomingBody:
         await self.budget.pacer.wait_turn(size)
 
     async def grow_to(self, size: int) -> None:
-        """It is `size` bytes now. Waits for room. Raises Overloaded."""
+        """Wait for room for the `size` bytes that have arrived. Raises Overloaded."""
         await self.budget.grow_body(self, size)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether it gives way to one that waits. One that waits itself cannot be blamed for
-        receiving nothing."""
+        """Whether the body gives way to one that waits.
+
+        A body that itself waits for room is not read, so it counts as stalled only afterwards.
+        """
         if self.timer is None:
             return False
         stalled = not self.is_waiting and now - self.last_received_at >= STALL_SECONDS
         return stalled or now - self.started_at >= DISPLACE_SECONDS
 
     def displaced_error(self) -> Overloaded:
-        """What the client of a body that was displaced is told."""
+        """The error for the client of a displaced body."""
         return Overloaded(
             f"{self.budget.description} came while this one was still arriving: send it again",
             retry_after=_RETRY_SECONDS,
@@ -83,52 +81,55 @@ class IncomingBody:
 
 @dataclass(eq=False, slots=True)
 class _BodyWaiter:
-    """For room of `wanted_bytes` bytes: for a new body of `client`'s, or for so much more of
-    `body`."""
+    """Waits for room for a new body, or for more bytes of one that is arriving."""
 
     client: str
     wanted_bytes: int
     granted: "asyncio.Future[IncomingBody]"
-    body: IncomingBody | None = None
+    body: IncomingBody | None = None  # the body that grows; None for a new one
 
 
 class BodyBudget:
-    """Room for bodies of one kind, at most `per_owner` of them of one owner's. All on one event
-    loop."""
+    """Room for the bodies of one kind. Runs on one event loop."""
 
     def __init__(
         self,
-        what: str,
-        most: int,
-        most_bytes: int,
-        per_owner: int | None = None,
+        description: str,
+        max_bodies: int,
+        max_bytes: int,
+        max_bodies_per_client: int | None = None,
         pacer: DecodingPacer | None = None,
     ) -> None:
-        self.description = what
+        """`description` names the kind in error messages."""
+        self.description = description
         self.pacer = pacer or DecodingPacer()
         self.used_bytes = 0
-        self._max_bodies = most
-        self._max_bytes = most_bytes
-        self._max_bodies_per_client = most if per_owner is None else per_owner
-        self._bodies: dict[IncomingBody, None] = {}  # the oldest first
-        self._bodies_per_client: Counter[str] = Counter()  # bodies by owner
+        self._max_bodies = max_bodies
+        self._max_bytes = max_bytes
+        self._max_bodies_per_client = (
+            max_bodies if max_bodies_per_client is None else max_bodies_per_client
+        )
+        self._bodies: dict[IncomingBody, None] = {}  # oldest first
+        self._bodies_per_client: Counter[str] = Counter()
         self._waiting_to_grow: deque[_BodyWaiter] = deque()
-        self._waiting_to_enter: dict[str, deque[_BodyWaiter]] = {}  # by owner
+        self._waiting_to_enter: dict[str, deque[_BodyWaiter]] = {}  # by client
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._bodies)
 
     @asynccontextmanager
-    async def reserve_body(self, size: int, owner: str = "") -> AsyncIterator[IncomingBody]:
-        """Room for `size` bytes, for as long as the block runs. Raises Overloaded if there is none
-        for a second."""
-        if self._next_waiter() is not None or not self._make_room(size, owner):
+    async def reserve_body(self, size: int, client: str = "") -> AsyncIterator[IncomingBody]:
+        """Hold room for `size` bytes while the block runs.
+
+        Raises Overloaded if there is none within MAX_WAIT_SECONDS.
+        """
+        if self._next_waiter() is not None or not self._make_room(size, client):
             body = await self._wait_for_room(
-                _BodyWaiter(owner, size, asyncio.get_running_loop().create_future())
+                _BodyWaiter(client, size, asyncio.get_running_loop().create_future())
             )
         else:
-            body = self._add_body(size, owner)
+            body = self._add_body(size, client)
         try:
             yield body
         finally:
@@ -150,33 +151,34 @@ class BodyBudget:
             body.is_waiting = False
             body.last_received_at = loop.time()
 
-    def _fits(self, size: int, owner: str | None) -> bool:
-        """`owner` is None for more of a body that is here."""
+    def _fits(self, size: int, client: str | None) -> bool:
+        """`client` is None for more bytes of a body that has room already."""
         if self.used_bytes + size > self._max_bytes:
             return False
-        return owner is None or (
+        return client is None or (
             len(self._bodies) < self._max_bodies
-            and self._bodies_per_client[owner] < self._max_bodies_per_client
+            and self._bodies_per_client[client] < self._max_bodies_per_client
         )
 
     def _make_room(
-        self, size: int, owner: str | None = None, growing: IncomingBody | None = None
+        self, size: int, client: str | None = None, growing: IncomingBody | None = None
     ) -> bool:
-        """Displace those that are overdue as far as that is what it takes."""
-        if self._fits(size, owner):
+        """Displace overdue bodies until `size` bytes fit. False if they do not fit then either."""
+        if self._fits(size, client):
             return True
-        is_own = owner is not None and self._bodies_per_client[owner] >= self._max_bodies_per_client
+        is_own = (
+            client is not None and self._bodies_per_client[client] >= self._max_bodies_per_client
+        )
         for body in self._overdue_bodies():
-            if body is growing or (is_own and body.client != owner):
+            if body is growing or (is_own and body.client != client):
                 continue
             self._displace(body)
-            if self._fits(size, owner):
+            if self._fits(size, client):
                 return True
         return False
 
     def _overdue_bodies(self) -> list[IncomingBody]:
-        """The first to be displaced: of the owner with the most, what has received nothing for
-        longest."""
+        """Overdue bodies: those of the client with the most bodies first, longest stalled first."""
         now = asyncio.get_running_loop().time()
         overdue = (body for body in self._bodies if body.is_overdue(now))
         return heapq.nsmallest(
@@ -192,19 +194,19 @@ class BodyBudget:
         self._remove_body(body)
 
     async def _wait_for_room(self, entry: _BodyWaiter) -> IncomingBody:
-        line = (
+        queue = (
             self._waiting_to_grow
             if entry.body
             else self._waiting_to_enter.setdefault(entry.client, deque())
         )
-        line.append(entry)
+        queue.append(entry)
         self._schedule_sweep()
         turn = entry.granted
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
                 return await turn
         except TimeoutError:
-            if turn.done() and not turn.cancelled():  # at the last moment
+            if turn.done() and not turn.cancelled():  # granted at the last moment
                 return turn.result()
             if not self._make_room(
                 entry.wanted_bytes, None if entry.body else entry.client, entry.body
@@ -220,9 +222,9 @@ class BodyBudget:
             self._admit_waiters()
 
     def _remove_waiter(self, entry: _BodyWaiter) -> None:
-        line = self._waiting_to_grow if entry.body else self._waiting_to_enter.get(entry.client)
-        if line and entry in line:
-            line.remove(entry)
+        queue = self._waiting_to_grow if entry.body else self._waiting_to_enter.get(entry.client)
+        if queue and entry in queue:
+            queue.remove(entry)
         if entry.body is None and not self._waiting_to_enter.get(entry.client, True):
             del self._waiting_to_enter[entry.client]
 
@@ -232,21 +234,21 @@ class BodyBudget:
         self._charge_body(entry.body, entry.wanted_bytes)
         return entry.body
 
-    def _add_body(self, size: int, owner: str) -> IncomingBody:
+    def _add_body(self, size: int, client: str) -> IncomingBody:
         now = asyncio.get_running_loop().time()
-        body = IncomingBody(self, owner, size, started_at=now, last_received_at=now)
+        body = IncomingBody(self, client, size, started_at=now, last_received_at=now)
         self._bodies[body] = None
-        self._bodies_per_client[owner] += 1
+        self._bodies_per_client[client] += 1
         self.used_bytes += size
         return body
 
     def _charge_body(self, body: IncomingBody, more: int) -> None:
-        if body in self._bodies:  # else it was displaced meanwhile
+        if body in self._bodies:  # else it has been displaced meanwhile
             body.charged_bytes += more
             self.used_bytes += more
 
     def _release_body(self, body: IncomingBody) -> None:
-        """Idempotent. Those who wait come in, in order, as far as there is room now."""
+        """Free the room of a body and admit waiters into it. Idempotent."""
         if self._remove_body(body):
             self._admit_waiters()
 
@@ -261,27 +263,31 @@ class BodyBudget:
         return True
 
     def _admit_waiters(self) -> None:
-        """Whoever is next, as far as there is room."""
+        """Admit waiters in order while the next one fits."""
         while (entry := self._next_waiter()) is not None:
             if not self._fits(entry.wanted_bytes, None if entry.body else entry.client):
                 return
             self._remove_waiter(entry)
-            if not entry.granted.done():  # else its client is gone
+            if not entry.granted.done():  # else its client has disconnected
                 entry.granted.set_result(self._admit_waiter(entry))
 
     def _next_waiter(self) -> _BodyWaiter | None:
-        """Who has begun goes first; else the owner with the fewest, unless it has all that it
-        may."""
+        """The next waiter: a growing body, else one of the client with the fewest bodies.
+
+        Clients that have all the bodies that they may have are skipped.
+        """
         if self._waiting_to_grow:
             return self._waiting_to_grow[0]
-        owners = [
-            owner
-            for owner in self._waiting_to_enter
-            if self._bodies_per_client[owner] < self._max_bodies_per_client
+        clients = [
+            client
+            for client in self._waiting_to_enter
+            if self._bodies_per_client[client] < self._max_bodies_per_client
         ]
         return (
-            self._waiting_to_enter[min(owners, key=lambda owner: self._bodies_per_client[owner])][0]
-            if owners
+            self._waiting_to_enter[
+                min(clients, key=lambda client: self._bodies_per_client[client])
+            ][0]
+            if clients
             else None
         )
 
@@ -292,8 +298,10 @@ class BodyBudget:
             )
 
     def _sweep_overdue(self) -> None:
-        """Let those who wait in at the cost of bodies that are overdue, each owner's own where it
-        has all it may."""
+        """Admit waiters by displacing overdue bodies.
+
+        A client that has all the bodies that it may have displaces its own only.
+        """
         self._sweep_timer = None
         for body in self._overdue_bodies():
             self._admit_waiters()
@@ -310,44 +318,45 @@ class BodyBudget:
 
     def _budget_exceeded(self, entry: _BodyWaiter) -> Overloaded:
         return Overloaded(
-            f"{len(self._bodies)} {self.description} with {self.used_bytes} bytes are arriving and {entry.wanted_bytes} bytes more would"
-            f" come: at most {self._max_bodies} and {self._max_bytes} bytes at once, {self._max_bodies_per_client} of one client's",
+            f"{len(self._bodies)} {self.description} with {self.used_bytes} bytes are arriving "
+            f"and {entry.wanted_bytes} bytes more would"
+            f" come: at most {self._max_bodies} and {self._max_bytes} bytes at once, "
+            f"{self._max_bodies_per_client} of one client's",
             retry_after=_RETRY_SECONDS,
         )
 
 
 class BodyBudgets:
-    """Of both front doors. `most_connections` is what the HTTP port may hold: half-sent bodies are
-    on fewer."""
+    """The body budgets of the HTTP and gRPC front ends."""
 
-    def __init__(self, most_connections: int = 2 * MAX_CONCURRENT_SMALL_BODIES) -> None:
-        most_small = max(1, min(MAX_CONCURRENT_SMALL_BODIES, most_connections // 2))
-        most_large = max(1, min(MAX_CONCURRENT_SMALL_BODIES, most_connections // 4))
+    def __init__(self, max_connections: int = 2 * MAX_CONCURRENT_SMALL_BODIES) -> None:
+        """`max_connections` is the limit of the HTTP port; half-sent bodies may use only a part."""
+        max_small = max(1, min(MAX_CONCURRENT_SMALL_BODIES, max_connections // 2))
+        max_large = max(1, min(MAX_CONCURRENT_SMALL_BODIES, max_connections // 4))
         pacer = DecodingPacer()
         self._small = BodyBudget(
             "small bodies",
-            most_small,
+            max_small,
             MAX_CONCURRENT_SMALL_BODIES * MAX_SMALL_BODY_BYTES,
             pacer=pacer,
         )
         self._large = BodyBudget(
-            "large bodies", most_large, MAX_CONCURRENT_LARGE_BODY_BYTES, pacer=pacer
+            "large bodies", max_large, MAX_CONCURRENT_LARGE_BODY_BYTES, pacer=pacer
         )
         self.grpc_budget = create_grpc_budget(pacer)
 
     def get_budget(self, size: int | None) -> BodyBudget:
-        """For an HTTP body that says how long it will be, or None if it does not."""
+        """The budget for an HTTP body of a declared `size`, None if it declares none."""
         return self._small if size is not None and size <= MAX_SMALL_BODY_BYTES else self._large
 
 
 def create_grpc_budget(pacer: DecodingPacer | None = None) -> BodyBudget:
-    """For requests over gRPC, which do not say how long they will be. The library shows only whole
-    ones."""
-    most_bytes = MAX_CONCURRENT_GRPC_BODIES * MAX_BODY_BYTES
+    """The budget for gRPC requests, whose size is unknown until the library has read all of it."""
+    max_bytes = MAX_CONCURRENT_GRPC_BODIES * MAX_BODY_BYTES
     return BodyBudget(
         "gRPC requests",
         MAX_CONCURRENT_GRPC_BODIES,
-        most_bytes,
+        max_bytes,
         MAX_GRPC_BODIES_PER_CONNECTION,
         pacer,
     )

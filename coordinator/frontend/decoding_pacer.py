@@ -14,22 +14,24 @@ from baton.limits import MAX_SMALL_BODY_BYTES
 from baton.process.clock import Clock, monotonic_clock
 from coordinator.core.admission.token_bucket import TokenBucket
 
-MODERATE_BODY = 512 << 10  # bytes of the largest body that is not kept behind larger ones
+MODERATE_BODY = 512 << 10  # bytes; larger bodies have a queue of their own
 MODERATE_RATE = 16 << 20  # bytes per second
 LARGE_RATE = 4 << 20  # bytes per second
-MAX_WAIT = 10.0  # seconds for which a body waits for its turn
+MAX_WAIT = 10.0  # seconds that a body waits for its turn
 
 
 class DecodingPacer:
-    """Of one coordinator, on its event loop."""
+    """Token buckets for moderate and for large bodies, on the coordinator's event loop."""
 
     def __init__(self, clock: Clock = monotonic_clock) -> None:
         self._moderate = _Queue(MODERATE_RATE, clock)
         self._large = _Queue(LARGE_RATE, clock)
 
     async def wait_turn(self, size: int) -> None:
-        """Return when a body of `size` bytes may be decoded, at once if it is small. Raises
-        Overloaded when it would wait for more than MAX_WAIT."""
+        """Return when a body of `size` bytes may be decoded, at once if it is small.
+
+        Raises Overloaded when it would wait for more than MAX_WAIT seconds.
+        """
         if size > MAX_SMALL_BODY_BYTES:
             await (self._moderate if size <= MODERATE_BODY else self._large).wait_turn(size)
 
@@ -60,7 +62,8 @@ class _Queue:
         expected = wait + self._waiting_bytes / self._rate
         if expected > MAX_WAIT:
             raise Overloaded(
-                f"{self._waiting_bytes} bytes of large bodies wait to be decoded, for {expected:.0f} s: at most "
+                f"{self._waiting_bytes} bytes of large bodies wait to be decoded, for "
+                f"{expected:.0f} s: at most "
                 f"{MAX_WAIT:g} s",
                 retry_after=expected,
             )
@@ -71,7 +74,7 @@ class _Queue:
         try:
             await waiter.turn
         finally:
-            if waiter in self._waiters:  # its client is gone
+            if waiter in self._waiters:  # its client has disconnected
                 self._remove(waiter)
 
     def _remove(self, waiter: _Waiter) -> None:

@@ -1,4 +1,4 @@
-"""Several generations read as one stream."""
+"""Merges the event streams of several generations into one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,11 +9,10 @@ from coordinator.generation import FinishedEvent, Generation, GenerationEvent
 async def merge_generations(
     generations: Sequence[Generation],
 ) -> AsyncIterator[tuple[int, GenerationEvent]]:
-    """Every event with the number of its generation, in order for each. The first error of any ends
-    it.
+    """Yield (generation index, event), in order within each generation; stop at the first error.
 
-    What waits to be read stays in the bounded buffers of the generations: this one holds one event
-    of each at most.
+    At most one event of each generation is buffered here; the others stay in the generations'
+    bounded buffers.
     """
     if len(generations) == 1:
         async for event in generations[0]:

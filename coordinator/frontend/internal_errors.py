@@ -1,4 +1,4 @@
-"""Where an exception that nobody foresaw ends, on every front door."""
+"""Turns unexpected exceptions into the error that clients see, for HTTP and gRPC."""
 
 from baton.errors import BatonError
 from baton.process import log
@@ -9,8 +9,10 @@ _limited = RateLimitedLogger()
 
 
 def to_internal_error(error: Exception) -> BatonError:
-    """What a client learns of a defect of ours: nothing. The log gets its kind and place, but not
-    its message, which may quote a prompt."""
+    """Return an error without details for the client, and log the kind and place of the defect.
+
+    The message is not logged, because it may quote a prompt.
+    """
     described = log.get_error_fields(error)
     _limited.log_event(_log.error, "internal error", per=described["kind"], **described)
     return BatonError("internal error: the coordinator's log has more")

@@ -1,7 +1,6 @@
-"""Requests turned away at the front doors, before the brain saw them: one count each, and a log
-line at a bounded rate.
+"""Counts and logs requests that a front end rejects before it submits them.
 
-The brain counts what it refuses itself, so this wraps only what comes before it.
+The brain counts what it rejects itself. Log lines are rate limited.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +23,11 @@ class RejectionCounter:
 
     @contextmanager
     def count_rejections(self, tenant_class: str = DEFAULT_TENANT_CLASS) -> Iterator[None]:
-        """`tenant_class` of whoever calls, as far as that is known."""
+        """Count a RequestRejected that the block raises, under the caller's class if known."""
         try:
             yield
         except RequestRejected as error:
             self._count(error, tenant_class)
-            # not its message or field, which may be the client's own words
-            _limited.log_event(_log.info, "refused", per=error.code, code=error.code)
+            # neither message nor field name: both may quote the client
+            _limited.log_event(_log.info, "request rejected", per=error.code, code=error.code)
             raise

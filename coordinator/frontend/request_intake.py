@@ -1,5 +1,4 @@
-"""The way from either front door to the brain and back: tokenize, check, submit; then tokens to
-text."""
+"""Tokenizes, checks and submits the requests of both front ends, and streams their output."""
 
 import asyncio
 import time
@@ -34,58 +33,68 @@ from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
 
 QUANTIZATION = "none"  # of weights, in this version
-_LOADING_RETRY_SECONDS = 1.0  # seconds
+_LOADING_RETRY_SECONDS = 1.0  # after which a client may try again
 _log = log.get_logger("front")
 
 
 class RequestIntake:
-    """One per coordinator, shared by HTTP and gRPC. `text` completes when the tokenizer has loaded.
-    `on_client_id` is told the id that a client gave its request, and the request's own."""
+    """One per coordinator, shared by HTTP and gRPC."""
 
     def __init__(
         self,
-        generator: GenerationBackend,
-        text: asyncio.Future[Tokenizer],
+        backend: GenerationBackend,
+        tokenizer: asyncio.Future[Tokenizer],
         *,
         model: str,
-        longest: float,
-        refusals: RejectionCounter,
+        max_timeout_seconds: float,
+        rejections: RejectionCounter,
         defaults: GenerationDefaults | None = None,
         unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
         workers: TextWorkers | None = None,
         bodies: BodyBudgets | None = None,
         clock: Clock = monotonic_clock,
-        on_client_id: Callable[[str, RequestId], None] | None = None,
+        on_client_request_id: Callable[[str, RequestId], None] | None = None,
     ) -> None:
-        self.rejections = refusals
+        """`tokenizer` completes when the tokenizer has loaded.
+
+        `on_client_request_id` is called with the id that a client gave its request, and the
+        request's own.
+        """
+        self.rejections = rejections
         self.unknown_field_policy = unknown_fields
         self.body_budgets = bodies or BodyBudgets()
         self.text_workers = workers or TextWorkers()
-        self._backend = generator
+        self._backend = backend
         self._model = model
-        self._tokenizer = text
-        self._max_timeout_seconds = longest
+        self._tokenizer = tokenizer
+        self._max_timeout_seconds = max_timeout_seconds
         self._defaults = defaults or GenerationDefaults()
         self._clock = clock
-        self._on_client_id = on_client_id
+        self._on_client_request_id = on_client_request_id
 
-    def effective_timeout(self, wanted: float | None, name: str = "timeout") -> float:
-        """Seconds that a request may take: what its client asks, up to --request-timeout. Raises
-        InvalidRequest."""
+    def effective_timeout(self, requested: float | None, name: str = "timeout") -> float:
+        """Seconds that a request may take: what the client asks for, up to --request-timeout.
+
+        `name` is the field or header, for the error. Raises InvalidRequest.
+        """
         return (
             self._max_timeout_seconds
-            if wanted is None
-            else min(check_timeout(wanted, name), self._max_timeout_seconds)
+            if requested is None
+            else min(check_timeout(requested, name), self._max_timeout_seconds)
         )
 
     def get_served_model(self) -> tuple[str, int]:
-        """The model's name and its longest context in tokens. Raises Unavailable while no node has
-        joined."""
+        """The model's name and its maximum context in tokens.
+
+        Raises ServiceUnavailable while no node has joined.
+        """
         return self._model, self._backend.get_model_bounds().max_context
 
     def get_model_identity(self) -> tuple[str, str, str]:
-        """Digest of the model, dtype of its weights and cache, and their quantisation. Raises as
-        `get_served_model`."""
+        """Digest of the model, dtype of weights and cache, and quantization.
+
+        Raises ServiceUnavailable while no node has joined.
+        """
         bounds = self._backend.get_model_bounds()
         return bounds.model_digest, bounds.dtype, QUANTIZATION
 
@@ -98,65 +107,80 @@ class RequestIntake:
                 param="model",
             )
 
-    async def start_request(self, ask: GenerationRequest) -> ResponseStream:
-        """Admit a request, all of its choices or none. Raises what the client did wrong (Rejected)
-        or DeadlineExceeded; then nothing is held."""
+    async def start_request(self, request: GenerationRequest) -> ResponseStream:
+        """Admit a request: all of its choices or none.
+
+        Raises RequestRejected for errors of the client, or DeadlineExceeded; then no resource is
+        held.
+        """
         with (
-            self.rejections.count_rejections(ask.principal.tenant_class),
-            rename_error_params(ask.param_names),
+            self.rejections.count_rejections(request.principal.tenant_class),
+            rename_error_params(request.param_names),
         ):
-            self.check_model(ask.model)
-            check_request(ask)
+            self.check_model(request.model)
+            check_request(request)
             self._backend.require_admission(
-                ask.principal,
-                ask.n * count_prompts(ask),
-                self.effective_timeout(ask.timeout_seconds),
+                request.principal,
+                request.n * count_prompts(request),
+                self.effective_timeout(request.timeout_seconds),
             )
-            text, firsts, echoes = await self._prepare_submissions(ask)
-        submissions = [choice for first in firsts for choice in _expand_choices(first, ask.n)]
+            tokenizer, firsts, echoes = await self._prepare_submissions(request)
+        submissions = [choice for first in firsts for choice in _expand_choices(first, request.n)]
         generations = await self._backend.submit_requests(submissions)
-        if ask.client_request_id is not None:
-            _log.info("request", request=generations[0].id, client_request=ask.client_request_id)
-            if self._on_client_id is not None:
-                self._on_client_id(ask.client_request_id, generations[0].id)
+        if request.client_request_id is not None:
+            _log.info(
+                "request", request=generations[0].id, client_request=request.client_request_id
+            )
+            if self._on_client_request_id is not None:
+                self._on_client_request_id(request.client_request_id, generations[0].id)
         return ResponseStream(
             model=self._model,
             created_unix_seconds=int(time.time()),
-            tokenizer=text,
+            tokenizer=tokenizer,
             prompt_token_ids=[first.prompt_token_ids for first in firsts],
             choices=[
-                ChoiceStream(generation, _build_output_processor(ask, text, index), index // ask.n)
+                ChoiceStream(
+                    generation,
+                    _build_output_processor(request, tokenizer, index),
+                    index // request.n,
+                )
                 for index, generation in enumerate(generations)
             ],
             prompt_echoes=echoes,
-            has_logprobs=ask.logprobs is not None,
-            is_echo_only=ask.is_echo_only,
+            has_logprobs=request.logprobs is not None,
+            is_echo_only=request.is_echo_only,
         )
 
     async def tokenize(
-        self, wording: Prompt | ChatPrompt, special: bool | None, limit: float
+        self, prompt: Prompt | ChatPrompt, add_special_tokens: bool | None, timeout_seconds: float
     ) -> tuple[Tokenizer, tuple[int, ...]]:
-        """`special` None is as it is done for a request. Raises InvalidRequest, TooLong,
-        Overloaded, DeadlineExceeded; Unavailable while no node has joined or the tokenizer
-        loads."""
-        most = limits.get_tokenize_limit(self._backend.get_model_bounds())
-        async with _deadline(limit):
-            text = self._loaded_tokenizer()
-            return text, await _encode_prompt(text, wording, most, special=special)
+        """Tokenize a prompt, with special tokens as in a request unless told otherwise.
 
-    async def detokenize(self, tokens: Sequence[int], limit: float) -> str:
-        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node
-        has joined or the tokenizer loads."""
+        Raises InvalidRequest, ContextLengthExceeded, Overloaded, DeadlineExceeded, and
+        ServiceUnavailable while no node has joined or the tokenizer loads.
+        """
+        limit = limits.get_tokenize_limit(self._backend.get_model_bounds())
+        async with _deadline(timeout_seconds):
+            tokenizer = self._loaded_tokenizer()
+            tokens = await _encode_prompt(
+                tokenizer, prompt, limit, add_special_tokens=add_special_tokens
+            )
+            return tokenizer, tokens
+
+    async def detokenize(self, tokens: Sequence[int], timeout_seconds: float) -> str:
+        """Return the text of tokens. Raises the errors of `tokenize`."""
         bounds = self._backend.get_model_bounds()
         with rename_error_params({"prompt": "tokens"}):
             limits.get_tokenize_limit(bounds).check_token_count(len(tokens))
         limits.check_token_ids("tokens", tokens, bounds)
-        async with _deadline(limit):
+        async with _deadline(timeout_seconds):
             return await self._loaded_tokenizer().decode(tokens)
 
     def _loaded_tokenizer(self) -> Tokenizer:
-        """Raises Unavailable until the tokenizer is there: what waits for it would hold prompts
-        without any bound."""
+        """Raises ServiceUnavailable until the tokenizer has loaded.
+
+        Requests do not wait for it, because they would hold prompts without any bound.
+        """
         if not self._tokenizer.done():
             raise ServiceUnavailable(
                 "the tokenizer is still being loaded", retry_after=_LOADING_RETRY_SECONDS
@@ -164,68 +188,65 @@ class RequestIntake:
         return self._tokenizer.result()
 
     async def _prepare_submissions(
-        self, ask: GenerationRequest
+        self, request: GenerationRequest
     ) -> tuple[Tokenizer, list[Submission], list[PromptEcho]]:
-        """The first choice of each prompt, and the prompts to be given back."""
-        assert ask.prompts is not None
-        wordings: Sequence[Prompt | ChatPrompt]
-        wordings = [ask.prompts] if isinstance(ask.prompts, ChatPrompt) else ask.prompts
-        began = self._clock()
-        limit = self.effective_timeout(ask.timeout_seconds)
-        async with _deadline(limit):
-            text = self._loaded_tokenizer()
-            if ask.stop and not text.has_text:
+        """Return the tokenizer, the first choice of each prompt, and the prompts to echo."""
+        assert request.prompts is not None
+        prompts: Sequence[Prompt | ChatPrompt]
+        prompts = [request.prompts] if isinstance(request.prompts, ChatPrompt) else request.prompts
+        started_at = self._clock()
+        timeout = self.effective_timeout(request.timeout_seconds)
+        async with _deadline(timeout):
+            tokenizer = self._loaded_tokenizer()
+            if request.stop and not tokenizer.has_text:
                 raise InvalidRequest(
                     "stop is given, but tokens have no text here: use stop_token_ids", param="stop"
                 )
-            prompts = await self._encode_prompts(text, wordings)
-        left, bounds = max(limit - (self._clock() - began), 0.0), self._backend.get_model_bounds()
+            encoded = await self._encode_prompts(tokenizer, prompts)
+        seconds_left = max(timeout - (self._clock() - started_at), 0.0)
+        bounds = self._backend.get_model_bounds()
         firsts = []
-        for number, prompt in enumerate(prompts):
-            with _name_prompt_in_errors(number, prompts):
-                firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
+        for index, tokens in enumerate(encoded):
+            with _name_prompt_in_errors(index, encoded):
+                firsts.append(to_submission(request, tokens, seconds_left, bounds, self._defaults))
             await asyncio.sleep(0)  # a prompt can be long, and there can be many
-        if ask.echo and ask.logprobs is not None:
-            limits.check_prompt_logprobs(sum(map(len, prompts)), ask.logprobs)
-        echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
-        scored = ask.logprobs is not None
-        return (
-            text,
-            firsts,
-            [
-                await _build_prompt_echo(text, wording, prompt, placed=scored)
-                for wording, prompt in echoed
-            ],
-        )
+        if not request.echo:
+            return tokenizer, firsts, []
+        if request.logprobs is not None:
+            limits.check_prompt_logprobs(sum(map(len, encoded)), request.logprobs)
+        with_offsets = request.logprobs is not None
+        echoes = [
+            await _build_prompt_echo(tokenizer, prompt, tokens, with_offsets=with_offsets)
+            for prompt, tokens in zip(prompts, encoded, strict=True)
+        ]
+        return tokenizer, firsts, echoes
 
     async def _encode_prompts(
-        self, text: Tokenizer, wordings: Sequence[Prompt | ChatPrompt]
+        self, tokenizer: Tokenizer, prompts: Sequence[Prompt | ChatPrompt]
     ) -> list[tuple[int, ...]]:
-        """One after another, so that others have their turn between two of many prompts."""
+        """Encode prompts one after another, so that other requests run between two of them."""
         bounds = self._backend.get_model_bounds()
-        most, prompts = limits.get_prompt_limit(bounds), list[tuple[int, ...]]()
-        for number, wording in enumerate(wordings):
-            with _name_prompt_in_errors(number, wordings):
-                if not isinstance(wording, str | ChatPrompt):
-                    limits.check_prompt_length(len(wording), bounds)
-                prompt = await _encode_prompt(text, wording, most)
-                limits.check_prompt_length(
-                    len(prompt), bounds
-                )  # before any time goes into the others
-                prompts.append(prompt)
+        limit = limits.get_prompt_limit(bounds)
+        encoded: list[tuple[int, ...]] = []
+        for index, prompt in enumerate(prompts):
+            with _name_prompt_in_errors(index, prompts):
+                if not isinstance(prompt, str | ChatPrompt):
+                    limits.check_prompt_length(len(prompt), bounds)
+                tokens = await _encode_prompt(tokenizer, prompt, limit)
+                # Checked here, before any time is spent on the other prompts.
+                limits.check_prompt_length(len(tokens), bounds)
+                encoded.append(tokens)
             await asyncio.sleep(0)
-        return prompts
+        return encoded
 
 
-def _name_prompt_in_errors(
-    number: int, all_of_them: Sequence[object]
-) -> AbstractContextManager[None]:
-    """A refusal inside says which of several prompts it is about."""
-    return rename_error_params({"prompt": f"prompt[{number}]"} if len(all_of_them) > 1 else {})
+def _name_prompt_in_errors(index: int, prompts: Sequence[object]) -> AbstractContextManager[None]:
+    """Make errors of the block say which of several prompts they are about."""
+    return rename_error_params({"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {})
 
 
 def _expand_choices(first: Submission, n: int) -> Iterator[Submission]:
-    """The scores of the prompt are the same for all."""
+    """Yield all `n` choices; only the first asks for the prompt's logprobs, equal for all."""
     yield first
     sampling = replace(first.sampling, prompt_logprobs=None)
     for number in range(1, n):
@@ -233,45 +254,62 @@ def _expand_choices(first: Submission, n: int) -> Iterator[Submission]:
 
 
 async def _encode_prompt(
-    text: Tokenizer, wording: Prompt | ChatPrompt, limit: TextLimit, *, special: bool | None = None
+    tokenizer: Tokenizer,
+    prompt: Prompt | ChatPrompt,
+    limit: TextLimit,
+    *,
+    add_special_tokens: bool | None = None,
 ) -> tuple[int, ...]:
-    """A chat template writes the special tokens itself; around any other text go those that its
-    model expects."""
-    if isinstance(wording, ChatPrompt):
-        return await text.encode_chat(wording, special=bool(special), limit=limit)
-    if isinstance(wording, str):
-        return await text.encode(wording, special=special is not False, limit=limit)
-    return tuple(wording)
+    """By default, special tokens are added to a text, but not to a conversation.
+
+    A chat template writes them itself.
+    """
+    if isinstance(prompt, ChatPrompt):
+        return await tokenizer.encode_chat(
+            prompt, add_special_tokens=bool(add_special_tokens), limit=limit
+        )
+    if isinstance(prompt, str):
+        return await tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens is not False, limit=limit
+        )
+    return tuple(prompt)
 
 
 async def _build_prompt_echo(
-    text: Tokenizer, wording: Prompt | ChatPrompt, tokens: tuple[int, ...], *, placed: bool
+    tokenizer: Tokenizer,
+    prompt: Prompt | ChatPrompt,
+    tokens: tuple[int, ...],
+    *,
+    with_offsets: bool,
 ) -> PromptEcho:
-    """`placed`: where each token begins is asked for."""
-    if isinstance(wording, str):
-        return PromptEcho(wording, await text.compute_token_offsets(wording) if placed else ())
-    return PromptEcho(*await text.decode_with_offsets(tokens))
+    if isinstance(prompt, str):
+        offsets = await tokenizer.compute_token_offsets(prompt) if with_offsets else ()
+        return PromptEcho(prompt, offsets)
+    return PromptEcho(*await tokenizer.decode_with_offsets(tokens))
 
 
-def _build_output_processor(ask: GenerationRequest, text: Tokenizer, index: int) -> OutputProcessor:
-    """An answer in a conversation is a text of its own; any other goes on with its prompt's."""
+def _build_output_processor(
+    request: GenerationRequest, tokenizer: Tokenizer, index: int
+) -> OutputProcessor:
+    """The output continues the prompt's text, except in a conversation."""
     return OutputProcessor(
         index,
-        text.create_detokenizer(continuing=not isinstance(ask.prompts, ChatPrompt)),
-        stop=ask.stop,
-        scored=ask.logprobs is not None,
-        unsearched=ask.min_tokens or 0,
+        tokenizer.create_detokenizer(is_continuation=not isinstance(request.prompts, ChatPrompt)),
+        stop=request.stop,
+        with_logprobs=request.logprobs is not None,
+        min_tokens=request.min_tokens or 0,
     )
 
 
 @asynccontextmanager
-async def _deadline(limit: float) -> AsyncIterator[None]:
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    """Limit the block to `seconds`. Raises DeadlineExceeded."""
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the deadline of {limit:g} s passed before the prompt was tokenized"
+            f"the deadline of {seconds:g} s passed before the prompt was tokenized"
         ) from None
 
 

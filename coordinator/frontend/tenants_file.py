@@ -1,5 +1,4 @@
-"""The file of tenants, in TOML: docs/tenants.md describes it. Names, weights, rates and hashes of
-keys, never a key."""
+"""Reads the TOML file of tenants (docs/tenants.md), which has hashes of keys, never keys."""
 
 import re
 import tomllib
@@ -15,8 +14,8 @@ from coordinator.core.common.counters import INTERNAL_CLASS
 
 MAX_CLASSES, MAX_TENANTS, MAX_KEYS = 8, 1024, 4096
 DEFAULT_CLASSES = ("premium", "standard", "batch")
-DEFAULT_RESERVE = 0.3  # of a node's blocks, for the first class
-DEFAULT_HEADROOM = 0.35  # of a node, for tenants that ask for no more than their shares
+DEFAULT_RESERVE = 0.3  # share of a node's blocks that only the first class may take
+DEFAULT_HEADROOM = 0.35  # share of a node for tenants within their fair shares
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _DIGEST = re.compile(r"(sha256:)?(?P<hex>[0-9a-f]{64})")
 
@@ -47,7 +46,7 @@ class _TenantsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_tenants(path: str) -> TenantTable:
-    """Raises ConfigError naming what is wrong, and never a key's hash."""
+    """Raises ConfigError, which says what is wrong but never quotes the hash of a key."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""A field that no schema has: the request is refused, or the field is dropped and counted."""
+"""The policy for request fields that no schema has: reject the request, or drop and count them."""
 
 import threading
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from prometheus_client.registry import Collector
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 
-LOG_INTERVAL_SECONDS = 60.0  # at most one line in so many seconds
+LOG_INTERVAL_SECONDS = 60.0  # at most one log line per interval
 
 _log = log.get_logger("front")
 
 
 class UnknownFieldPolicy(Collector):
-    """The policy of --unknown-fields, for both front doors. Threads may share it."""
+    """The policy of --unknown-fields, for HTTP and gRPC. Thread-safe."""
 
     def __init__(self, *, ignored: bool = False, clock: Clock = monotonic_clock) -> None:
         self.is_ignoring = ignored
@@ -26,7 +26,7 @@ class UnknownFieldPolicy(Collector):
         self._next_log_at = clock()
 
     def count_dropped(self, fields: int) -> None:
-        """Their names are the client's own words, so neither a metric nor a log has them."""
+        """Count and log dropped fields, without their names, which quote the client."""
         with self._lock:
             self._dropped += fields
             self._unlogged += fields

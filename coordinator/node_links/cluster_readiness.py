@@ -1,5 +1,8 @@
-"""Is the cluster ready? A warm-up request went through the real path, decode nodes are here, and
-what runs moves on."""
+"""Decides whether the cluster is ready, and sends the warm-up request.
+
+The cluster is ready once a warm-up request has passed through the real path, while nodes can serve
+and running requests make progress.
+"""
 
 import asyncio
 import contextlib
@@ -14,18 +17,17 @@ from coordinator.node_links.dispatcher import Dispatcher
 
 WARMUP_PROMPT_TOKENS = 4
 WARMUP_OUTPUT_TOKENS = 2  # one by prefill, one by decode
-PREFILL_WAIT_SECONDS = (
-    30.0  # seconds that it waits for a prefill node which may be starting still, once decode serves
-)
+# How long the warm-up waits for a prefill node that may still be starting, once decode serves.
+PREFILL_WAIT_SECONDS = 30.0
 
 _log = log.get_logger("warmup")
 
 
 class ClusterReadiness:
-    """`run` is a task that warms the cluster up once. `state` may be asked at any time; `on_change`
-    callbacks are called with (ready, reason) when it has changed."""
+    """The cluster's readiness. `run` warms the cluster up once."""
 
     def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+        # Called with (ready, reason) when the state has changed.
         self.on_change: list[Callable[[bool, str], None]] = []
         self._config = config
         self._dispatcher = dispatcher
@@ -35,13 +37,16 @@ class ClusterReadiness:
         dispatcher.on_cluster_change.append(self._notify_if_changed)
 
     def state(self) -> tuple[bool, str]:
-        """(True, "") or (False, why not)."""
+        """Return (True, ""), or (False, the reason why the cluster is not ready)."""
         reason = self._why_not_ready()
         return not reason, reason
 
     async def run(self) -> None:
-        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a
-        prefill node comes in time; after a failure, again when a node has come or reported."""
+        """Warm up as soon as the cluster can serve.
+
+        The request passes a hand-off if the mode has them and a prefill node joins in time. After
+        a failure it is sent again when a node has joined or reported.
+        """
         brain = self._dispatcher.brain
         while self._not_warm_reason:
             await self._wait_while(brain.why_not_serving)
@@ -86,10 +91,13 @@ class ClusterReadiness:
         missing = brain.why_not_serving()
         if missing or self._not_warm_reason:
             return missing or self._not_warm_reason
-        quiet = brain.seconds_without_progress(self._dispatcher.clock())
-        if quiet > self._config.stall:
+        seconds = brain.seconds_without_progress(self._dispatcher.clock())
+        if seconds > self._config.stall:
             here = f"{brain.running_requests} requests run, {brain.queued_requests} wait"
-            return f"{here}, and none has got any further for {quiet:.0f} s (--stall {self._config.stall:g})"
+            return (
+                f"{here}, and none has got any further for {seconds:.0f} s "
+                f"(--stall {self._config.stall:g})"
+            )
         return ""
 
     def _notify_if_changed(self) -> None:

@@ -1,7 +1,6 @@
-"""The brain's shell: it carries out effects, keeps the one timer, and joins readers, nodes and
-brain on one event loop.
+"""The shell around the brain: carries out its effects and keeps its timer, on one event loop.
 
-Nothing here decides anything.
+It connects the brain with front ends, the nodes' streams and operators, and decides nothing.
 """
 
 import asyncio
@@ -13,21 +12,16 @@ from baton.config.settings import Config
 from baton.errors import (
     BatonError,
     Cancelled,
-    ConfigError,
-    InvalidRequest,
     RequestRejected,
     ShuttingDown,
     SlowReader,
 )
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.role_split import RoleSplit
-from baton.slo import Slo, parse_slo
-from baton.types import Incarnation, NodeName, Principal, Request, RequestId, mint_id
+from baton.types import Incarnation, Principal, Request, RequestId, mint_id
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.brain import Brain
 from coordinator.core.common.messages import (
     AdmitRequest,
     AttemptReplaced,
@@ -46,17 +40,15 @@ from coordinator.core.common.messages import (
     RoleSwitchReport,
     SendOrder,
 )
-from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.placement.policies import POLICIES
 from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
+from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 from coordinator.node_links.message_codec import build_welcome, order_to_pb
 
-_MIN_TIMER_SECONDS = 0.001  # seconds: event loops round to milliseconds
+_MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
 
 _log = log.get_logger("dispatcher")
 
@@ -65,45 +57,28 @@ class NodeConnection(Protocol):
     """A node's stream as the dispatcher sees it."""
 
     def send_message(self, message: CoordinatorMessage) -> None:
-        """Never blocks; a stream that cannot keep up closes itself."""
+        """Queue a message. Never blocks: a stream that cannot keep up closes itself."""
         ...
 
     def close(self) -> None:
-        """The incarnation is no member any more: end the stream. Idempotent; calls nothing back."""
+        """End the stream of a node that is no longer a member. Idempotent; calls nothing back."""
         ...
 
 
 class Dispatcher:
-    """A `GenerationBackend` for the front doors and the member list for the node link. One event
-    loop, no locks."""
+    """The `GenerationBackend` of the front ends, and the registry of the nodes' streams."""
 
     def __init__(
         self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
     ) -> None:
-        """`served`: what is known of the model, for nodes to be compared with. Raises
-        ConfigError."""
-        mode = config.mode if config.prefill else "colocated"
-        settings = BrainSettings(
-            mode,
-            config.max_queue,
-            config.max_attempts,
-            config.stall,
-            config.explain_keep,
-            config.retry_budget,
-            config.local_prefill_share,
-            config.degrade_wait,
-            config.degraded_max_tokens,
-            _parse_config_slo(config.slo),
-            config.max_queue_tokens,
-        )
+        """Nodes that join are compared with `served`, the model as far as it is known.
+
+        Raises ConfigError.
+        """
         self._config = config
-        self.brain = Brain(
-            NodeRegistry(config.silence, config.stall, served),
-            POLICIES[config.placement](),
-            settings,
-        )
+        self.brain = build_brain(config, served)
         self.clock = clock
-        self.mode = mode
+        self.mode = effective_mode(config)
         self.node_connections: dict[Incarnation, NodeConnection] = {}
         self.on_request_end: list[Callable[[EndRequest], None]] = []
         self.on_cluster_change: list[
@@ -113,7 +88,7 @@ class Dispatcher:
         self._generation_streams: dict[RequestId, GenerationStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_at = 0.0
-        self._is_closing = False  # the ends of the nodes' streams are our own doing
+        self._is_closing = False  # we end the nodes' streams ourselves
         self._pending_effects: deque[Effect] = deque()
         self._is_applying_effects = False
         self._idle = asyncio.Event()
@@ -121,7 +96,7 @@ class Dispatcher:
         if config.ratio_auto:
             self.brain.ratio_controller.enable_auto(None, config.flip_timeout, clock())
 
-    # for the front doors
+    # for the front ends
 
     def get_model_bounds(self) -> ModelBounds:
         return self.brain.get_model_bounds()
@@ -129,8 +104,7 @@ class Dispatcher:
     async def submit_request(
         self, submission: Submission, *, internal: bool = False
     ) -> GenerationStream:
-        """See `GenerationBackend.submit_request`. `internal` requests are counted in a class of
-        their own."""
+        """See `GenerationBackend.submit_request`. `internal` requests have a class of their own."""
         (stream,) = await self.submit_requests([submission], internal=internal)
         return stream
 
@@ -146,83 +120,62 @@ class Dispatcher:
         ]
         self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
-        self._apply_effects(effects)
+        self.apply_effects(effects)
         try:
             for stream in streams:
                 await stream.wait_until_admitted()
-        except BaseException:  # cancelled, or one of them was not admitted: then none is
+        except BaseException:  # cancelled, or one was not admitted: then none is
             for stream in streams:
                 stream.cancel()
             raise
         return streams
 
-    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
+    def require_admission(self, principal: Principal, count: int, timeout: float) -> None:
         """See `GenerationBackend.require_admission`."""
-        self.brain.require_admission(standing, count, timeout, self.clock())
+        self.brain.require_admission(principal, count, timeout, self.clock())
 
     def reload_tenants(self, tenants: TenantTable) -> None:
-        self._apply_effects(self.brain.reload_tenants(tenants, self.clock()))
+        self.apply_effects(self.brain.reload_tenants(tenants, self.clock()))
 
     def count_rejection(self, error: RequestRejected, tenant_class: str) -> None:
-        """For what a front door refuses before it submits; `submit_request` counts its own."""
+        """Count a request that a front end rejects before it submits it."""
         self.brain.count_rejection(error, tenant_class, self.clock())
 
-    async def drain_requests(self, patience: float) -> None:
-        """Refuse new requests, wait for those that run, and after `patience` seconds end the rest
-        with Draining."""
+    async def drain_requests(self, timeout_seconds: float) -> None:
+        """Refuse new requests and wait for running ones; then end the rest with ShuttingDown."""
         self.brain.start_draining()
-        self._notify_cluster_change()
+        self.notify_cluster_change()
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_seconds):
                 await self._idle.wait()
         except TimeoutError:
             error = ShuttingDown(
-                f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)"
+                f"the cluster has stopped: {timeout_seconds:g} s had passed (--drain-timeout)"
             )
             for request in self.brain.list_active_requests():
                 self._cancel_request(request, error)
 
-    # for operators
+    # for operators and the node link
 
-    def explain_request(self, request: RequestId) -> ExplainResponse:
-        """Raises NotFound."""
-        return self.brain.explain_request(request, self.clock())
+    def apply_effects(self, effects: Sequence[Effect]) -> None:
+        """Carry out effects in order. Carrying one out may add others to the end of the queue."""
+        self._pending_effects.extend(effects)
+        if self._is_applying_effects:
+            return
+        self._is_applying_effects = True
+        try:
+            while self._pending_effects:
+                self._apply_effect(self._pending_effects.popleft())
+        finally:
+            self._is_applying_effects = False
+        self._schedule_timer()
 
-    def drain_node(self, name: NodeName, timeout: float | None) -> None:
-        """See `Brain.drain_node`."""
-        self._apply_effects(self.brain.drain_node(name, timeout, self.clock()))
-        _log.info("node drained", node=name, timeout=timeout)
-        self._notify_cluster_change()
-
-    def undrain_node(self, name: NodeName) -> None:
-        """See `Brain.undrain_node`."""
-        self._apply_effects(self.brain.undrain_node(name, self.clock()))
-        _log.info("node back in service", node=name)
-        self._notify_cluster_change()
-
-    def set_ratio(self, target: RoleSplit, patience: float | None) -> None:
-        """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
-        seconds = self._config.flip_timeout if patience is None else patience
-        self._apply_effects(self.brain.set_ratio(target, seconds, self.clock()))
-        _log.info("ratio set", target=str(target), flip_timeout=seconds)
-        self._notify_cluster_change()
-
-    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
-        """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
-        seconds = self._config.flip_timeout if patience is None else patience
-        self._apply_effects(self.brain.set_auto_ratio(slo, seconds, self.clock()))
-        _log.info(
-            "ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds
-        )
-        self._notify_cluster_change()
-
-    def set_manual_ratio(self) -> None:
-        self.brain.set_manual_ratio()
-        _log.info("ratio manual")
-        self._notify_cluster_change()
+    def notify_cluster_change(self) -> None:
+        for callback in self.on_cluster_change:
+            callback()
 
     def close(self) -> None:
-        """Give up every node; nothing runs any more."""
+        """Stop the timer and disconnect every node."""
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
@@ -232,8 +185,7 @@ class Dispatcher:
     # for the node link
 
     def join_node(self, info: JoinInfo, link: NodeConnection) -> Incarnation:
-        """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if
-        it may not join."""
+        """Make a node a member and send it Welcome. Raises ConfigError if it may not join."""
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_node(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
@@ -245,54 +197,40 @@ class Dispatcher:
             incarnation=incarnation,
             pid=info.pid,
         )
-        self._apply_effects(effects)
-        self._notify_cluster_change()
+        self.apply_effects(effects)
+        self.notify_cluster_change()
         return incarnation
 
     def join_pool(self, info: PoolJoinInfo, link: NodeConnection) -> Incarnation:
-        """A host's pool becomes a member. Raises ConfigError if it may not."""
+        """Make the shared pool of a host a member. Raises ConfigError if it may not join."""
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_pool(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
         link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
-        self._apply_effects(effects)
-        self._notify_cluster_change()
+        self.apply_effects(effects)
+        self.notify_cluster_change()
         return incarnation
 
     def receive_report(self, sender: Incarnation, message: NodeReport) -> None:
-        self._apply_effects(self.brain.receive_report(sender, message, self.clock()))
+        self.apply_effects(self.brain.receive_report(sender, message, self.clock()))
         if isinstance(message, Heartbeat | NodeLeaving):
-            self._notify_cluster_change()
+            self.notify_cluster_change()
 
     def remove_member(self, incarnation: Incarnation, reason: BatonError) -> None:
-        """The node's stream has ended. Idempotent."""
-        self._apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
+        """Remove a node or pool whose stream has ended. Idempotent."""
+        self.apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
 
-    # inside
+    # internal
 
     def _cancel_for_client(self, request: RequestId) -> None:
         self._cancel_request(request, Cancelled("the client has gone away"))
 
     def _stop_for_client(self, request: RequestId) -> None:
-        self._apply_effects(self.brain.stop_request(request, self.clock()))
+        self.apply_effects(self.brain.stop_request(request, self.clock()))
 
     def _cancel_request(self, request: RequestId, error: BatonError) -> None:
-        self._apply_effects(self.brain.cancel_request(request, error, self.clock()))
-
-    def _apply_effects(self, effects: list[Effect]) -> None:
-        """In the order in which the brain decided them, also when carrying one out brings new
-        ones."""
-        self._pending_effects.extend(effects)
-        if self._is_applying_effects:
-            return
-        self._is_applying_effects = True
-        try:
-            while self._pending_effects:
-                self._apply_effect(self._pending_effects.popleft())
-        finally:
-            self._is_applying_effects = False
-        self._schedule_timer()
+        self.apply_effects(self.brain.cancel_request(request, error, self.clock()))
 
     def _apply_effect(self, effect: Effect) -> None:
         match effect:
@@ -319,7 +257,7 @@ class Dispatcher:
                 self._end_request(effect)
             case AttemptReplaced(key, reason):
                 _log.info(
-                    "placed again",
+                    "attempt replaced",
                     request=key.request_id,
                     attempt=key.attempt_number,
                     reason=reason,
@@ -330,39 +268,38 @@ class Dispatcher:
                     step=step,
                     pressure=pressure,
                 )
-                self._notify_cluster_change()
+                self.notify_cluster_change()
             case BreakerChanged(prefill, decode, state):
-                _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
+                _log.warning(
+                    "circuit breaker changed", state=state.value, prefill=prefill, decode=decode
+                )
             case RoleSwitchReport():
                 self._report_role_switch(effect)
             case RatioChanged(target, reason):
                 _log.info("ratio changed", target=str(target), why=reason)
-                self._notify_cluster_change()
+                self.notify_cluster_change()
             case MemberLost(node, name, error, expected):
-                say, what = (
-                    (_log.info, "node left to join anew")
-                    if expected
-                    else (_log.warning, "node lost")
-                )
+                write_log, event = _log.warning, "node lost"
                 if self._is_closing:
-                    say, what = _log.info, "node let go"
-                say(what, node=name, incarnation=node, reason=error.message)
+                    write_log, event = _log.info, "node disconnected at shutdown"
+                elif expected:
+                    write_log, event = _log.info, "node rejoining"
+                write_log(event, node=name, incarnation=node, reason=error.message)
                 link = self.node_connections.pop(node, None)
                 if link is not None:
                     link.close()
-                self._notify_cluster_change()
+                self.notify_cluster_change()
 
     def _end_request(self, end: EndRequest) -> None:
-        stream, result, line = (
-            self._generation_streams.pop(end.request_id, None),
-            end.result,
-            end.timeline,
-        )
+        stream = self._generation_streams.pop(end.request_id, None)
+        result, timeline = end.result, end.timeline
         if stream is not None:
             if isinstance(result, FinishedResult):
-                stream.end_stream(FinishedEvent(result.reason, result.cached_tokens, line), line)
+                stream.end_stream(
+                    FinishedEvent(result.reason, result.cached_tokens, timeline), timeline
+                )
             else:
-                stream.end_stream(result, line)
+                stream.end_stream(result, timeline)
         if not self._generation_streams:
             self._idle.set()
         for callback in self.on_request_end:
@@ -372,8 +309,8 @@ class Dispatcher:
             "request ended",
             request=end.request_id,
             outcome=outcome,
-            attempts=line.attempts,
-            seconds=line.total,
+            attempts=timeline.attempts,
+            seconds=timeline.total,
         )
 
     def _report_role_switch(self, switch: RoleSwitchReport) -> None:
@@ -393,15 +330,10 @@ class Dispatcher:
         )
         for callback in self.on_role_switch:
             callback(switch)
-        self._notify_cluster_change()
-
-    def _notify_cluster_change(self) -> None:
-        for callback in self.on_cluster_change:
-            callback()
+        self.notify_cluster_change()
 
     def _schedule_timer(self) -> None:
-        """One timer, for the next moment at which time alone changes something. One that rings
-        early does no harm."""
+        """Set the timer to the brain's next deadline. A timer that fires early does no harm."""
         due = self.brain.next_tick_at()
         if due is None or (self._timer is not None and self._timer_due_at <= due):
             return
@@ -413,21 +345,12 @@ class Dispatcher:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._apply_effects(self.brain.tick(self.clock()))
-
-
-def _parse_config_slo(slo: str) -> Slo:
-    """Raises ConfigError."""
-    try:
-        return parse_slo(slo)
-    except InvalidRequest as error:
-        raise ConfigError(f"--slo: {error.message}", param="slo") from None
+        self.apply_effects(self.brain.tick(self.clock()))
 
 
 def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
-    """With ids, and those of one prompt one after another: see
-    `GenerationBackend.submit_requests`."""
-    found: list[SubmittedRequest] = []
+    """Mint ids, and find the leader of each choice: see `GenerationBackend.submit_requests`."""
+    arrivals: list[SubmittedRequest] = []
     leader: Request | None = None
     for submission in submissions:
         request = Request(
@@ -445,9 +368,9 @@ def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> lis
             or request.prompt_token_ids != leader.prompt_token_ids
         ):
             leader = request
-        found.append(
+        arrivals.append(
             SubmittedRequest(
                 request, submission.leader_id or (leader.id if leader is not request else None)
             )
         )
-    return found
+    return arrivals

@@ -1,4 +1,4 @@
-"""One request's events on their way to one reader."""
+"""The stream of one request's events, from the dispatcher to its reader."""
 
 import asyncio
 from collections import deque
@@ -9,11 +9,11 @@ from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
 from coordinator.generation import FinishedEvent, GenerationEvent, PromptLogprobsEvent, TokensEvent
 
-MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave behind
+MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave unread
 
 
 class GenerationStream:
-    """A `Generation`. Written by the dispatcher, read by one task, both on the event loop."""
+    """A `Generation`, written by the dispatcher and read by one task on the same event loop."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GenerationStream:
             self._cancel(self._id)
 
     def stop(self) -> None:
-        """An error that lies behind what the reader wanted is none to it."""
+        """See `Generation.stop`. Errors after the stop point are not reported to the reader."""
         if not self._is_ended:
             self._stop(self._id)
         elif self._error is not None:
@@ -53,14 +53,14 @@ class GenerationStream:
         self._wake.set()
 
     def push_prompt_logprobs(self, scores: PromptLogprobsEvent) -> None:
-        """Comes once, so it does not count as unread."""
+        """Add the logprobs of the prompt, which do not count as unread tokens."""
         self._events.append(scores)
         self._wake.set()
 
-    def push_tokens(self, delta: TokensEvent) -> bool:
-        """False if the reader has fallen too far behind."""
-        self._events.append(delta)
-        self._unread_tokens += len(delta.token_ids)
+    def push_tokens(self, event: TokensEvent) -> bool:
+        """Add tokens. Return False if the reader has fallen too far behind."""
+        self._events.append(event)
+        self._unread_tokens += len(event.token_ids)
         self._wake.set()
         return self._unread_tokens <= MAX_UNREAD_TOKENS
 
@@ -74,7 +74,7 @@ class GenerationStream:
         self._wake.set()
 
     async def wait_until_admitted(self) -> None:
-        """Until the request is accepted for good. Raises what ended it before."""
+        """Wait until the request is admitted. Raises the error that ended it before."""
         while not self._is_admitted:
             if self._error is not None:
                 raise self._error
@@ -94,6 +94,6 @@ class GenerationStream:
                 self._wake.clear()
                 await self._wake.wait()
         finally:
-            self.cancel()  # a reader that leaves early, or is cancelled, must not leave work behind
+            self.cancel()  # in case the reader has left early or was cancelled
         if self._error is not None:
             raise self._error

@@ -1,5 +1,8 @@
-"""Handshakes on the cluster port that come to nothing. gRPC ends them by itself and tells nobody,
-but it says when one begins; one after which no stream comes has failed."""
+"""Counts failed TLS handshakes on the cluster port.
+
+gRPC does not report failed handshakes, but it reports when one starts. A handshake that no stream
+follows within STREAM_OPEN_TIMEOUT_SECONDS has failed.
+"""
 
 import asyncio
 from collections import deque
@@ -10,33 +13,33 @@ from baton.network.grpc_options import HANDSHAKE_TIMEOUT_SECONDS
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 
-STREAM_OPEN_TIMEOUT_SECONDS = HANDSHAKE_TIMEOUT_SECONDS + 5.0  # until the stream has begun, too
+STREAM_OPEN_TIMEOUT_SECONDS = HANDSHAKE_TIMEOUT_SECONDS + 5.0  # including the opening of the stream
 
 _log = log.get_logger("node_link")
 
 
 class HandshakeMonitor:
-    """Of one port. `count_failures` is called on the event loop that made this, with how many have
-    failed."""
+    """Watches the handshakes of one port."""
 
-    def __init__(self, count_failures: Callable[[int], None], patience: float) -> None:
+    def __init__(self, count_failures: Callable[[int], None], timeout_seconds: float) -> None:
+        """`count_failures` is called on the current event loop with the number of new failures."""
         self._count_failures = count_failures
-        self._timeout_seconds = patience
+        self._timeout_seconds = timeout_seconds
         self._loop = asyncio.get_running_loop()
-        self._started_at: deque[float] = (
-            deque()
-        )  # when; which is whose nobody can tell, and only the count matters
+        # Start times of handshakes that no stream has followed yet. A stream cannot be matched with
+        # its own handshake, but only the number of failures matters.
+        self._started_at: deque[float] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._limited = RateLimitedLogger(burst=1, per_second=LOG_LINES_PER_SECOND)
-        self._failed_handshakes = 0  # in all
+        self._failed_handshakes = 0  # total
 
     def on_handshake_started(self) -> None:
-        """On any thread."""
+        """A handshake has started. Called on any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._record_start)
 
     def on_stream_opened(self) -> None:
-        """A stream has come."""
+        """A stream has been opened, so one handshake has succeeded."""
         if self._started_at:
             self._started_at.popleft()
 
@@ -64,6 +67,7 @@ class HandshakeMonitor:
             self._failed_handshakes += failed
             self._limited.log_event(
                 _log.warning,
-                "wrong cluster token, or no node of this cluster: connections to the cluster port were refused",
+                "wrong cluster token, or no node of this cluster: connections to the cluster "
+                "port were refused",
                 connections=self._failed_handshakes,
             )

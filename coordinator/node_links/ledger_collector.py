@@ -1,4 +1,4 @@
-"""Asking every node and pool for its block ledger."""
+"""Queries every node and pool for its block ledger."""
 
 import asyncio
 from itertools import chain, count
@@ -9,18 +9,24 @@ from baton.pb.common_pb2 import Ledger
 from baton.types import Incarnation
 from coordinator.node_links.dispatcher import Dispatcher
 
-REPLY_TIMEOUT_SECONDS = 2.0  # seconds
+REPLY_TIMEOUT_SECONDS = 2.0
 
 
 class LedgerCollector:
+    """Sends ledger queries over the node links and gathers the replies."""
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._query_numbers = count(1)
         self._open_queries: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
 
-    async def collect_ledgers(self, patience: float = REPLY_TIMEOUT_SECONDS) -> LedgerResponse:
-        """Every node's ledger, with a pool's that of its disk, and the names of those that did not
-        answer within `patience` seconds."""
+    async def collect_ledgers(
+        self, timeout_seconds: float = REPLY_TIMEOUT_SECONDS
+    ) -> LedgerResponse:
+        """Return all ledgers, including those of the pools' disks, and the names of silent nodes.
+
+        A node is silent if it does not answer within `timeout_seconds`.
+        """
         number = next(self._query_numbers)
         loop = asyncio.get_running_loop()
         names = {
@@ -36,7 +42,7 @@ class LedgerCollector:
                 if link is not None:
                     link.send_message(CoordinatorMessage(ledger_query=LedgerQuery(query=number)))
             if waiting:
-                await asyncio.wait(waiting.values(), timeout=patience)
+                await asyncio.wait(waiting.values(), timeout=timeout_seconds)
         finally:
             del self._open_queries[number]
         answered = {node: future.result() for node, future in waiting.items() if future.done()}
@@ -47,7 +53,7 @@ class LedgerCollector:
         )
 
     def on_ledger_reply(self, sender: Incarnation, reply: LedgerReply) -> None:
-        """Late and repeated replies are no-ops."""
+        """Accept a reply. Late and repeated replies are ignored."""
         future = self._open_queries.get(reply.query, {}).get(sender)
         if future is not None and not future.done():
             future.set_result([reply.ledger, *([reply.disk] if reply.HasField("disk") else [])])

@@ -1,4 +1,4 @@
-"""The brain's plain messages to protobuf and back."""
+"""Converts the brain's messages from and to protobuf."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from coordinator.core.membership.pool_registry import POOL_ROLE, PoolJoinInfo
 
 
 def join_from_pb(join: pb.Join) -> JoinInfo:
-    """Raises ConfigError for a role that there is not."""
+    """Raises ConfigError for an unknown role."""
     try:
         role = Role(join.role)
     except ValueError:
@@ -69,20 +69,25 @@ def _reserved_from_pb(message: pb.Reserved) -> m.BlocksReserved:
 
 
 def _prefill_ended_from_pb(message: pb.PrefillEnded) -> m.PrefillEnded:
-    tokens, pooled = (
-        (message.computed_tokens, message.cached_tokens),
-        (message.pooled_tokens, message.remote_tokens),
-    )
     return m.PrefillEnded(
-        pb_conversion.attempt_key_from_pb(message.key), *tokens, message.share_seconds, *pooled
+        pb_conversion.attempt_key_from_pb(message.key),
+        message.computed_tokens,
+        message.cached_tokens,
+        message.share_seconds,
+        message.pooled_tokens,
+        message.remote_tokens,
     )
 
 
 def _admitted_from_pb(message: pb.Admitted) -> m.DecodeStarted:
-    key = pb_conversion.attempt_key_from_pb(message.key)
-    tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
     return m.DecodeStarted(
-        key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens
+        pb_conversion.attempt_key_from_pb(message.key),
+        message.computed_tokens,
+        message.cached_tokens,
+        message.received_tokens,
+        message.share_seconds,
+        message.pooled_tokens,
+        message.remote_tokens,
     )
 
 
@@ -123,8 +128,10 @@ _INPUT_CONVERTERS: dict[str, Callable[[Any], m.NodeReport]] = {
 
 
 def input_from_pb(message: pb.NodeMessage) -> m.NodeReport | None:
-    """None for what is not the brain's: a ledger reply, a second join, or a kind this version does
-    not know."""
+    """Return None for messages that are not for the brain.
+
+    These are ledger replies, a second join, and kinds that this version does not know.
+    """
     kind = message.WhichOneof("message")
     convert = _INPUT_CONVERTERS.get(kind) if kind else None
     return convert(getattr(message, kind)) if convert and kind else None
@@ -132,25 +139,21 @@ def input_from_pb(message: pb.NodeMessage) -> m.NodeReport | None:
 
 def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
-        case m.DecodeOrder(work, writer, share, elsewhere):
-            peer, there = (
-                pb_conversion.peer_to_pb(writer) if writer else None,
-                pb_conversion.remote_prefix_to_pb(elsewhere),
-            )
+        case m.DecodeOrder(spec, writer, share, remote_prefix):
             submit = pb.Submit(
-                work=pb_conversion.attempt_spec_to_pb(work),
-                writer=peer,
+                work=pb_conversion.attempt_spec_to_pb(spec),
+                writer=pb_conversion.peer_to_pb(writer) if writer else None,
                 prefill_share=share,
-                elsewhere=there,
+                elsewhere=pb_conversion.remote_prefix_to_pb(remote_prefix),
             )
             return pb.CoordinatorMessage(submit=submit)
-        case m.PrefillOrder(work, alone, elsewhere):
-            there = pb_conversion.remote_prefix_to_pb(elsewhere)
-            return pb.CoordinatorMessage(
-                prefill=pb.Prefill(
-                    work=pb_conversion.attempt_spec_to_pb(work), alone=alone, elsewhere=there
-                )
+        case m.PrefillOrder(spec, alone, remote_prefix):
+            prefill = pb.Prefill(
+                work=pb_conversion.attempt_spec_to_pb(spec),
+                alone=alone,
+                elsewhere=pb_conversion.remote_prefix_to_pb(remote_prefix),
             )
+            return pb.CoordinatorMessage(prefill=prefill)
         case m.TicketOrder(ticket):
             return pb.CoordinatorMessage(
                 ticket=pb.GiveTicket(ticket=pb_conversion.ticket_to_pb(ticket))

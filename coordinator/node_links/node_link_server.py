@@ -1,4 +1,4 @@
-"""The cluster port, where nodes and pools dial: mutual TLS, and one stream a connection."""
+"""The cluster port, to which nodes and pools connect: mutual TLS, one stream a connection."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ from coordinator.node_links.handshake_monitor import STREAM_OPEN_TIMEOUT_SECONDS
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_service import NodeLinkService
 
-_MAX_STREAMS_PER_CONNECTION = 4  # at a time on one connection: a node has one
-_IDLE_SECONDS = 60.0  # without a stream
+_MAX_STREAMS_PER_CONNECTION = 4  # concurrent; a node has one
+_IDLE_SECONDS = 60.0  # after which a connection without a stream is closed
 
 
 class NodeLinkServer:
-    """Bound by its constructor, on the running event loop; it answers from `start` on."""
+    """The gRPC server for nodes, on the running event loop. It answers from `start` on."""
 
     def __init__(
         self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, limit: PortLimit
     ) -> None:
-        """Raises ConfigError when the port cannot be had."""
+        """Bind the port. Raises ConfigError."""
         self._join_counts = dispatcher.brain.counters.joins
         self._link_service = NodeLinkService(config, dispatcher, ledgers)
         self._handshake_monitor = HandshakeMonitor(

@@ -1,8 +1,8 @@
 """NodeLink.Attach: the one stream between the coordinator and each node.
 
-A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT_SECONDS` seconds and ends
-when the node goes, when the brain gives the incarnation up, or when the node reads so slowly that
-its bounded outbox fills.
+A stream is one incarnation of a node. It starts with a Join within `JOIN_TIMEOUT_SECONDS`. It ends
+when the node disconnects, when the brain removes the node, or when the node reads so slowly that
+its bounded outbox is full.
 """
 
 import asyncio
@@ -28,19 +28,18 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb
 
-JOIN_TIMEOUT_SECONDS = 5.0  # seconds
-_LAST_WRITE_SECONDS = 1.0  # seconds
+JOIN_TIMEOUT_SECONDS = 5.0
+_LAST_WRITE_SECONDS = 1.0  # for a write that is in progress when the stream ends
 _FAILPOINT = "link.coordinator.send"
 
 StreamContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 _log = log.get_logger("node_link")
-_limited = RateLimitedLogger()  # of lines that whoever reaches the port can cause
+_limited = RateLimitedLogger()  # for lines that any client of the port can cause
 
 
 class NodeStream:
-    """The sending half of one node's stream: a bounded outbox, and a ping when nothing else is to
-    be said."""
+    """The sending half of one node's stream: a bounded outbox, and pings while it is empty."""
 
     def __init__(self, heartbeat: float) -> None:
         self.closed = asyncio.Event()
@@ -50,7 +49,7 @@ class NodeStream:
 
     def send_message(self, message: CoordinatorMessage) -> None:
         if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
-            _log.error("a node reads too slowly and is given up", unsent=MAX_UNSENT_MESSAGES)
+            _log.error("node outbox full: closing its stream", unsent=MAX_UNSENT_MESSAGES)
             self.close()
         if not self.closed.is_set():
             self._outbox.append(message)
@@ -60,7 +59,7 @@ class NodeStream:
         self.closed.set()
 
     async def write_messages(self, context: StreamContext) -> None:
-        """Write what is sent, until cancelled."""
+        """Write queued messages until cancelled."""
         numbers = stream.SequenceNumbers()
         while True:
             while self._outbox:
@@ -76,9 +75,10 @@ class NodeStream:
 
 
 async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
-    """What is being written when this is cancelled is written to its end, unless the node takes
-    nothing: gRPC cannot end a stream that still writes, and the node would not learn that it has
-    ended."""
+    """Write a message; on cancellation, give the write _LAST_WRITE_SECONDS to complete.
+
+    gRPC cannot end a stream during a write, so that the node would not learn of its end.
+    """
     writing = asyncio.ensure_future(stream.send_message(context.write, message, _FAILPOINT))
     try:
         await asyncio.shield(writing)
@@ -90,6 +90,8 @@ async def _write_message(context: StreamContext, message: CoordinatorMessage) ->
 
 
 class NodeLinkService:
+    """Serves the streams of all nodes and pools."""
+
     def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -97,15 +99,15 @@ class NodeLinkService:
         self._proof = derive_link_proof(config.cluster_token)
 
     async def Attach(self, _: object, context: StreamContext) -> None:
-        """One node's stream, from its Join to its end."""
+        """Serve one node's stream, from its Join to its end."""
         await self._authenticate(context)
-        stream = NodeStream(self._config.heartbeat)
+        node_stream = NodeStream(self._config.heartbeat)
         first = await self._read_join(context)
         try:
             if first.join.role == POOL_ROLE:
-                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
+                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), node_stream)
             else:
-                incarnation = self._dispatcher.join_node(self._parse_join(first.join), stream)
+                incarnation = self._dispatcher.join_node(self._parse_join(first.join), node_stream)
         except ConfigError as error:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
@@ -118,19 +120,19 @@ class NodeLinkService:
         try:
             await self._run_until_first_ends(
                 self._receive_messages(context, incarnation),
-                stream.write_messages(context),
-                stream.closed.wait(),
+                node_stream.write_messages(context),
+                node_stream.closed.wait(),
             )
         except grpc.RpcError as error:
-            _limited.log_event(_log.info, "stream broke", node=first.join.name, error=str(error))
+            _limited.log_event(_log.info, "stream failed", node=first.join.name, error=str(error))
         finally:
-            stream.close()
+            node_stream.close()
             self._dispatcher.remove_member(
                 incarnation, NodeLost(f"the stream of node {first.join.name} ended")
             )
 
     def _parse_join(self, join: Join) -> JoinInfo:
-        """Raises ConfigError, counted, for one that is no node's."""
+        """Raises ConfigError, and counts it, for a join that is no node's."""
         try:
             return join_from_pb(join)
         except ConfigError:
@@ -138,8 +140,11 @@ class NodeLinkService:
             raise
 
     async def _authenticate(self, context: StreamContext) -> None:
-        """The certificate has shown already that the node has the token. This proof of it also
-        holds where somebody in between has ended TLS."""
+        """Check the proof that the node has the cluster token.
+
+        Its certificate has proved that already, but the proof also holds behind a proxy that
+        terminates TLS.
+        """
         given = dict(context.invocation_metadata()).get(PROOF_METADATA_KEY, b"")
         if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
             return
@@ -183,7 +188,7 @@ class NodeLinkService:
             try:
                 report = input_from_pb(message)
             except ValueError as error:
-                _limited.log_event(_log.warning, "a message makes no sense", error=str(error))
+                _limited.log_event(_log.warning, "malformed message", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
             if report is not None:
@@ -195,7 +200,7 @@ class NodeLinkService:
 
     @staticmethod
     async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:
-        """Run all until one is done, then stop the others. Raises what it raised."""
+        """Run all coroutines until one ends, then cancel the others. Raises its error."""
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -36,11 +36,11 @@ from coordinator.readiness import Readiness
 from coordinator.text.text_workers import TextWorkers
 
 UNBUILT_ROUTES = (("/", "GET"),)
-ADMIN_BODY_TIMEOUT_SECONDS = 10.0  # seconds
+ADMIN_BODY_TIMEOUT_SECONDS = 10.0
 
 
 class ClusterAdmin(Protocol):
-    """What this port shows of the whole, and may change."""
+    """What the admin port needs of `ClusterOperations`."""
 
     def get_status(self) -> StatusResponse: ...
 
@@ -54,48 +54,48 @@ class ClusterAdmin(Protocol):
 
     def get_ratio(self) -> Ratio: ...
 
-    def set_ratio(self, target: RoleSplit, patience: float | None) -> Ratio: ...
+    def set_ratio(self, target: RoleSplit, flip_timeout: float | None) -> Ratio: ...
 
     def advise_ratio(self, slo: Slo | None) -> RatioAdvice: ...
 
-    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> Ratio: ...
+    def set_auto_ratio(self, slo: Slo | None, flip_timeout: float | None) -> Ratio: ...
 
     def set_manual_ratio(self) -> Ratio: ...
 
     def render_metrics(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         ...
 
 
 class _DrainBody(RequestBody, frozen=True, kw_only=True):
-    """The body of POST /admin/drain. `timeout` in seconds."""
+    """The body of POST /admin/drain."""
 
     node: str
     undrain: bool = False
-    timeout: float | None = None
+    timeout: float | None = None  # seconds
 
 
 class _RatioBody(RequestBody, frozen=True, kw_only=True):
-    """The body of POST /admin/ratio: `ratio` as P:D, or `auto`. `flip_timeout` in seconds."""
+    """The body of POST /admin/ratio: either `ratio` or `auto`."""
 
-    ratio: str | None = None
+    ratio: str | None = None  # prefill to decode nodes, as P:D
     auto: bool | None = None
     slo: str | None = None
-    flip_timeout: float | None = None
+    flip_timeout: float | None = None  # seconds
 
 
 def build_admin_app(
-    cluster: ClusterAdmin, readiness: Readiness, admin_token: str, refusals: RejectionCounter
+    cluster: ClusterAdmin, readiness: Readiness, admin_token: str, rejections: RejectionCounter
 ) -> FastAPI:
-    gate = AdminAuthenticator(admin_token)
+    authenticator = AdminAuthenticator(admin_token)
 
     def guard(request: Request) -> None:
-        check_admin_request(gate, request)
+        check_admin_request(authenticator, request)
 
     app = FastAPI(
         title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
-    app.add_middleware(RequestMiddleware, guard=guard, refusals=refusals)
+    app.add_middleware(RequestMiddleware, guard=guard, rejections=rejections)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     _add_probes(app, readiness)
@@ -143,13 +143,10 @@ def _add_drain_route(app: FastAPI, cluster: ClusterAdmin) -> None:
 
     async def drain(request: Request) -> Response:
         async with receive_body(request, ADMIN_BODY_TIMEOUT_SECONDS, bodies) as body:
-            wanted = await decoder.decode_body(body, workers)
-        done = (
-            cluster.undrain_node(wanted.node)
-            if wanted.undrain
-            else cluster.drain_node(wanted.node, wanted.timeout)
-        )
-        return _to_json_response(done)
+            command = await decoder.decode_body(body, workers)
+        if command.undrain:
+            return _to_json_response(cluster.undrain_node(command.node))
+        return _to_json_response(cluster.drain_node(command.node, command.timeout))
 
     app.add_api_route("/admin/drain", drain, methods=["POST"])
 
@@ -175,18 +172,16 @@ def _add_ratio_routes(app: FastAPI, cluster: ClusterAdmin) -> None:
     app.add_api_route("/admin/ratio", change, methods=["POST"])
 
 
-def _change_ratio(cluster: ClusterAdmin, wanted: _RatioBody) -> Ratio:
+def _change_ratio(cluster: ClusterAdmin, body: _RatioBody) -> Ratio:
     """Raises InvalidRequest."""
-    if (wanted.ratio is None) == (wanted.auto is None):
+    if (body.ratio is None) == (body.auto is None):
         raise InvalidRequest("give either ratio, as in 3:1, or auto, true or false", param="ratio")
-    if wanted.slo is not None and not wanted.auto:
+    if body.slo is not None and not body.auto:
         raise InvalidRequest("slo belongs to auto: true", param="slo")
-    if wanted.ratio is not None:
-        return cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout)
-    if wanted.auto:
-        return cluster.set_auto_ratio(
-            parse_slo(wanted.slo) if wanted.slo else None, wanted.flip_timeout
-        )
+    if body.ratio is not None:
+        return cluster.set_ratio(parse_split(body.ratio), body.flip_timeout)
+    if body.auto:
+        return cluster.set_auto_ratio(parse_slo(body.slo) if body.slo else None, body.flip_timeout)
     return cluster.set_manual_ratio()
 
 

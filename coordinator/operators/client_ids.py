@@ -1,8 +1,6 @@
-"""The names by which clients know their requests: the id in an answer's body, and the x-request-id
-that they sent.
+"""Finds requests by the ids that clients know: the id in a response, and their own x-request-id.
 
-They are for operators who ask about a request, and for nothing else: no decision looks at them, and
-several requests may have one of them.
+Only operators use these ids. No decision depends on them, and several requests may share one.
 """
 
 from collections import OrderedDict
@@ -10,21 +8,20 @@ from collections import OrderedDict
 from baton.errors import InvalidRequest
 from baton.types import RequestId
 
-MAX_CLIENT_IDS = 4096  # those used last
-MAX_REQUESTS_PER_ID = 16  # of one client id, the last ones
+MAX_CLIENT_IDS = 4096  # the most recently used ids
+MAX_REQUESTS_PER_ID = 16  # the most recent requests of one id
 _BODY_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 def parse_request_id(name: str) -> RequestId:
-    """Of an id as it stands in an answer's body, or as it is without its prefix."""
+    """Return the request id in an id of a response, which may have a prefix."""
     for prefix in _BODY_PREFIXES:
         name = name.removeprefix(prefix)
     return RequestId(name)
 
 
 class ClientIds:
-    """The last `MAX_CLIENT_IDS` ids that clients gave their requests, each with its last
-    `MAX_REQUESTS_PER_ID` requests."""
+    """The most recent ids that clients gave their requests, and the requests of each."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, list[RequestId]] = OrderedDict()
@@ -41,12 +38,15 @@ class ClientIds:
             self._requests.popitem(last=False)
 
     def find_request(self, client_id: str) -> RequestId | None:
-        """The one request of this id, None if there is none. Raises InvalidRequest naming them if
-        there are several."""
+        """Return the request with this id, or None.
+
+        Raises InvalidRequest, which lists the requests, if there are several.
+        """
         found = self._requests.get(client_id, [])
         if len(found) > 1:
             raise InvalidRequest(
-                f"{len(found)} requests came with x-request-id {client_id[:64]!r}, the last {MAX_REQUESTS_PER_ID} are known: "
+                f"{len(found)} requests came with x-request-id {client_id[:64]!r}, the last "
+                f"{MAX_REQUESTS_PER_ID} are known: "
                 f"ask for one of {', '.join(found)}",
                 param="request_id",
             )

@@ -1,4 +1,4 @@
-"""What operators are told of service that is not as they ordered it."""
+"""Describes degraded service to operators: notices, warnings and degradation steps."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,14 @@ _STEP_EFFECTS = {
     DegradationStep.SHED_LOWEST: "new requests of the lowest class are refused",
     DegradationStep.SMALLER_TOKEN_BUDGET: "tenants with tokens_per_second get half of it",
     DegradationStep.CAPPED_OUTPUT: "new requests get at most --degraded-max-tokens tokens",
-    DegradationStep.LOCAL_PREFILL_ONLY: "hand-offs fail and are given up: decode nodes compute every prompt",
+    DegradationStep.LOCAL_PREFILL_ONLY: (
+        "hand-offs fail and are given up: decode nodes compute every prompt"
+    ),
 }
 
 
 def list_notices(brain: Brain) -> list[str]:
-    """Sentences; none while all is as it should be."""
+    """Return one sentence for each way in which service is degraded at the moment."""
     found = [
         f"degraded ({step.value}): {_STEP_EFFECTS[step]}" for step in brain.degradation.active_steps
     ]
@@ -25,7 +27,7 @@ def list_notices(brain: Brain) -> list[str]:
 
 
 def drain_warning(brain: Brain) -> str:
-    """What service lacks while nodes are drained; "" if it lacks nothing."""
+    """Describe what is missing while nodes are drained; "" if nothing is."""
     if missing := brain.why_not_serving():
         return f"{missing}: requests wait, and new ones get 503, until one serves"
     missing = brain.why_no_prefill()
@@ -35,7 +37,7 @@ def drain_warning(brain: Brain) -> str:
 def degradation_to_pb(
     degradation: DegradationController, now: float
 ) -> Iterator[pb.DegradationStep]:
-    """Every step, in the order in which they are taken."""
+    """Yield every step, in the order in which the steps are taken."""
     for step in DegradationStep:
         since = degradation.active_steps.get(step)
         yield pb.DegradationStep(

@@ -1,9 +1,8 @@
-"""The label values that each counter can have, as far as they are known before anything was
-counted.
+"""The label values that each counter can have, as far as they are known in advance.
 
-Every series of them is exposed at 0 from the start. Prometheus' `rate` and `increase` need two
-samples of a series, so that a series which appeared with its first event would hide that event, and
-the first burst with it, from alerts.
+Their series are exposed with the value 0 from the start. Prometheus' `rate` and `increase` need two
+samples of a series, so a series that appeared with its first event would hide that event, and with
+it the first burst, from alerts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,23 +30,24 @@ from coordinator.core.requests.token_sources import TokenSources
 MetricLabels = tuple[str, ...]
 
 TRANSPORTS = ("shm", "zmq", "grpc")
-# A front door says these before there is a request that could end so.
+# Front ends raise these before a request is submitted, so no request ends with them.
 _BEFORE_SUBMISSION = (NotSupported, NotFound, RequestTooLarge, Unauthenticated)
 
 
 def list_known_labels(classes: Sequence[str]) -> dict[str, list[MetricLabels]]:
-    """By the name of the metric; label values in the order of its labels. `classes` are those of
-    the tenants."""
+    """Return label values by the name of the metric, in the order of its labels.
+
+    `classes` are the classes of the tenants.
+    """
     every_class = (*classes, INTERNAL_CLASS)
-    at_the_door = dict.fromkeys(
-        (*every_class, DEFAULT_TENANT_CLASS)
-    )  # whoever has no valid key has the class of all
+    # Callers without a valid key are counted in the default class.
+    rejected_classes = dict.fromkeys((*every_class, DEFAULT_TENANT_CLASS))
     replaced = [*_error_codes(HandoffFailed, NodeFailed), "refused"]
     handoff_ends: list[MetricLabels] = [("committed", transport) for transport in TRANSPORTS]
     handoff_ends += product(_error_codes(HandoffFailed), (*TRANSPORTS, "none"))
     return {
         "baton_requests_total": list(product(_list_outcomes(), every_class)),
-        "baton_rejected_total": list(product(_error_codes(RequestRejected), at_the_door)),
+        "baton_rejected_total": list(product(_error_codes(RequestRejected), rejected_classes)),
         "baton_prompt_tokens_total": _single_labels(TokenSources._fields),
         "baton_handoffs_total": handoff_ends,
         "baton_handoff_bytes_total": _single_labels(TRANSPORTS),
@@ -73,7 +73,7 @@ def list_known_labels(classes: Sequence[str]) -> dict[str, list[MetricLabels]]:
 
 
 def _list_outcomes() -> Iterator[str]:
-    """How a request that was admitted can end."""
+    """Yield all outcomes of an admitted request."""
     yield from (reason.value for reason in FinishReason)
     yield BatonError.code
     for code, error in ERRORS_BY_CODE.items():

@@ -1,4 +1,4 @@
-"""What the coordinator's ports may hold, and what they hold."""
+"""Limits and counts of the connections to the coordinator's ports."""
 
 from collections.abc import Iterator
 
@@ -12,10 +12,10 @@ from coordinator.frontend.http.server.connection_table import ConnectionTable
 
 
 class PortConnections(Collector):
-    """HTTP ports count their connections themselves; those of gRPC are watched from outside."""
+    """HTTP ports count their connections themselves; `ConnectionGuard` watches the gRPC ports."""
 
     def __init__(self, config: Config, descriptors: int) -> None:
-        """Raises ConfigError for more connections than the process may have."""
+        """`descriptors` is the limit of open files. Raises ConfigError if it is too low."""
         wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
         self.limits = {
             name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS
@@ -24,11 +24,11 @@ class PortConnections(Collector):
         self._guard = ConnectionGuard()
 
     def get_table(self, name: str) -> ConnectionTable:
-        """Of an HTTP port."""
+        """Return the connection table of an HTTP port."""
         return self._tables.setdefault(name, ConnectionTable(name, self.limits[name]))
 
     def watch_grpc_port(self, name: str, port: int) -> None:
-        """A gRPC port, by its name and its number."""
+        """Watch a gRPC port, given its name in metrics and its number."""
         self._guard.watch_port(name, port, self.limits[name])
 
     def get_connection_counts(self) -> dict[str, int]:
@@ -37,7 +37,7 @@ class PortConnections(Collector):
         } | self._guard.get_connection_counts()
 
     def get_refused_counts(self) -> dict[str, int]:
-        """Connections that were closed because there were too many."""
+        """Return how many connections each port has closed because there were too many."""
         return {
             name: table.refused_connections for name, table in self._tables.items()
         } | self._guard.get_refused_counts()
@@ -46,7 +46,7 @@ class PortConnections(Collector):
         self._guard.close()
 
     def collect(self) -> Iterator[Metric]:
-        """For /metrics."""
+        """Yield the metrics, at a scrape."""
         held = GaugeMetricFamily(
             "baton_connections", "Connections that a port holds", labels=["port"]
         )

@@ -1,4 +1,4 @@
-"""The ratio, its target, the changes of role under way and advice on it, as operators are told."""
+"""Converts the ratio, its target, pending role switches and advice to protobuf."""
 
 from baton.pb import cluster_pb2 as pb
 from baton.role_split import format_splits
@@ -11,40 +11,38 @@ from coordinator.core.ratio.split_forecast import SplitForecast
 
 def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
     switches = brain.role_switcher
-    have, target, pilot = switches.current_split(), switches.target_split, brain.ratio_controller
-    service = pilot.get_slo_results(now)
+    current, target = switches.current_split(), switches.target_split
+    controller = brain.ratio_controller
+    results = controller.get_slo_results(now)
     answer = pb.Ratio(
-        prefill=have.prefill_nodes,
-        decode=have.decode_nodes,
+        prefill=current.prefill_nodes,
+        decode=current.decode_nodes,
         has_target=target is not None,
         generation=switches.target_generation,
         settled=switches.is_settled,
         possible=format_splits(switches.list_possible_splits(now)),
         over=[_role_switch_to_pb(report, 0) for report in switches.finished],
-        automatic=pilot.is_automatic,
-        slo=str(pilot.target_slo),
-        reason=pilot.reason,
-        ended=service.ended_requests,
-        good=service.good_requests,
+        automatic=controller.is_automatic,
+        slo=str(controller.target_slo),
+        reason=controller.reason,
+        ended=results.ended_requests,
+        good=results.good_requests,
     )
     if target is not None:
         answer.target_prefill, answer.target_decode = target.prefill_nodes, target.decode_nodes
-    for flip in switches.pending.values():
+    for pending in switches.pending.values():
         answer.switches.append(
             _role_switch_to_pb(
-                flip.build_report(flip.phase.value, now), brain.count_attempts(flip.incarnation)
+                pending.build_report(pending.phase.value, now),
+                brain.count_attempts(pending.incarnation),
             )
         )
     return answer
 
 
 def advice_to_pb(report: RatioReport, queued: int) -> pb.RatioAdvice:
-    advice, asked, service, stages = (
-        report.advice,
-        report.workload,
-        report.slo_results,
-        report.stage_seconds,
-    )
+    advice, workload = report.advice, report.workload
+    results, stages = report.slo_results, report.stage_seconds
     return pb.RatioAdvice(
         slo=str(advice.slo),
         prefill=advice.best_split.prefill_nodes,
@@ -52,40 +50,40 @@ def advice_to_pb(report: RatioReport, queued: int) -> pb.RatioAdvice:
         present_prefill=advice.current_split.prefill_nodes,
         present_decode=advice.current_split.decode_nodes,
         reason=advice.reason,
-        forecasts=[_forecast_to_pb(one) for one in advice.forecasts],
-        seconds=asked.window_seconds,
-        requests_per_second=asked.requests_per_second,
-        burstiness=asked.burstiness,
-        prompt_tokens_mean=asked.prompt_moments.mean,
-        prompt_tokens_deviation=asked.prompt_moments.stddev,
-        output_tokens_mean=asked.output_moments.mean,
-        output_tokens_deviation=asked.output_moments.stddev,
-        computed_share=asked.computed_share,
-        prefill_tokens_per_second=asked.prefill_tokens_per_second,
-        decode_tokens_per_second=asked.decode_tokens_per_second,
+        forecasts=[_forecast_to_pb(forecast) for forecast in advice.forecasts],
+        seconds=workload.window_seconds,
+        requests_per_second=workload.requests_per_second,
+        burstiness=workload.burstiness,
+        prompt_tokens_mean=workload.prompt_moments.mean,
+        prompt_tokens_deviation=workload.prompt_moments.stddev,
+        output_tokens_mean=workload.output_moments.mean,
+        output_tokens_deviation=workload.output_moments.stddev,
+        computed_share=workload.computed_share,
+        prefill_tokens_per_second=workload.prefill_tokens_per_second,
+        decode_tokens_per_second=workload.decode_tokens_per_second,
         queue_seconds=stages.queue,
         prefill_seconds=stages.prefill,
         transfer_seconds=stages.transfer,
         queued=queued,
         waiting_prefill=report.waiting_by_role[Role.PREFILL],
         waiting_decode=report.waiting_by_role[Role.DECODE],
-        ended=service.ended_requests,
-        good=service.good_requests,
+        ended=results.ended_requests,
+        good=results.good_requests,
     )
 
 
-def _forecast_to_pb(one: SplitForecast) -> pb.SplitForecast:
+def _forecast_to_pb(forecast: SplitForecast) -> pb.SplitForecast:
     return pb.SplitForecast(
-        prefill=one.split.prefill_nodes,
-        decode=one.split.decode_nodes,
-        ttft_p50=one.ttft_p50,
-        ttft_p90=one.ttft_p90,
-        ttft_p99=one.ttft_p99,
-        tpot=one.tpot_mean,
-        share=one.slo_attainment,
-        goodput=one.goodput,
-        prefill_load=one.prefill_load,
-        decode_load=one.decode_load,
+        prefill=forecast.split.prefill_nodes,
+        decode=forecast.split.decode_nodes,
+        ttft_p50=forecast.ttft_p50,
+        ttft_p90=forecast.ttft_p90,
+        ttft_p99=forecast.ttft_p99,
+        tpot=forecast.tpot_mean,
+        share=forecast.slo_attainment,
+        goodput=forecast.goodput,
+        prefill_load=forecast.prefill_load,
+        decode_load=forecast.decode_load,
     )
 
 

@@ -1,5 +1,4 @@
-"""Cluster.Watch: the status again and again, to a bounded number of callers, and no faster than
-each of them asked."""
+"""Streams the cluster's status to a bounded number of watchers (Cluster.Watch)."""
 
 import asyncio
 import math
@@ -8,19 +7,13 @@ from collections.abc import AsyncGenerator, Callable
 from baton.errors import InvalidRequest, Overloaded
 from baton.pb.cluster_pb2 import StatusResponse
 
-MAX_WATCHERS = 32  # callers at once
-MIN_INTERVAL_SECONDS, DEFAULT_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = (
-    0.1,
-    1.0,
-    60.0,
-)  # seconds between two answers
-MAX_SILENCE_SECONDS = (
-    5.0  # seconds after which an answer follows though nothing is known to have changed
-)
+MAX_WATCHERS = 32  # concurrent
+MIN_INTERVAL_SECONDS, DEFAULT_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 1.0, 60.0
+MAX_SILENCE_SECONDS = 5.0  # after which the status is sent although no change is known
 
 
 class StatusWatchers:
-    """`notify_change` is to be called when the status may have changed."""
+    """Sends the status to watchers. Call `notify_change` when it may have changed."""
 
     def __init__(self, status: Callable[[], StatusResponse]) -> None:
         self._status = status
@@ -32,20 +25,23 @@ class StatusWatchers:
             event.set()
 
     def close(self) -> None:
-        """Every watch ends."""
+        """End every watch."""
         self._closed.set()
         self.notify_change()
 
     async def watch_status(self, interval: float) -> AsyncGenerator[StatusResponse, None]:
-        """At once, then after every change, `interval` seconds apart at least (0:
-        `DEFAULT_INTERVAL_SECONDS`). Nothing is queued: who reads slowly gets the newest. Raises
-        InvalidRequest, and Overloaded when `MOST` are watching already."""
+        """Yield the status at once, then after changes, at least `interval` seconds apart.
+
+        An interval of 0 is `DEFAULT_INTERVAL_SECONDS`. Nothing is queued: a slow reader gets the
+        newest status. Raises InvalidRequest, and Overloaded if there are `MAX_WATCHERS` already.
+        """
         interval = interval or DEFAULT_INTERVAL_SECONDS
         if not (
             math.isfinite(interval) and MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS
         ):
             raise InvalidRequest(
-                f"interval_seconds is {interval:g}: it must be {MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}",
+                f"interval_seconds is {interval:g}: it must be {MIN_INTERVAL_SECONDS:g} to "
+                f"{MAX_INTERVAL_SECONDS:g}",
                 param="interval_seconds",
             )
         if len(self._callers) >= MAX_WATCHERS:
@@ -66,7 +62,7 @@ class StatusWatchers:
 
 
 async def _wait_at_most(seconds: float, event: asyncio.Event) -> None:
-    """Until the event, or so long."""
+    """Wait for the event, for at most `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

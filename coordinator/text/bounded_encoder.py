@@ -1,9 +1,9 @@
-"""Encoding with its bound checked before the work, and during it.
+"""Encodes text with the bound on its tokens checked before and during the work.
 
-`encode_batch_fast` of `tokenizers` leaves Python's lock free while it works, where `encode` holds
-it; but what it made is freed under the lock. So a text that could be far too long is first encoded
-in slices, until they have twice as many tokens as may be: a cut changes the tokens beside it and no
-others, so such a text is too long however it is cut.
+`encode_batch_fast` of `tokenizers` releases Python's lock while it works, unlike `encode`, but its
+result is freed under the lock. So a text that could be far too long is first encoded in slices,
+until they have more than twice the allowed tokens. A cut changes only the tokens next to it, so
+such a text is too long however it is cut.
 """
 
 import json
@@ -15,41 +15,37 @@ import tokenizers
 from baton.limits import TextLimit
 from coordinator.text.byte_alphabet import CHAR_TO_BYTE
 
-SLICE_CHARS = 64 << 10  # characters
-ALWAYS_SMALL_BYTES = (
-    256 << 10
-)  # bytes: the tokens of so much text are freed within a few milliseconds
-_NFC_SHRINK_FACTOR = 3  # times at most, in bytes
-_LOSSLESS_PRE_TOKENIZERS = {
-    "Split",
-    "ByteLevel",
-    "Digits",
-}  # pre-tokenizers that drop nothing, if Split removes nothing
+SLICE_CHARS = 64 << 10
+ALWAYS_SMALL_BYTES = 256 << 10  # the tokens of so much text are freed within milliseconds
+_NFC_SHRINK_FACTOR = 3  # NFC makes a text at most so many times shorter, in bytes
+# Pre-tokenizers that drop no text (Split only if it removes nothing).
+_LOSSLESS_PRE_TOKENIZERS = {"Split", "ByteLevel", "Digits"}
 
 
 class BoundedEncoder:
-    """Of one tokenizer. Threads may share it."""
+    """Encodes with one tokenizer. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._longest_token_bytes = longest_token_bytes(backend)
 
     def check_byte_size(self, size: int, limit: TextLimit) -> None:
-        """Raises TooLong for a text of `size` bytes that no tokenizing can make fit. Costs
-        nothing."""
+        """Raises ContextLengthExceeded if no encoding of a text of `size` bytes can fit."""
         limit.check_byte_count(size, self._longest_token_bytes)
 
-    def encode_text(self, text: str, limit: TextLimit, *, special: bool) -> list[int]:
-        """Raises TooLong for a text of more than twice the limit; what is a little over it, the
-        caller will see."""
+    def encode_text(self, text: str, limit: TextLimit, *, add_special_tokens: bool) -> list[int]:
+        """Encode a text. Raises ContextLengthExceeded if it has over twice the allowed tokens.
+
+        The caller checks the exact limit.
+        """
         if 4 * len(text) > max(2 * limit.max_tokens, ALWAYS_SMALL_BYTES):
             self._check_in_slices(text, limit)
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def encode_texts(self, texts: list[str], limit: TextLimit) -> Iterator[list[int]]:
-        """Of each text by itself, without the special tokens around it. Raises TooLong likewise."""
+        """Encode each text by itself, without special tokens. Raises as `encode_text`."""
         for text in texts:
             if 4 * len(text) > max(2 * limit.max_tokens, ALWAYS_SMALL_BYTES):
                 self._check_in_slices(text, limit)
@@ -68,13 +64,15 @@ class BoundedEncoder:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Return the size of a text in UTF-8, in bytes."""
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of text that one token stands for; None if that is not known to have a bound,
-    as where a tokenizer drops text, or has one token for any word that it does not know."""
+    """Return the most bytes of text that one token stands for, or None without a known bound.
+
+    There is none if the tokenizer drops text, or has one token for any unknown word.
+    """
     parts: dict[str, Any] = {
         name: _part_settings(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")
     }
@@ -96,19 +94,19 @@ def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _part_settings(part: Any) -> Any:
-    """A part of a tokenizer as its file has it; None if there is none."""
+    """Return a part of a tokenizer as its file has it, or None."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _normalizer_shrink_factor(normalizer: Any) -> int | None:
-    """By how many times a normalizer may shorten a text, None if nobody knows."""
+    """Return by what factor a normalizer may shorten a text, or None if that is unknown."""
     if normalizer is None:
         return 1
     return _NFC_SHRINK_FACTOR if normalizer["type"] == "NFC" else None
 
 
 def _is_byte_level(pre_tokenizer: Any) -> bool:
-    """Whether every byte of a text ends up in a token."""
+    """Whether a token represents every byte of a text."""
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     kinds = {step and step["type"] for step in steps}
     removes = any(step and step.get("behavior", "Isolated") != "Isolated" for step in steps)

@@ -1,9 +1,8 @@
-"""How byte-level tokenizers spell bytes: each has a printable character that stands for it."""
+"""The printable characters that stand for bytes in the vocabulary of byte-level tokenizers."""
 
 
 def _build_char_to_byte() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from
-    U+0100 on."""
+    """Build GPT-2's table: printable Latin-1 stands for itself, other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,4 +1,4 @@
-"""A model's own chat template: messages to the text that the model was trained on.
+"""Renders the model's own chat template: messages to the text that the model was trained on.
 
 Templates are Jinja programs that come with the model. They run in Jinja's sandbox with the
 settings, variables and functions that Hugging Face documents for them ("Chat templates" in the
@@ -28,14 +28,9 @@ from baton.limits import (
 )
 from baton.process.clock import Clock, monotonic_clock
 
-MESSAGE_ROLES = (
-    "system",
-    "developer",
-    "user",
-    "assistant",
-    "tool",
-)  # which of them a template takes is its own affair
-MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES  # characters
+# A template may refuse some of these.
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES
 MAX_RENDER_SECONDS = 10.0
 _MAX_REASON_CHARS = 200
 _RESERVED_NAMES = frozenset(
@@ -53,20 +48,16 @@ _RESERVED_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages as a template sees them: mappings with at least `role` and `content`, a text.
+    """A conversation, for a chat template to render."""
 
-    `add_generation_prompt` opens the assistant's turn at the end. `template_kwargs` are further
-    variables of the template, numbers, texts and the like, as a model's card gives them
-    ("enable_thinking")."""
-
-    messages: Sequence[Mapping[str, object]]
-    add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, object]]  # each with at least `role` and `content`, texts
+    add_generation_prompt: bool = True  # open the assistant's turn at the end
+    # Further variables of the template, such as `enable_thinking`; see the model's card.
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def render_bytes(self) -> int:
-        """A measure of the work to render it: at least the bytes of its text, and something for
-        each message."""
+        """Estimate of the work to render it: its text in bytes, and a constant for each message."""
         arguments = sum(64 + len(str(value)) for value in self.template_kwargs.values())
         return arguments + sum(
             64 + _max_utf8_bytes(message.get("content")) for message in self.messages
@@ -78,13 +69,12 @@ def _max_utf8_bytes(content: object) -> int:
 
 
 class ChatTemplate:
-    """One compiled template. Threads may share it."""
+    """One compiled template. Thread-safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], clock: Clock = monotonic_clock
     ) -> None:
-        """`special_tokens` are variables of the template: bos_token, eos_token. Raises
-        ConfigError."""
+        """`special_tokens` are variables of the template, such as bos_token. Raises ConfigError."""
         self._special_tokens = dict(special_tokens)
         self._clock = clock
         try:
@@ -95,7 +85,7 @@ class ChatTemplate:
             ) from None
 
     def render(self, conversation: ChatPrompt) -> str:
-        """Raises InvalidRequest with what the template says is wrong with the messages."""
+        """Return the prompt. Raises InvalidRequest, with the reason that the template gives."""
         check_messages(conversation)
         self._check_arguments(conversation.template_kwargs)
         deadline = self._clock() + MAX_RENDER_SECONDS
@@ -138,7 +128,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Raises InvalidRequest. Names that the template has already stay what they are."""
+        """Raises InvalidRequest, also for names that the template has already."""
         if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
             _raise_bad_kwargs(f"has {len(arguments)} entries: at most {MAX_TEMPLATE_ARGUMENTS}")
         for name, value in arguments.items():
@@ -146,13 +136,15 @@ class ChatTemplate:
                 name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_KEY_CHARACTERS
             ):
                 _raise_bad_kwargs(
-                    f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_KEY_CHARACTERS} characters"
+                    f"has the name {name[:64]!r}: names are identifiers of 1 to "
+                    f"{MAX_TEMPLATE_KEY_CHARACTERS} characters"
                 )
             if name in _RESERVED_NAMES or name in self._special_tokens:
                 _raise_bad_kwargs(f"has the name {name!r}, which is not free")
             if isinstance(value, str) and len(value) > MAX_TEMPLATE_STRING_CHARACTERS:
                 _raise_bad_kwargs(
-                    f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_STRING_CHARACTERS}"
+                    f"has a text of {len(value)} characters for {name!r}: at most "
+                    f"{MAX_TEMPLATE_STRING_CHARACTERS}"
                 )
             if isinstance(value, int | float) and not abs(value) <= MAX_TEMPLATE_NUMBER:
                 _raise_bad_kwargs(f"has a number beyond {MAX_TEMPLATE_NUMBER} for {name!r}")
@@ -180,12 +172,11 @@ class _RenderLimitExceeded(Exception):
 
 
 class _TemplateRefusal(Exception):
-    """What a template says with `raise_exception`: its author's words."""
+    """A template has called `raise_exception`; the message is its author's."""
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks the assistant's words for training; for us it is no more than its
-    content."""
+    """Supports `{% generation %}`, which marks the assistant's turns for training: no effect."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self.tags = {"generation"}
@@ -224,7 +215,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes it for HTML."""
+    """Return plain JSON; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

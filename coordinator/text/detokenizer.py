@@ -1,9 +1,8 @@
-"""Tokens to text, one step at a time, at a cost that does not grow with the output.
+"""Decodes tokens to text incrementally, at a cost per token that does not grow with the output.
 
-The law both classes keep: whatever the tokens and however they are cut into steps, the texts of all
-`add` calls and of the final `flush` concatenate to the tokenizer's own decoding of all tokens
-without special ones; for tokens that continue a text, to what they add to its decoding. No step
-shows half a character.
+However the tokens are cut into steps, the texts of all `append_tokens` calls and of the final
+`flush` concatenate to the tokenizer's own decoding of all tokens without special ones; for tokens
+that continue a text, to what they add to its decoding. No step emits an incomplete character.
 """
 
 import codecs
@@ -23,16 +22,16 @@ _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece spells a space
 
 class IncrementalDetokenizer(Protocol):
     def append_tokens(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Return the text that these tokens complete; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: the replacement of an unfinished character, if any."""
+        """Return what is left at the end: the replacement of an incomplete character, if any."""
         ...
 
 
 class Vocabulary:
-    """What detokenizers of one tokenizer share: its pieces, looked up once each."""
+    """The vocabulary of one tokenizer, shared by its detokenizers, with cached lookups."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.backend = backend
@@ -45,28 +44,29 @@ class Vocabulary:
         self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
         return (
             _ByteLevelDetokenizer(self)
             if self.is_byte_level
-            else _BufferedDetokenizer(self, continuing)
+            else _BufferedDetokenizer(self, is_continuation)
         )
 
     def visible_piece(self, token: int) -> str | None:
-        """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's
-        vocabulary."""
+        """Return the piece of a token, or None for special and unknown tokens."""
         return None if token in self._special else self.backend.id_to_token(token)
 
     def piece_bytes(self, token: int) -> bytes:
-        """The bytes that a byte-level token stands for."""
+        """Return the bytes that a byte-level token stands for."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = _piece_to_bytes(self.visible_piece(token) or "")
         return known
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What a token stands for in the middle of a text; None beyond the vocabulary. A special
-        one stands for its name."""
+        """Return what a token stands for inside a text, or None if it is unknown.
+
+        A special token stands for its name.
+        """
         piece = self.backend.id_to_token(token)
         if piece is None or token in self._special:
             return None if piece is None else piece.encode()
@@ -79,8 +79,7 @@ class Vocabulary:
         )
 
     def token_text(self, token: int) -> str | None:
-        """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and
-        escapes."""
+        """Return `token_bytes` as text; an incomplete character as `bytes:` and escapes."""
         if token not in self._texts:
             self._texts[token] = self._compute_token_text(token)
         return self._texts[token]
@@ -93,9 +92,11 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
 
     def decode_continuation(self, tokens: list[int]) -> str:
-        """Decode tokens that follow others. Decoders treat the start of a text differently (Llama
-        2's drops a space), so these are decoded behind a fixed token, whose own text is cut off
-        again."""
+        """Decode tokens that follow others.
+
+        Decoders treat the start of a text differently (Llama 2's drops a space), so these tokens
+        are decoded after a fixed token, whose own text is removed again.
+        """
         anchor, text = self._anchor
         return self.backend.decode([anchor, *tokens], skip_special_tokens=True)[len(text) :]
 

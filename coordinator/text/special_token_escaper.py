@@ -1,16 +1,14 @@
-"""Special tokens that the words of a conversation spell: text like any other, not what ends a turn
-or begins one.
+"""Encodes special tokens that messages spell out as plain text, so that they cannot forge turns.
 
-A tokenizer recognises its special tokens wherever they are spelled, so a message could forge the
-turns of others. What a template writes itself must be recognised, what a message says must not. So
-every special token in a message is replaced by a mark before the template runs, and the rendered
-text is encoded in pieces: what lies between marks as usual, and for a mark the tokens of its
-spelling. A conversation that spells none is encoded as ever, in one piece.
+A tokenizer recognises its special tokens wherever they are spelled. Those that the chat template
+writes must be recognised, and those in messages must not. So each special token in a message is
+replaced by a placeholder before the template runs. The rendered text is then encoded in pieces: the
+text between placeholders as usual, and a placeholder as the plain text of its token. A conversation
+without such tokens is encoded in one piece.
 
-Turn marks that are no special tokens of the tokenizer, plain words of the template, are beyond
-this.
+This does not cover templates whose turn markers are plain words instead of special tokens.
 
-A message can be as long as a body, so no single step here takes longer than to read it once.
+A message can be as long as a body, so no step here takes longer than one pass over it.
 """
 
 import re
@@ -25,21 +23,21 @@ from baton.limits import TextLimit
 from coordinator.text.bounded_encoder import SLICE_CHARS, BoundedEncoder, utf8_size
 from coordinator.text.chat_template import ChatPrompt
 
-_PLACEHOLDER_RANGE = range(0xF0000, 0xFFFFE)  # characters for private use: no template writes any
+_PLACEHOLDER_RANGE = range(0xF0000, 0xFFFFE)  # private-use characters, which no template writes
 _FIRST_PLACEHOLDER = chr(_PLACEHOLDER_RANGE[0])
-Placeholders = Mapping[str, str]  # a mark to the special token that it stands for
+Placeholders = Mapping[str, str]  # placeholder to special token
 
 
 class SpecialTokenEscaper:
-    """Of one tokenizer. Immutable once made, so threads may share it."""
+    """Escapes the special tokens of one tokenizer. Immutable, so thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, encoder: BoundedEncoder) -> None:
         special = [
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         ]
-        self._special = sorted(special, key=len, reverse=True)  # the longest that fits counts
+        self._special = sorted(special, key=len, reverse=True)  # the longest match counts
         self._encoder = encoder
-        backend.encode_special_tokens = True  # recognises none, while it is ours alone
+        backend.encode_special_tokens = True  # as plain text; the backend is not shared yet
         self._plain_encodings = {
             content: backend.encode(content, add_special_tokens=False) for content in special
         }
@@ -47,8 +45,10 @@ class SpecialTokenEscaper:
         self._surrounding_tokens = _find_surrounding_tokens(backend)
 
     def escape_chat(self, conversation: ChatPrompt) -> tuple[ChatPrompt, Placeholders]:
-        """The conversation with marks for the special tokens that it spells. Raises InvalidRequest
-        when it leaves no character for a mark."""
+        """Replace the special tokens that a conversation spells by placeholders.
+
+        Raises InvalidRequest when every possible placeholder occurs in the conversation.
+        """
         texts = list(_chat_texts(conversation))
         spelled = [content for content in self._special if any(content in text for text in texts)]
         if not spelled:
@@ -71,15 +71,14 @@ class SpecialTokenEscaper:
         }
 
     def encode_escaped(
-        self, rendered: str, marks: Placeholders, limit: TextLimit, *, special: bool
+        self, rendered: str, marks: Placeholders, limit: TextLimit, *, add_special_tokens: bool
     ) -> list[int]:
-        """The tokens of a text with marks, as of one without. Raises TooLong as soon as it is seen
-        to be."""
+        """Encode a text with placeholders. Raises ContextLengthExceeded as early as possible."""
         self._encoder.check_byte_size(utf8_size(rendered), limit)
         if not marks:
-            return self._encoder.encode_text(rendered, limit, special=special)
+            return self._encoder.encode_text(rendered, limit, add_special_tokens=add_special_tokens)
         spelled = sum(rendered.count(mark) for mark in marks)
-        if spelled > limit.max_tokens:  # each is a token at least
+        if spelled > limit.max_tokens:  # each is at least one token
             raise limit.length_exceeded_error(limit.max_tokens, "more than ")
         pieces = re.split(f"([{''.join(marks)}])", rendered)
         between = self._encoder.encode_texts(
@@ -90,14 +89,14 @@ class SpecialTokenEscaper:
             for piece in pieces
             if piece
         )
-        before, after = self._surrounding_tokens if special else ((), ())
+        before, after = self._surrounding_tokens if add_special_tokens else ((), ())
         return [*before, *inner, *after]
 
 
 def _find_surrounding_tokens(
     backend: tokenizers.Tokenizer,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that belong before a text and after it."""
+    """Return the special tokens that are added before and after a text."""
     alone, within = (
         backend.encode("a", add_special_tokens=special).ids for special in (False, True)
     )
@@ -122,14 +121,14 @@ def _escape_texts(conversation: ChatPrompt, marks: Mapping[str, str]) -> ChatPro
 
 
 def _escape_text(text: str, marks: Mapping[str, str]) -> str:
-    """`marks` has the longest first."""
+    """`marks` is ordered by the length of the special tokens, longest first."""
     for content, mark in marks.items():
         text = text.replace(content, mark)
     return text
 
 
 def _find_placeholders(texts: list[str]) -> set[str]:
-    """The characters for private use that are there."""
+    """Return the private-use characters in the texts."""
     found = set[str]()
     for text in texts:
         for begin in range(0, len(text), SLICE_CHARS):

@@ -1,29 +1,30 @@
-"""Stop strings found over token boundaries: one Knuth-Morris-Pratt automaton for each, fed
-character by character.
+"""Finds stop strings across token boundaries, with one Knuth-Morris-Pratt automaton for each.
 
-So what is found does not depend on how the text is cut into steps: the match that ends first, and
-of those that end together the longest.
+The result does not depend on how the text is cut into steps: it is the match that ends first, and
+of those that end together, the longest.
 """
 
 from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """`held_characters` is how many of the last characters could be the beginning of a stop string:
-    they must not be shown yet."""
+    """Searches a text for several stop strings, fed piece by piece."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._automata = [_KmpAutomaton(string) for string in strings]
         self._fed_characters = 0
+        # How many of the last characters may be the beginning of a stop string: not to be emitted.
         self.held_characters = 0
 
     def skip_characters(self, characters: int) -> None:
-        """So many characters go by unsearched."""
+        """Advance the position without searching."""
         self._fed_characters += characters
 
     def feed_text(self, text: str) -> int | None:
-        """The position, counted over everything added and skipped, where a stop string begins that
-        is now complete."""
+        """Return where a stop string begins that is now complete, or None.
+
+        The position counts all characters fed and skipped.
+        """
         for character in text:
             self._fed_characters += 1
             complete = [
@@ -41,13 +42,12 @@ class StopStringMatcher:
 
 
 class _KmpAutomaton:
-    """`matched_length` is the length of the longest prefix of the string that the text ends
-    with."""
+    """Matches one string. Knuth, Morris, Pratt: Fast Pattern Matching in Strings (1977)."""
 
     def __init__(self, string: str) -> None:
         self._string = string
         self.length = len(string)
-        self.matched_length = 0
+        self.matched_length = 0  # length of the longest prefix of the string that ends the text
         self._fallback = _prefix_function(string)
 
     def feed_character(self, character: str) -> bool:

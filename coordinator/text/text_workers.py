@@ -1,10 +1,9 @@
-"""Threads for work on text, so that no body of one client holds up the event loop or everybody
-else's text.
+"""Threads for work on text, so that a long text blocks neither the event loop nor other clients.
 
-The work itself must leave Python's lock free, or take it in small pieces: `encode_batch` of
-`tokenizers` does the former, Python code the latter. Long texts have threads of their own, so a
-short one never waits for them, and among those of one kind the smaller goes first unless the larger
-has waited long. What waits and what runs is bounded in bytes, for short and for long texts apart.
+The work must release Python's lock, as `encode_batch` of `tokenizers` does, or hold it for short
+times only, as Python code does. Long texts have separate threads, so short ones never wait for
+them. Within a lane, smaller texts go first, unless a larger one has waited long. Pending work is
+bounded in bytes, for short and long texts separately.
 """
 
 import asyncio
@@ -20,44 +19,44 @@ from baton.errors import Overloaded
 from baton.limits import MAX_PENDING_LONG_TEXT_BYTES, MAX_PENDING_SHORT_TEXT_BYTES
 from baton.process.clock import Clock, monotonic_clock
 
-MAX_INLINE_BYTES = (
-    2 << 10
-)  # so little text is worked on at once: it takes less than a hand-over and back
-MAX_SHORT_BYTES = 64 << 10  # longer texts have threads of their own
+MAX_INLINE_BYTES = 2 << 10  # shorter than the switch to a thread: done on the event loop
+MAX_SHORT_BYTES = 64 << 10  # longer texts have separate threads
 _LONG_THREADS = 2
-# Seconds for which smaller work may pass a text, for each of its bytes. A whole budget of short
-# texts that have waited for less than 13 s is passed by one of 3 kB.
+# For so many seconds per byte of a text, smaller texts may overtake it.
 _SHORT_AGING_SECONDS_PER_BYTE = 2e-4
 _LONG_AGING_SECONDS_PER_BYTE = 1e-5
-_RETRY_SECONDS = 1.0  # seconds
+_RETRY_SECONDS = 1.0  # after which a refused client may try again
 
 Result = TypeVar("Result")
 
 
 class TextWorkers:
-    """Of one coordinator."""
+    """The text threads of one coordinator."""
 
     def __init__(
         self,
-        most_short_bytes: int = MAX_PENDING_SHORT_TEXT_BYTES,
-        most_long_bytes: int = MAX_PENDING_LONG_TEXT_BYTES,
+        max_short_bytes: int = MAX_PENDING_SHORT_TEXT_BYTES,
+        max_long_bytes: int = MAX_PENDING_LONG_TEXT_BYTES,
         clock: Clock = monotonic_clock,
     ) -> None:
         self._short = _WorkerLane(
-            "text-short", 1, most_short_bytes, _SHORT_AGING_SECONDS_PER_BYTE, clock
+            "text-short", 1, max_short_bytes, _SHORT_AGING_SECONDS_PER_BYTE, clock
         )
         self._long = _WorkerLane(
-            "text-long", _LONG_THREADS, most_long_bytes, _LONG_AGING_SECONDS_PER_BYTE, clock
+            "text-long", _LONG_THREADS, max_long_bytes, _LONG_AGING_SECONDS_PER_BYTE, clock
         )
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of text that wait for a thread or are worked on."""
+        """Bytes of text that wait for a thread or are being processed."""
         return self._short.pending_bytes + self._long.pending_bytes
 
     async def run_work(self, work: Callable[[], Result], size: int) -> Result:
-        """The result of `work` on a text of `size` bytes. Raises Overloaded when too much text
-        waits, and what `work` raises. Work that has begun goes on when the caller is cancelled."""
+        """Return the result of `work`, which processes a text of `size` bytes.
+
+        Raises Overloaded when too much text waits, and what `work` raises. Work that has started
+        continues when the caller is cancelled.
+        """
         if size <= MAX_INLINE_BYTES:
             return work()
         lane = self._short if size <= MAX_SHORT_BYTES else self._long
@@ -67,9 +66,9 @@ class TextWorkers:
 
 @dataclass(order=True, slots=True)
 class _TextJob:
-    """`starts_by` is when nothing passes it any more, in seconds on the steady clock."""
+    """One piece of work that waits for a thread."""
 
-    starts_by: float
+    starts_by: float  # monotonic seconds; jobs that arrive later cannot overtake it
     serial: int
     size_bytes: int = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
@@ -77,25 +76,25 @@ class _TextJob:
 
 
 class _WorkerLane:
-    """So many threads, and the jobs that wait for one. `pending_bytes` is the bytes of those and of
-    what is worked on."""
+    """Some threads, and the jobs that wait for one of them."""
 
     def __init__(
-        self, name: str, threads: int, most_bytes: int, passed_per_byte: float, clock: Clock
+        self, name: str, threads: int, max_bytes: int, aging_seconds_per_byte: float, clock: Clock
     ) -> None:
-        self.pending_bytes = 0
+        self.pending_bytes = 0  # of waiting and running jobs
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free_threads = threads
         self._clock = clock
-        self._max_pending_bytes = most_bytes
-        self._aging_seconds_per_byte = passed_per_byte
+        self._max_pending_bytes = max_bytes
+        self._aging_seconds_per_byte = aging_seconds_per_byte
         self._waiting: list[_TextJob] = []
         self._serial = count()
 
     async def run_work(self, work: Callable[[], Any], size: int) -> Any:
         if self.pending_bytes and self.pending_bytes + size > self._max_pending_bytes:
             raise Overloaded(
-                f"{self.pending_bytes} bytes of text wait to be tokenized and {size} more would come: the limit is "
+                f"{self.pending_bytes} bytes of text wait to be tokenized and {size} more would "
+                "come: the limit is "
                 f"{self._max_pending_bytes} for texts of this length",
                 retry_after=_RETRY_SECONDS,
             )
@@ -122,7 +121,7 @@ class _WorkerLane:
 
     def _start_job(self, job: _TextJob, loop: asyncio.AbstractEventLoop) -> None:
         def ended(done: "Future[Any]") -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no caller waits
                 loop.call_soon_threadsafe(self._finish_job, job, done, loop)
 
         self._executor.submit(job.work).add_done_callback(ended)

@@ -1,7 +1,7 @@
-"""Text to token ids and back for the served model, without touching a tensor.
+"""Converts text to token ids and back for the served model.
 
-A model without a tokenizer (or the paced engine) is served by token ids alone. How one is loaded:
-`tokenizer_files.py`.
+A model without a tokenizer (or the paced engine) is served by token ids alone. Tokenizers are
+loaded in `tokenizer_loader.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,65 +20,70 @@ from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from coordinator.text.special_token_escaper import SpecialTokenEscaper
 from coordinator.text.text_workers import TextWorkers
 
-DECODE_BYTES_PER_TOKEN = (
-    4  # that a token to be decoded counts for among the workers, as about so many bytes of text
-)
+DECODE_BYTES_PER_TOKEN = 4  # of text, by which the work to decode a token is estimated
 NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
 
 
 class Tokenizer(Protocol):
-    """What the front doors need."""
+    """What the front ends need of a tokenizer."""
 
     @property
     def has_text(self) -> bool:
-        """False: tokens have no text here."""
+        """False if there is no tokenizer, so that tokens have no text."""
         ...
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        """With `special`, the tokens that the model expects around a text, as its files say. Raises
-        InvalidRequest when there is no tokenizer, TooLong as soon as the text is seen to be far
-        beyond `limit`, Overloaded when too much text waits."""
+        """Encode a text, by default with the special tokens that the model expects around it.
+
+        Raises InvalidRequest without a tokenizer, ContextLengthExceeded as soon as the text is
+        found to be far beyond `limit`, and Overloaded when too much text waits.
+        """
         ...
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
-        """For each token of `encode(text)`, the place in the text where it begins, in
-        characters."""
+        """Return where each token of `encode(text)` begins in the text, in characters."""
         ...
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
+        """Return the text, with special tokens. Raises InvalidRequest without a tokenizer."""
         ...
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
-        """The prompt of a conversation, in which special tokens are what its template writes and
-        nothing that a message spells. `special` adds those around a text, which most templates
-        write already. Raises InvalidRequest when there is no chat template, or when it refuses;
-        TooLong and Overloaded as `encode`."""
+        """Encode a conversation with the model's chat template.
+
+        Only the template writes special tokens; those that messages spell are plain text.
+        `add_special_tokens` adds those around a text, which most templates write already. Raises
+        InvalidRequest without a chat template or when it refuses the messages, and the errors of
+        `encode`.
+        """
         ...
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of tokens as it is shown in an answer, and the place in it where each token
-        begins."""
+        """Return the text of tokens as in an output, and where each token begins in it."""
         ...
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
-        """`continuing`: the tokens follow others; else they begin a text."""
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
+        """`is_continuation`: the tokens continue a text, instead of beginning one."""
         ...
 
     def token_text(self, token: int) -> str:
-        """One token by itself, in words that no other token has as far as possible."""
+        """Return the text of one token by itself, unique if possible."""
         ...
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What it stands for; None if that is no text."""
+        """Return the bytes that a token stands for, or None if it is no text."""
         ...
 
     async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """Each as the vocabulary spells it."""
+        """Return each token as the vocabulary spells it."""
         ...
 
 
@@ -91,7 +96,7 @@ class NoTokenizer:
         self.reason = reason
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
 
@@ -102,7 +107,11 @@ class NoTokenizer:
         self._raise_no_tokenizer("tokens are to be text", "tokens")
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
         self._raise_no_tokenizer(
             "messages are text", "messages", ": send a prompt of token ids to /v1/completions"
@@ -111,7 +120,7 @@ class NoTokenizer:
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         return "", [0] * len(tokens)
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
         return _NullDetokenizer()
 
     def token_text(self, token: int) -> str:
@@ -136,8 +145,11 @@ class _NullDetokenizer:
 
 
 class HfTokenizer:
-    """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may
-    share it, where the wrapper rewrites truncation and padding settings at every call."""
+    """A fast tokenizer of Hugging Face.
+
+    Its backend is used directly, because it is immutable once loaded and thus thread-safe. The
+    wrapper of transformers changes truncation and padding settings at every call.
+    """
 
     has_text = True
 
@@ -160,10 +172,10 @@ class HfTokenizer:
         self._workers = workers or TextWorkers()
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            ids = self._encoder.encode_text(text, limit, special=special)
+            ids = self._encoder.encode_text(text, limit, add_special_tokens=add_special_tokens)
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
         size = utf8_size(text)
@@ -187,19 +199,24 @@ class HfTokenizer:
         return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     async def encode_chat(
-        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+        self,
+        conversation: ChatPrompt,
+        *,
+        add_special_tokens: bool = False,
+        limit: TextLimit = NO_TEXT_LIMIT,
     ) -> tuple[int, ...]:
         template = self._template
         if template is None:
             raise InvalidRequest(
-                "messages need a chat template, and the model has none: send a prompt to /v1/completions",
+                "messages need a chat template, and the model has none: send a prompt to "
+                "/v1/completions",
                 param="messages",
             )
 
         def encode() -> tuple[int, ...]:
             hidden, marks = self._special_token_escaper.escape_chat(conversation)
             ids = self._special_token_escaper.encode_escaped(
-                template.render(hidden), marks, limit, special=special
+                template.render(hidden), marks, limit, add_special_tokens=add_special_tokens
             )
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
@@ -219,8 +236,8 @@ class HfTokenizer:
 
         return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
-        return self._vocabulary.create_detokenizer(continuing=continuing)
+    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
+        return self._vocabulary.create_detokenizer(is_continuation=is_continuation)
 
     def token_text(self, token: int) -> str:
         return self._vocabulary.token_text(token) or _token_id_string(token)
@@ -235,14 +252,14 @@ class HfTokenizer:
         return await self._workers.run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     def _duplicate_bos_count(self, ids: list[int]) -> int:
-        """A text that begins with BOS by itself gets no second one."""
+        """Return 1 if the text itself begins with BOS, so that there are two, else 0."""
         return int(
             self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id]
         )
 
 
 def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """What stands for no text, as an end token, begins where the one before it ends."""
+    """Yield where each token begins; one without text begins where the previous one ends."""
     reached = 0
     for begin, end in offsets:
         yield begin if begin < end else reached
@@ -250,7 +267,7 @@ def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def _keep_spaces_in_offsets(processor: object) -> None:
-    """A byte-level token begins with its space, whatever the files say of offsets."""
+    """Make the offset of a byte-level token include its leading space."""
     if isinstance(processor, processors.Sequence):
         with suppress(IndexError):  # it has no length
             for place in count():

@@ -1,8 +1,8 @@
-"""A model's tokenizer files, read.
+"""Loads the tokenizer of a model from its files.
 
-`tokenizer.json` is read by the library that runs it, and the settings beside it for what it lacks:
-which token begins a text, and the chat template. Models without that file go through
-`transformers`, whose import takes seconds and 300 MB.
+The `tokenizers` library reads `tokenizer.json`; `tokenizer_config.json` adds which token begins a
+text, and the chat template. Models without `tokenizer.json` are loaded by `transformers`, whose
+import takes seconds and 300 MB.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ _log = log.get_logger("tokenizer")
 
 
 async def load_tokenizer(model: str, engine: str, workers: TextWorkers | None = None) -> Tokenizer:
-    """The tokenizer of a model folder or of a model in the local Hugging Face cache.
+    """Load the tokenizer of a model folder or of a model in the local Hugging Face cache.
 
-    `workers` do its work on long texts. Raises ConfigError when files are there but cannot be used.
+    `workers` process long texts. Raises ConfigError when files exist but cannot be used.
     """
     if engine == "paced":
         return NoTokenizer("the paced engine has no tokenizer")
@@ -53,7 +53,7 @@ def _load_in_thread(model: str, workers: TextWorkers | None) -> Tokenizer:
 
 
 def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None:
-    """None if the files alone do not say how this tokenizer works."""
+    """Return None if the files alone do not determine how the tokenizer works."""
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.exists():
         return None
@@ -82,8 +82,10 @@ def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None
 def _settings_match_backend(
     backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]
 ) -> bool:
-    """Does tokenizer.json itself begin and end a text as the settings beside it ask? Some classes
-    of transformers follow those."""
+    """Whether tokenizer.json adds BOS and EOS as tokenizer_config.json says.
+
+    Some classes of transformers follow the latter.
+    """
     ids = backend.encode("").ids
     begins, wanted = bos is not None and ids[:1] == [bos], settings.get("add_bos_token")
     if wanted is not None and bos is not None and begins != wanted:
@@ -93,7 +95,7 @@ def _settings_match_backend(
 
 
 def _read_template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The default one of those that the model has; a file of its own comes first."""
+    """Return the model's default template; chat_template.jinja takes precedence."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text()
@@ -108,13 +110,13 @@ def _build_template(source: str | None, special: Mapping[str, str]) -> ChatTempl
 
 
 def _special_token_text(token: object) -> str | None:
-    """A special token is written as its text, or as an object that has it."""
+    """Return the text of a special token, which may be given as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
-    from transformers import AutoTokenizer  # here, because only who needs it shall pay for it
+    from transformers import AutoTokenizer  # imported here, because it is slow and rarely needed
 
     loaded = AutoTokenizer.from_pretrained(
         model, local_files_only=True, trust_remote_code=False, use_fast=True

@@ -20,6 +20,7 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.generation_stream import GenerationStream
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_server import NodeLinkServer
+from coordinator.operators.cluster_operations import ClusterOperations
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from tests.fake_nodes import FakeNode, FakeTransferPlane, serve_decode, serve_prefill
@@ -32,9 +33,10 @@ class CoordinatorHarness:
         self.ledgers = LedgerCollector(self.dispatcher)
         self.metrics = CoordinatorMetrics(self.dispatcher)
         self.readiness = ClusterReadiness(config, self.dispatcher)
-        self.service = ClusterService(
+        self.operations = ClusterOperations(
             config, self.dispatcher, self.ledgers, self.readiness, self.metrics
         )
+        self.service = ClusterService(self.operations, config.admin_token)
         self.transfer_plane = FakeTransferPlane()
         self.cluster_port_address = ""  # of the cluster port
         self.cluster_service_address = ""  # where Cluster answers

@@ -1,4 +1,4 @@
-"""What every gRPC service of the coordinator shares: how errors are told, and who may call."""
+"""Errors, metadata and authentication, for all gRPC services of the coordinator."""
 
 import math
 import urllib.parse
@@ -17,7 +17,7 @@ ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", 
 
 
 class grpc_errors:
-    """Any error of the block ends the call with its code; details are in the trailing metadata."""
+    """Ends the call with the code of any error of the block; trailing metadata has the details."""
 
     def __init__(self, context: ServicerContext) -> None:
         self._context = context
@@ -40,15 +40,19 @@ class grpc_errors:
 
 
 def _clear_tracebacks(error: BaseException) -> None:
-    """Drop what an error and those before it hold of the frames that they passed: gRPC keeps the
-    error of a call that was aborted in a cycle, and the frames hold the whole request."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__context__
+    """Drop the tracebacks of an error and of its context.
+
+    gRPC keeps the error of an aborted call in a reference cycle, and the frames of its traceback
+    hold the whole request.
+    """
+    current: BaseException | None = error
+    while current is not None:
+        current.__traceback__ = None
+        current = current.__context__
 
 
 async def abort_call(context: ServicerContext, error: BatonError) -> NoReturn:
+    """End the call with the error's status, and its details in the trailing metadata."""
     trailing = [(ERROR_CODE, error.code)]
     if error.param:
         trailing.append((ERROR_PARAM, error.param))
@@ -59,7 +63,7 @@ async def abort_call(context: ServicerContext, error: BatonError) -> NoReturn:
 
 
 def get_metadata(context: ServicerContext, key: str) -> str | None:
-    """The first value of a text key that the caller sent."""
+    """Return the first value of a key of the caller's metadata."""
     return next(
         (str(value) for name, value in context.invocation_metadata() or () if name == key), None
     )
@@ -70,14 +74,14 @@ def get_authorization(context: ServicerContext) -> bytes | None:
     return None if value is None else value.encode()
 
 
-def check_admin_call(context: ServicerContext, gate: AdminAuthenticator) -> None:
+def check_admin_call(context: ServicerContext, authenticator: AdminAuthenticator) -> None:
     """Raises Unauthenticated unless the caller may administer this cluster."""
-    gate.check_caller(parse_peer_address(context.peer()), get_authorization(context))
-    gate.check_not_proxied(str(name) for name, _ in context.invocation_metadata() or ())
+    authenticator.check_caller(parse_peer_address(context.peer()), get_authorization(context))
+    authenticator.check_not_proxied(str(name) for name, _ in context.invocation_metadata() or ())
 
 
 def parse_peer_address(peer: str) -> str | None:
-    """The IP address in gRPC's name of a peer: ipv4:127.0.0.1:5, or ipv6:%5B::1%5D:5."""
+    """Return the IP address in the name of a peer: ipv4:127.0.0.1:5, or ipv6:%5B::1%5D:5."""
     kind, _, rest = peer.partition(":")
     host, _, _ = urllib.parse.unquote(rest).rpartition(":")
     return host.strip("[]") if kind in ("ipv4", "ipv6") and host else None

@@ -1,5 +1,4 @@
-"""The gRPC front door: baton.v1.Generation, with the bounds, errors and cancellation of the HTTP
-one."""
+"""The gRPC front end: baton.v1.Generation, with the same bounds and errors as HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,15 +25,14 @@ from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.response_stream import ResponseStream
 
-WRITE_TIMEOUT_SECONDS = (
-    30.0  # seconds that a client with a full flow-control window may leave a message untaken
-)
+# How long a client with a full flow-control window may leave a message unread.
+WRITE_TIMEOUT_SECONDS = 30.0
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, intake: RequestIntake, who: ClientAuthenticator) -> None:
+    def __init__(self, intake: RequestIntake, client_auth: ClientAuthenticator) -> None:
         self._intake = intake
-        self._client_auth = who
+        self._client_auth = client_auth
 
     def authenticate(self, context: ServicerContext) -> None:
         """Raises Unauthenticated."""
@@ -42,19 +40,19 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             self._client_auth.identify_tenant(get_authorization(context))
 
     async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> None:
-        async with grpc_errors(context), self._started_request(request, context) as answer:
-            responses = GrpcResponseFormatter(answer)
-            async for piece in answer.output_chunks():
-                await _write_response(context, responses.format_chunk(piece))
+        async with grpc_errors(context), self._started_request(request, context) as stream:
+            formatter = GrpcResponseFormatter(stream)
+            async for chunk in stream.output_chunks():
+                await _write_response(context, formatter.format_chunk(chunk))
 
     async def GenerateOnce(
         self, request: pb.GenerateRequest, context: ServicerContext
     ) -> pb.GenerateResponse:
-        async with grpc_errors(context), self._started_request(request, context) as answer:
-            responses = GrpcResponseFormatter(answer)
-            async for piece in answer.output_chunks():
-                responses.add_chunk(piece)
-        return responses.format_response()
+        async with grpc_errors(context), self._started_request(request, context) as stream:
+            formatter = GrpcResponseFormatter(stream)
+            async for chunk in stream.output_chunks():
+                formatter.add_chunk(chunk)
+        return formatter.format_response()
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: ServicerContext
@@ -62,16 +60,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with grpc_errors(context):
             with self._intake.rejections.count_rejections():
                 self._intake.check_model(request.model or None)
-                wording = to_tokenizer_input(request, self._intake.unknown_field_policy)
-                limit = self._intake.effective_timeout(context.time_remaining())
-                special = (
+                prompt = to_tokenizer_input(request, self._intake.unknown_field_policy)
+                timeout = self._intake.effective_timeout(context.time_remaining())
+                add_special_tokens = (
                     request.add_special_tokens if request.HasField("add_special_tokens") else None
                 )
-                text, tokens = await self._intake.tokenize(wording, special, limit)
-            pieces = await text.get_token_strings(tokens) if request.return_token_strings else []
+                tokenizer, tokens = await self._intake.tokenize(prompt, add_special_tokens, timeout)
+            strings = (
+                await tokenizer.get_token_strings(tokens) if request.return_token_strings else []
+            )
             return pb.TokenizeResponse(
                 token_ids=tokens,
-                token_strings=pieces,
+                token_strings=strings,
                 max_model_len=self._intake.get_served_model()[1],
             )
 
@@ -82,9 +82,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             with self._intake.rejections.count_rejections():
                 check_unknown_fields(request, self._intake.unknown_field_policy)
                 self._intake.check_model(request.model or None)
-                limit = self._intake.effective_timeout(context.time_remaining())
+                timeout = self._intake.effective_timeout(context.time_remaining())
                 return pb.DetokenizeResponse(
-                    text=await self._intake.detokenize(request.token_ids, limit)
+                    text=await self._intake.detokenize(request.token_ids, timeout)
                 )
 
     async def ListModels(
@@ -106,26 +106,26 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def _started_request(
         self, request: pb.GenerateRequest, context: ServicerContext
     ) -> AsyncIterator[ResponseStream]:
-        """A submitted request that is cancelled when the call ends early, however it ends."""
+        """Submit the request, and cancel it when the call ends."""
         with self._intake.rejections.count_rejections():
             tenant = self._client_auth.identify_tenant(get_authorization(context))
         with self._intake.rejections.count_rejections(tenant.tenant_class):
             client_id = check_client_request_id(get_metadata(context, "x-request-id"))
-            ask = to_generation_request(
+            generation_request = to_generation_request(
                 request, context.time_remaining(), client_id, self._intake.unknown_field_policy
             )
-            ask = replace(
-                ask,
-                principal=self._client_auth.make_principal(tenant, ask.priority),
+            generation_request = replace(
+                generation_request,
+                principal=self._client_auth.make_principal(tenant, generation_request.priority),
                 cache_salt=tenant.cache_salt,
             )
-        answer = await self._intake.start_request(ask)
+        stream = await self._intake.start_request(generation_request)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()
-            await context.send_initial_metadata((("x-baton-request-id", answer.id), *echoed))
-            yield answer
+            await context.send_initial_metadata((("x-baton-request-id", stream.id), *echoed))
+            yield stream
         finally:
-            answer.cancel()
+            stream.cancel()
 
 
 async def _write_response(context: ServicerContext, response: pb.GenerateResponse) -> None:

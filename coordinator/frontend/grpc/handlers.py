@@ -1,7 +1,7 @@
-"""A service's methods, put on a server so that bytes which are no message of ours are the caller's
-mistake.
+"""Registers a service's methods so that malformed messages are errors of the caller.
 
-What protoc generates for this would answer them with INTERNAL or UNKNOWN, a fault of ours.
+The handlers that protoc generates would answer them with INTERNAL or UNKNOWN, as if the server had
+failed. These handlers also authenticate, and bound the bytes that arrive, before they parse.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ from coordinator.frontend.grpc.message_limits import check_field_count
 
 
 class ServiceMethods(Protocol):
-    """A coroutine function for each method of the service. One that streams writes to its
-    context."""
+    """Has a coroutine function for each method of the service.
+
+    A method that streams its response writes to its context.
+    """
 
     def authenticate(self, context: ServicerContext) -> None:
-        """By the call's metadata, before anything is taken for its message. Raises
-        Unauthenticated."""
+        """Check the call's metadata before its message is read. Raises Unauthenticated."""
         ...
 
 
@@ -35,10 +36,10 @@ def add_service_handlers(
     server: grpc.aio.Server,
     service: ServiceDescriptor,
     methods: ServiceMethods,
-    room: BodyBudget | None = None,
+    budget: BodyBudget | None = None,
 ) -> None:
-    """Requests have `room` while they arrive, one of their own unless it is given."""
-    handlers, room = {}, create_grpc_budget() if room is None else room
+    """Arriving requests share `budget`, by default one of this service alone."""
+    handlers, budget = {}, create_grpc_budget() if budget is None else budget
     for method in service.methods:
         streams = method.server_streaming
         make = (
@@ -47,7 +48,7 @@ def add_service_handlers(
             else grpc.stream_unary_rpc_method_handler
         )
         handlers[method.name] = make(
-            _make_method_handler(methods, method.name, GetMessageClass(method.input_type), room),
+            _make_method_handler(methods, method.name, GetMessageClass(method.input_type), budget),
             request_deserializer=None,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
@@ -57,26 +58,28 @@ def add_service_handlers(
 
 
 def _make_method_handler(
-    methods: ServiceMethods, name: str, kind: type[Message], room: BodyBudget
+    methods: ServiceMethods, name: str, message_type: type[Message], budget: BodyBudget
 ) -> Callable[[AsyncIterator[bytes], ServicerContext], Awaitable[Any]]:
-    """The server would wait for the one message of a request for ever, and for any number of them.
-    So it is taken here, as the first of a stream: on the wire the two are the same."""
+    """Read the request's message as the first one of a stream, which is the same on the wire.
+
+    gRPC's own unary handler would wait for the message without any bound.
+    """
     method = getattr(methods, name)
 
     async def call(messages: AsyncIterator[bytes], context: ServicerContext) -> Any:
         async with grpc_errors(context):
             methods.authenticate(context)
-            async with room.reserve_body(MAX_BODY_BYTES, context.peer()) as body:
+            async with budget.reserve_body(MAX_BODY_BYTES, context.peer()) as body:
                 data = await _read_message_bytes(context, body)
                 await body.wait_to_decode(len(data))
-                request = _parse_message(data, kind)
+                request = _parse_message(data, message_type)
         return await method(request, context)
 
     return call
 
 
 async def _read_message_bytes(context: ServicerContext, body: IncomingBody) -> bytes:
-    """Raises DeadlineExceeded, Overloaded, InvalidRequest if there is none."""
+    """Raises InvalidRequest if the call has no message, DeadlineExceeded or Overloaded."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS) as timer:
             body.start_reading(timer)
@@ -93,12 +96,12 @@ async def _read_message_bytes(context: ServicerContext, body: IncomingBody) -> b
         ) from None
 
 
-def _parse_message(data: bytes, kind: type[Message]) -> Message:
+def _parse_message(data: bytes, message_type: type[Message]) -> Message:
     """Raises InvalidRequest."""
-    check_field_count(data, cast(Descriptor, kind.DESCRIPTOR))
+    check_field_count(data, cast(Descriptor, message_type.DESCRIPTOR))
     try:
-        return kind.FromString(data)
+        return message_type.FromString(data)
     except DecodeError:
         raise InvalidRequest(
-            f"the message is no {kind.DESCRIPTOR.name}: its bytes cannot be read"
+            f"the message is no {message_type.DESCRIPTOR.name}: its bytes cannot be read"
         ) from None

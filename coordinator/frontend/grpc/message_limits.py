@@ -1,6 +1,6 @@
-"""How many parts a protobuf message has, counted in its bytes before it is parsed.
+"""Bounds the number of fields of a protobuf message, counted in its bytes before it is parsed.
 
-Parsing makes an object for each part while it holds Python's lock. Counting stops at the bound.
+Parsing makes an object for each field while it holds Python's lock. Counting stops at the bound.
 """
 
 from google.protobuf.descriptor import Descriptor
@@ -8,14 +8,16 @@ from google.protobuf.descriptor import Descriptor
 from baton.errors import InvalidRequest
 from baton.limits import MAX_GRPC_FIELDS
 
-_ALWAYS_WITHIN_BYTES = 2 * MAX_GRPC_FIELDS  # bytes: each field takes two at least
+_ALWAYS_WITHIN_BYTES = 2 * MAX_GRPC_FIELDS  # a field takes at least two bytes
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def check_field_count(data: bytes, kind: Descriptor) -> None:
-    """Raises InvalidRequest for a message of this kind with more fields, in it and in the messages
-    in it that can have others in them, than are parsed. Bytes that are no message are left to the
-    parser."""
+    """Raises InvalidRequest if a message of type `kind` has more than MAX_GRPC_FIELDS fields.
+
+    Fields of nested messages that can have nested messages themselves are counted, too. Malformed
+    bytes are left to the parser.
+    """
     if len(data) <= _ALWAYS_WITHIN_BYTES:
         return
     left = MAX_GRPC_FIELDS
@@ -55,7 +57,7 @@ def _has_submessages(kind: Descriptor) -> bool:
 
 
 def _read_varint(data: bytes, place: int, end: int) -> tuple[int, int]:
-    """The number there, and where the next thing begins."""
+    """Return the varint at `place` and the position after it."""
     value = shift = 0
     while place < end:
         byte = data[place]

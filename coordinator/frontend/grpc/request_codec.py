@@ -1,4 +1,4 @@
-"""The messages of baton.v1.Generation, as requests for the intake."""
+"""Converts requests of baton.v1.Generation to `GenerationRequest` and prompts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from coordinator.frontend.request import GenerationRequest, Prompt
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 from coordinator.text.chat_template import ChatPrompt
 
-_MAX_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
+_MAX_NAMED_BYTES = 4096  # unknown fields of more bytes are not searched for a field to name
 _OPTIONAL_FIELDS = (
     "max_tokens",
     "temperature",
@@ -34,7 +34,7 @@ def to_generation_request(
     client_id: str | None,
     unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
 ) -> GenerationRequest:
-    """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
+    """`timeout` is in seconds, until the deadline. Raises InvalidRequest, DeadlineExceeded."""
     _check_counts(request)
     check_unknown_fields(request, unknown)
     if timeout is not None and timeout <= 0:
@@ -61,7 +61,7 @@ def to_generation_request(
 
 
 def _check_counts(request: pb.GenerateRequest) -> None:
-    """Of what is gone through one by one from here on."""
+    """Bound the lists and maps that later code iterates over. Raises InvalidRequest."""
     for field in ("stop", "stop_token_ids", "logit_bias"):
         check_entry_count(field, len(getattr(request, field)))
     match request.WhichOneof("prompt"):
@@ -146,9 +146,10 @@ def to_tokenizer_input(
 
 
 def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
-    """Raises InvalidRequest for a field that this version does not know, at any depth, or counts
-    those that are ignored. Among more than `_MAX_NAMED_BYTES` none is looked for: they count as
-    one."""
+    """Raise InvalidRequest for unknown fields at any depth, or count those that are ignored.
+
+    Unknown fields of more than `_MAX_NAMED_BYTES` in all count as one.
+    """
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -168,7 +169,7 @@ def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
 
 
 def _find_unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
-    """The number of each, and the message that it stands in."""
+    """Yield the number of each unknown field and the name of the message that has it."""
     unknown = UnknownFieldSet(message)
     for place in range(len(unknown)):
         yield unknown[place].field_number, message.DESCRIPTOR.name

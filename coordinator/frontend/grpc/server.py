@@ -25,27 +25,23 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     ("grpc.max_send_message_length", MAX_BODY_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
-    (
-        "grpc.keepalive_time_ms",
-        30_000,
-    ),  # a client whose machine is gone holds its requests no longer than this
+    # Requests of a client whose machine has died are cancelled after about this time.
+    ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    (
-        "grpc.http2.min_recv_ping_interval_without_data_ms",
-        5_000,
-    ),  # clients may ping as often without being cut off
+    # Clients that ping more often are disconnected.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
-_MAX_CALLS_PER_CONNECTION = 1024  # calls at a time on one connection
+_MAX_CALLS_PER_CONNECTION = 1024  # concurrent calls
 
 
 class GrpcServer:
-    """`add_cluster_service` before `start`."""
+    """The gRPC server for clients. Call `add_cluster_service` before `start`."""
 
     def __init__(
         self,
         intake: RequestIntake,
         readiness: Readiness,
-        who: ClientAuthenticator,
+        client_auth: ClientAuthenticator,
         limit: PortLimit,
     ) -> None:
         self.server = grpc.aio.server(
@@ -58,7 +54,7 @@ class GrpcServer:
         add_service_handlers(
             self.server,
             _GENERATION,
-            GenerationService(intake, who),
+            GenerationService(intake, client_auth),
             intake.body_budgets.grpc_budget,
         )
         self._readiness = readiness
@@ -68,7 +64,7 @@ class GrpcServer:
         add_service_handlers(self.server, _CLUSTER, service)
 
     def bind(self, host: str, port: int) -> None:
-        """Port 0 picks a free one. Raises ConfigError."""
+        """Listen on `port`; 0 picks a free port. Raises ConfigError."""
         self.port = bind_grpc_port(self.server, host, port, "--grpc-port")
 
     async def start(self) -> None:
@@ -77,11 +73,11 @@ class GrpcServer:
         await self.server.start()
 
     async def set_not_serving(self) -> None:
-        """Health checks hear of the end before anything else does; nothing takes it back."""
+        """Make health checks fail, for good, before anything else stops."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float) -> None:
-        """Take no new call, let open ones end within `grace` seconds."""
+        """Refuse new calls and let open ones end within `grace` seconds."""
         await self.set_not_serving()
         if self._health_task is not None:
             self._health_task.cancel()
@@ -92,9 +88,9 @@ class GrpcServer:
             await self._set_health(await self._readiness_changes.get())
 
     async def _set_health(self, ready: bool) -> None:
-        kinds = health_pb2.HealthCheckResponse
+        response = health_pb2.HealthCheckResponse
         for service in ("", *_SERVICES):
-            await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
+            await self._health.set(service, response.SERVING if ready else response.NOT_SERVING)
 
 
 def bind_grpc_port(
@@ -104,8 +100,10 @@ def bind_grpc_port(
     flag: str,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free
-    one. Raises ConfigError naming the flag."""
+    """Bind a port of the server and return its number; port 0 picks a free one.
+
+    Without `credentials` the port is plain text. Raises ConfigError, which names `flag`.
+    """
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         return int(

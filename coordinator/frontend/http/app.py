@@ -1,4 +1,4 @@
-"""The client-facing HTTP application."""
+"""The HTTP application for clients."""
 
 import importlib.metadata
 from collections.abc import Callable
@@ -32,7 +32,7 @@ PUBLIC_PATHS = (
 
 @dataclass(frozen=True)
 class MetricsEndpoint:
-    """What --metrics-on-http adds: a page for whoever `authenticator` lets in."""
+    """The route /metrics of --metrics-on-http, for callers that `authenticator` admits."""
 
     render_metrics: Callable[[], bytes]
     authenticator: AdminAuthenticator
@@ -41,26 +41,29 @@ class MetricsEndpoint:
 def build_app(
     intake: RequestIntake,
     readiness: Readiness,
-    who: ClientAuthenticator,
+    client_auth: ClientAuthenticator,
     metrics: MetricsEndpoint | None = None,
-    origins: frozenset[str] = frozenset(),
+    allowed_origins: frozenset[str] = frozenset(),
 ) -> FastAPI:
-    """`origins` are those whose web pages may call, as browsers name them."""
+    """Web pages of `allowed_origins` may call, given as browsers send them."""
 
     def guard(request: Request) -> None:
-        path = request.scope["path"]  # not request.url, which the Host header has a part in
+        path = request.scope["path"]  # not request.url, which depends on the Host header
         if metrics is not None and path == metrics_page.METRICS_PATH:
             check_admin_request(metrics.authenticator, request)
             return
-        if not who.is_key_required and not is_origin_allowed(
-            request.headers.get("origin"), request.headers.get("host", ""), origins
+        if not client_auth.is_key_required and not is_origin_allowed(
+            request.headers.get("origin"), request.headers.get("host", ""), allowed_origins
         ):
             raise errors.ForeignOrigin(
-                "a web page of another origin calls, and no key is asked for: set --api-key, or name the origin in "
+                "a web page of another origin calls, and no key is asked for: set --api-key, or "
+                "name the origin in "
                 "--allowed-origins"
             )
         if path not in PUBLIC_PATHS:
-            request.scope["state"][TENANT_KEY] = who.identify_tenant(get_authorization(request))
+            request.scope["state"][TENANT_KEY] = client_auth.identify_tenant(
+                get_authorization(request)
+            )
 
     app = FastAPI(
         title="Baton",
@@ -68,18 +71,21 @@ def build_app(
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-        # a redirect would be built from the Host header, and has no body in OpenAI's shape
+        # A redirect would depend on the Host header, and have no body in OpenAI's format.
         redirect_slashes=False,
     )
-    app.add_middleware(RequestMiddleware, guard=guard, refusals=intake.rejections)
-    if origins:  # the outermost, because a browser asks without the key whether it may send it
+    app.add_middleware(RequestMiddleware, guard=guard, rejections=intake.rejections)
+    if allowed_origins:  # outermost, because browsers send preflight requests without the key
         methods, headers = ["GET", "POST"], ["*"]
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=methods,
+            allow_headers=headers,
         )
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
-    add_generation_routes(app, intake, who)
+    add_generation_routes(app, intake, client_auth)
     add_info_routes(app, intake, readiness, app.version)
     docs_page.add_docs_routes(app)
     if metrics is not None:

@@ -1,5 +1,4 @@
-"""GET /docs: Swagger UI with its files from an installed package, so that no other host is
-needed."""
+"""GET /docs: Swagger UI, with its files from an installed package instead of another host."""
 
 import asyncio
 import importlib.resources

@@ -1,4 +1,4 @@
-"""Every error over HTTP has OpenAI's shape: {"error": {message, type, param, code}}."""
+"""HTTP errors in OpenAI's format: {"error": {message, type, param, code}}."""
 
 import math
 
@@ -33,7 +33,7 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class ForeignOrigin(RequestRejected):
-    """A web page of elsewhere calls, where no key is asked for."""
+    """A web page of another origin calls a port that needs no key."""
 
     http_status = 403
     openai_type = "permission_error"
@@ -62,7 +62,7 @@ async def on_baton_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or no such method on it."""
+    """Convert errors of Starlette: an unknown route, or a method that it does not have."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 405:

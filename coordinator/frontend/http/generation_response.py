@@ -1,5 +1,4 @@
-"""The answer to a request for text, whole or as server-sent events, in whatever shape its route
-has."""
+"""The HTTP response of a generation request: one body, or server-sent events."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -25,26 +24,25 @@ _STREAM_HEADERS = [
 
 
 class ResponseFormatter(Protocol):
-    """How one answer is worded."""
+    """Formats the output of one request for its route."""
 
-    def format_chunk(self, piece: OutputChunk) -> bytes:
-        """The payloads of a piece as server-sent events."""
+    def format_chunk(self, chunk: OutputChunk) -> bytes:
+        """Return the server-sent events for a chunk."""
         ...
 
     def format_stream_end(self) -> bytes:
-        """What a stream ends with before [DONE]."""
+        """Return the events before the final [DONE]."""
         ...
 
-    def add_chunk(self, piece: OutputChunk) -> None:
-        """A piece of an answer that is told as a whole."""
+    def add_chunk(self, chunk: OutputChunk) -> None:
+        """Add a chunk to the body of a response that is not streamed."""
         ...
 
     def format_body(self) -> bytes: ...
 
 
 class GenerationResponse(Response):
-    """Runs the request while it is being answered, so that one place holds it from submission to
-    its end.
+    """Runs the request while it is answered, so that one place owns it from submission to its end.
 
     An error before the first byte is raised, for the application to answer with its status; later
     ones become an error event, after which the connection closes without `[DONE]`.
@@ -53,54 +51,57 @@ class GenerationResponse(Response):
     def __init__(
         self,
         intake: RequestIntake,
-        ask: GenerationRequest,
-        shape: Callable[[ResponseStream], ResponseFormatter],
+        request: GenerationRequest,
+        make_formatter: Callable[[ResponseStream], ResponseFormatter],
         *,
         stream: bool,
     ) -> None:
         self.background = None
         self._intake = intake
-        self._request = ask
-        self._make_formatter = shape
+        self._request = request
+        self._make_formatter = make_formatter
         self._is_streaming = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(receive):
-            answer = await self._intake.start_request(self._request)
-            scope["state"][REQUEST_ID_KEY] = answer.id
+            stream = await self._intake.start_request(self._request)
+            scope["state"][REQUEST_ID_KEY] = stream.id
             try:
-                shape = self._make_formatter(answer)
+                formatter = self._make_formatter(stream)
                 if self._is_streaming:
-                    await _send_stream(answer, shape, send, scope["state"].get("hang_up"))
+                    await _send_stream(stream, formatter, send, scope["state"].get("hang_up"))
                 else:
-                    await _send_body(answer, shape, send)
+                    await _send_body(stream, formatter, send)
             finally:
-                answer.cancel()
+                stream.cancel()
 
 
-async def _send_body(answer: ResponseStream, shape: ResponseFormatter, send: Send) -> None:
-    async for piece in answer.output_chunks():
-        shape.add_chunk(piece)
-    body = shape.format_body()
+async def _send_body(stream: ResponseStream, formatter: ResponseFormatter, send: Send) -> None:
+    async for chunk in stream.output_chunks():
+        formatter.add_chunk(chunk)
+    body = formatter.format_body()
     length = str(len(body)).encode()
     await _send_headers(send, [(b"content-type", b"application/json"), (b"content-length", length)])
     await send({"type": "http.response.body", "body": body})
 
 
 async def _send_stream(
-    answer: ResponseStream, shape: ResponseFormatter, send: Send, hang_up: Callable[[], None] | None
+    stream: ResponseStream,
+    formatter: ResponseFormatter,
+    send: Send,
+    hang_up: Callable[[], None] | None,
 ) -> None:
-    pieces = answer.output_chunks()
-    first = await anext(pieces)
+    chunks = stream.output_chunks()
+    first = await anext(chunks)
     await _send_headers(send, _STREAM_HEADERS)
     try:
-        await _send_event(send, shape.format_chunk(first))
-        async for piece in pieces:
-            await _send_event(send, shape.format_chunk(piece))
-        await _send_event(send, shape.format_stream_end() + _DONE)
+        await _send_event(send, formatter.format_chunk(first))
+        async for chunk in chunks:
+            await _send_event(send, formatter.format_chunk(chunk))
+        await _send_event(send, formatter.format_stream_end() + _DONE)
     except Exception as error:
-        told = error if isinstance(error, BatonError) else to_internal_error(error)
-        await _send_event(send, b"data: " + errors.encode_error_body(told) + b"\n\n")
+        client_error = error if isinstance(error, BatonError) else to_internal_error(error)
+        await _send_event(send, b"data: " + errors.encode_error_body(client_error) + b"\n\n")
         await _end_body(send)
         if hang_up:
             hang_up()

@@ -1,4 +1,4 @@
-"""The routes that take a body: generation, tokenizing, detokenizing."""
+"""The POST routes: completions, chat completions, tokenize, detokenize."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,63 +34,72 @@ from coordinator.frontend.request_intake import RequestIntake
 
 TIMEOUT_HEADER = "x-request-timeout"
 
-Asking = TypeVar("Asking", CompletionRequest, ChatRequest)
+GenerationBody = TypeVar("GenerationBody", CompletionRequest, ChatRequest)
 
 
-def add_generation_routes(app: FastAPI, intake: RequestIntake, who: ClientAuthenticator) -> None:
-    unknown = intake.unknown_field_policy
-    completion, chat = BodyDecoder(CompletionRequest, unknown), BodyDecoder(ChatRequest, unknown)
-    tokenizing, detokenizing = (
-        BodyDecoder(TokenizeRequest, unknown),
-        BodyDecoder(DetokenizeRequest, unknown),
-    )
+def add_generation_routes(
+    app: FastAPI, intake: RequestIntake, client_auth: ClientAuthenticator
+) -> None:
+    policy = intake.unknown_field_policy
+    completion_decoder = BodyDecoder(CompletionRequest, policy)
+    chat_decoder = BodyDecoder(ChatRequest, policy)
+    tokenize_decoder = BodyDecoder(TokenizeRequest, policy)
+    detokenize_decoder = BodyDecoder(DetokenizeRequest, policy)
 
-    def on_account(ask: GenerationRequest, request: Request) -> GenerationRequest:
+    def with_principal(
+        generation_request: GenerationRequest, request: Request
+    ) -> GenerationRequest:
         tenant: Tenant = request.scope["state"][TENANT_KEY]
         return replace(
-            ask, principal=who.make_principal(tenant, ask.priority), cache_salt=tenant.cache_salt
+            generation_request,
+            principal=client_auth.make_principal(tenant, generation_request.priority),
+            cache_salt=tenant.cache_salt,
         )
 
-    def counted(request: Request) -> AbstractContextManager[None]:
+    def count_rejections(request: Request) -> AbstractContextManager[None]:
         return intake.rejections.count_rejections(request.scope["state"][TENANT_KEY].tenant_class)
 
     async def completions(request: Request) -> Response:
-        with counted(request):
-            body, ask = await _read_generation_request(request, intake, completion)
-            ask = on_account(ask, request)
-        return GenerationResponse(
-            intake, ask, partial(CompletionFormatter, body), stream=bool(body.stream)
-        )
+        with count_rejections(request):
+            body, generation_request = await _read_generation_request(
+                request, intake, completion_decoder
+            )
+            generation_request = with_principal(generation_request, request)
+        formatter = partial(CompletionFormatter, body)
+        return GenerationResponse(intake, generation_request, formatter, stream=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
-        with counted(request):
-            body, ask = await _read_generation_request(request, intake, chat)
-            ask = on_account(ask, request)
-        return GenerationResponse(
-            intake, ask, partial(ChatFormatter, body), stream=bool(body.stream)
-        )
+        with count_rejections(request):
+            body, generation_request = await _read_generation_request(request, intake, chat_decoder)
+            generation_request = with_principal(generation_request, request)
+        formatter = partial(ChatFormatter, body)
+        return GenerationResponse(intake, generation_request, formatter, stream=bool(body.stream))
 
     async def tokenize(request: Request) -> Response:
-        with counted(request):
-            body, wording, left = await _read_body(
-                request, intake, tokenizing, lambda body, left: (body, body.tokenizer_input, left)
+        with count_rejections(request):
+            body, prompt, seconds_left = await _read_body(
+                request,
+                intake,
+                tokenize_decoder,
+                lambda body, seconds_left: (body, body.tokenizer_input, seconds_left),
             )
             intake.check_model(body.model)
-            text, tokens = await intake.tokenize(wording, body.add_special_tokens, left)
-        pieces = await text.get_token_strings(tokens) if body.return_token_strs else None
+            tokenizer, tokens = await intake.tokenize(prompt, body.add_special_tokens, seconds_left)
+        strings = await tokenizer.get_token_strings(tokens) if body.return_token_strs else None
         return json_response(
-            TokenizeResponse(len(tokens), intake.get_served_model()[1], tokens, pieces)
+            TokenizeResponse(len(tokens), intake.get_served_model()[1], tokens, strings)
         )
 
     async def detokenize(request: Request) -> Response:
-        with counted(request):
-            body, left = await _read_body(
-                request, intake, detokenizing, lambda body, left: (body, left)
+        with count_rejections(request):
+            body, seconds_left = await _read_body(
+                request, intake, detokenize_decoder, lambda body, seconds_left: (body, seconds_left)
             )
             intake.check_model(body.model)
             if body.tokens is None:
                 raise InvalidRequest("tokens is missing: it must be token ids", param="tokens")
-            return json_response(DetokenizeResponse(await intake.detokenize(body.tokens, left)))
+            text = await intake.detokenize(body.tokens, seconds_left)
+            return json_response(DetokenizeResponse(text))
 
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
@@ -102,36 +111,36 @@ async def _read_body(
     request: Request,
     intake: RequestIntake,
     decoder: BodyDecoder[Kind],
-    then: Callable[[Kind, float], Result],
+    convert: Callable[[Kind, float], Result],
 ) -> Result:
-    """What `then` makes of the body and of the seconds that are left for the rest."""
-    limit, began = (
-        intake.effective_timeout(_requested_timeout(request), TIMEOUT_HEADER),
-        monotonic_clock(),
-    )
-    async with receive_body(request, limit, intake.body_budgets) as body:
+    """Receive and decode the body; return `convert` of it and of the seconds left for the request.
 
-        def then_in_time(read: Kind) -> Result:
-            return then(
-                read, max(limit - (monotonic_clock() - began), 0.001)
-            )  # it may have waited for a thread
+    The time is measured after decoding, which may have waited for a thread.
+    """
+    timeout = intake.effective_timeout(_requested_timeout(request), TIMEOUT_HEADER)
+    started_at = monotonic_clock()
+    async with receive_body(request, timeout, intake.body_budgets) as body:
 
-        return await decoder.decode_and_apply(body, intake.text_workers, then_in_time)
+        def convert_in_time(decoded: Kind) -> Result:
+            return convert(decoded, max(timeout - (monotonic_clock() - started_at), 0.001))
+
+        return await decoder.decode_and_apply(body, intake.text_workers, convert_in_time)
 
 
 async def _read_generation_request(
-    request: Request, intake: RequestIntake, decoder: BodyDecoder[Asking]
-) -> tuple[Asking, GenerationRequest]:
+    request: Request, intake: RequestIntake, decoder: BodyDecoder[GenerationBody]
+) -> tuple[GenerationBody, GenerationRequest]:
     client_id = request.headers.get("x-request-id")
     return await _read_body(
         request,
         intake,
         decoder,
-        lambda body, left: (body, body.to_generation_request(left, client_id)),
+        lambda body, seconds_left: (body, body.to_generation_request(seconds_left, client_id)),
     )
 
 
 def _requested_timeout(request: Request) -> float | None:
+    """Raises InvalidRequest."""
     text = request.headers.get(TIMEOUT_HEADER)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The routes that take nothing: what is served, and whether."""
+"""The GET routes: models, health, version."""
 
 import msgspec
 from fastapi import FastAPI

@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus' text format, for the admin port, and for the HTTP port if asked for."""
+"""GET /metrics in Prometheus' text format, on the admin port and optionally the HTTP port."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,6 @@
-"""The outermost layer of both HTTP applications: authentication, the client's own request id, and
-defects.
+"""The outermost layer of both HTTP applications: authentication, request ids, unexpected errors.
 
-Plain ASGI, because a route must see the server's own `receive` to learn of a disconnect.
+It is plain ASGI, because a route needs the server's own `receive` to notice a disconnect.
 """
 
 from collections.abc import Callable
@@ -20,37 +19,40 @@ from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.request import check_client_request_id
 
-TENANT_KEY = "tenant"  # where the guard leaves who calls
-# where a route leaves the id that the response shall carry, whether it ends well or not
+TENANT_KEY = "tenant"  # of the request's state: the tenant of the caller, set by the guard
+# Of the request's state: the id for the header of the response, also of an error; set by a route.
 REQUEST_ID_KEY = "request_id"
 RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 
 def get_authorization(request: Request) -> bytes | None:
-    """As it was sent: header text is Latin-1 here, whatever the client meant."""
+    """Return the header as it was sent: Starlette decodes headers as Latin-1."""
     value = request.headers.get("authorization")
     return None if value is None else value.encode("latin-1")
 
 
-def check_admin_request(gate: AdminAuthenticator, request: Request) -> None:
-    """Who may see what is for operators. Raises Unauthenticated."""
-    gate.check_caller(request.client.host if request.client else None, get_authorization(request))
-    gate.check_not_proxied(request.headers.keys())
-    gate.check_same_origin(request.headers.get("host", ""), request.headers.get("origin"))
+def check_admin_request(authenticator: AdminAuthenticator, request: Request) -> None:
+    """Raises Unauthenticated unless the caller may administer this cluster."""
+    peer = request.client.host if request.client else None
+    authenticator.check_caller(peer, get_authorization(request))
+    authenticator.check_not_proxied(request.headers.keys())
+    authenticator.check_same_origin(request.headers.get("host", ""), request.headers.get("origin"))
 
 
 def allow_head_requests(app: FastAPI) -> None:
-    """Let every route that answers GET answer HEAD too. The server leaves the body out."""
+    """Make every GET route answer HEAD, too. The server leaves the body out."""
     for route in app.routes:
         if isinstance(route, Route) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
 
 
 class RequestMiddleware:
-    def __init__(self, app: ASGIApp, guard: RequestGuard, refusals: RejectionCounter) -> None:
+    """Authenticates each request, adds headers to its response and handles its errors."""
+
+    def __init__(self, app: ASGIApp, guard: RequestGuard, rejections: RejectionCounter) -> None:
         self._app = app
         self._guard = guard
-        self._rejections = refusals
+        self._rejections = rejections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +81,7 @@ class RequestMiddleware:
                 echoed = check_client_request_id(request.headers.get("x-request-id"))
             await self._app(scope, receive, sender)
         except Exception as error:
-            told = error if isinstance(error, BatonError) else to_internal_error(error)
+            client_error = error if isinstance(error, BatonError) else to_internal_error(error)
             if started:
-                raise told from None
-            await errors.error_response(told)(scope, receive, sender)
+                raise client_error from None
+            await errors.error_response(client_error)(scope, receive, sender)

@@ -1,8 +1,7 @@
-"""The OpenAPI document: every route, what it takes within which bounds, and what it answers, errors
-too.
+"""Builds the OpenAPI document: every route, its request with bounds, its response and errors.
 
-The shapes come from the types that decode and encode them; here stand the bounds that the types
-cannot say, from the table that is checked.
+The schemas come from the types that decode and encode them. This file adds the bounds that types
+cannot express, from baton/limits.py.
 """
 
 import re
@@ -149,7 +148,9 @@ _REQUIRED: dict[type[RequestBody], list[Json]] = {
     ChatMessageParam: [{"required": ["role"]}],
 }
 _EVENT: Json = {
-    "description": "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]",
+    "description": (
+        "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]"
+    ),
     "type": "object",
     "required": ["data"],
     "properties": {"data": {"type": "string"}},

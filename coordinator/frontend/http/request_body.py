@@ -1,5 +1,4 @@
-"""What a route needs of its connection: a bounded body, and to be stopped when the client is
-gone."""
+"""Receives request bodies within bounds, and cancels requests whose client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,32 +12,35 @@ from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY_BY
 from coordinator.frontend.body_budget import BodyBudgets, IncomingBody
 from coordinator.frontend.http.errors import UnsupportedMediaType
 
-CLOSE_KEY = "close"  # where it is left that the connection is to be closed after the response
+CLOSE_KEY = "close"  # of the request's state: close the connection after the response
 
 
 @asynccontextmanager
-async def receive_body(request: Request, limit: float, bodies: BodyBudgets) -> AsyncIterator[bytes]:
-    """The whole body, if it comes within `limit` seconds and BODY_SECONDS. Its room is kept while
-    the block runs.
+async def receive_body(
+    request: Request, timeout_seconds: float, budgets: BodyBudgets
+) -> AsyncIterator[bytes]:
+    """Yield the complete body; its room in the budget is kept while the block runs.
 
-    Raises UnsupportedMediaType, TooLarge or Overloaded before it is read, or as soon as it is seen
-    to be; also DeadlineExceeded, and Cancelled when the client goes away.
+    The body must arrive within `timeout_seconds` and BODY_TIMEOUT_SECONDS. Raises
+    UnsupportedMediaType, RequestTooLarge or Overloaded, before the body is read if possible;
+    DeadlineExceeded; and Cancelled when the client disconnects.
     """
     check_media_type(request)
     declared = _declared_length(request)
-    first = (
-        MAX_SMALL_BODY_BYTES if declared is None else min(declared, MAX_SMALL_BODY_BYTES)
-    )  # may lie in buffers already
-    owner = request.client.host if request.client else ""
-    async with bodies.get_budget(declared).reserve_body(first, owner) as room:
-        body = await _read_body(request, min(limit, BODY_TIMEOUT_SECONDS), room)
-        await room.wait_to_decode(len(body))
+    # So many bytes may be in buffers already.
+    buffered = MAX_SMALL_BODY_BYTES if declared is None else min(declared, MAX_SMALL_BODY_BYTES)
+    client = request.client.host if request.client else ""
+    async with budgets.get_budget(declared).reserve_body(buffered, client) as incoming:
+        body = await _read_body(request, min(timeout_seconds, BODY_TIMEOUT_SECONDS), incoming)
+        await incoming.wait_to_decode(len(body))
         yield body
 
 
 def check_media_type(request: Request) -> None:
-    """Raises UnsupportedMediaType for a body that does not say that it is JSON. A web page of
-    anywhere may send any body but such a one without asking."""
+    """Raises UnsupportedMediaType for a body that is not declared as JSON.
+
+    Browsers send other types for any web page without a preflight request.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         shown = repr(media_type[:64]) if media_type else "missing"
@@ -48,7 +50,7 @@ def check_media_type(request: Request) -> None:
 
 
 def _declared_length(request: Request) -> int | None:
-    """How long the body says that it will be; None if it does not say. Raises TooLarge."""
+    """Return the declared length of the body, or None. Raises RequestTooLarge."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return None
@@ -57,13 +59,13 @@ def _declared_length(request: Request) -> int | None:
     return int(declared)
 
 
-async def _read_body(request: Request, limit: float, room: IncomingBody) -> bytes:
+async def _read_body(request: Request, seconds: float, incoming: IncomingBody) -> bytes:
     body = bytearray()
     state = request.scope["state"]
-    state[CLOSE_KEY] = True  # unless all of it is read
+    state[CLOSE_KEY] = True  # unless the whole body is read
     try:
-        async with asyncio.timeout(limit) as timer:
-            room.start_reading(timer)
+        async with asyncio.timeout(seconds) as timer:
+            incoming.start_reading(timer)
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -72,41 +74,42 @@ async def _read_body(request: Request, limit: float, room: IncomingBody) -> byte
                     )
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
-                    state[CLOSE_KEY] = (
-                        False  # it is read to its end and dropped, so that its client hears of it
-                    )
+                    # The rest is read and dropped, so that the client receives the error.
+                    state[CLOSE_KEY] = False
                     raise _too_large(f"more than {MAX_BODY_BYTES} bytes")
-                await room.grow_to(len(body))
+                await incoming.grow_to(len(body))
                 if not message.get("more_body", False):
-                    room.mark_complete()
+                    incoming.mark_complete()
                     state[CLOSE_KEY] = False
                     return bytes(body)
     except TimeoutError:
-        if room.is_displaced:
-            raise room.displaced_error() from None
-        raise DeadlineExceeded(f"the body did not arrive within {limit:g} s") from None
+        if incoming.is_displaced:
+            raise incoming.displaced_error() from None
+        raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from None
 
 
 @asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block, and leave it quietly, when the client closes its connection. `receive` is
-    its own meanwhile."""
+    """Cancel the block, without an error, when the client closes its connection.
+
+    Nothing else may call `receive` meanwhile.
+    """
     task = asyncio.current_task()
     assert task is not None
-    gone = False
+    is_disconnected = False
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal is_disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        is_disconnected = True
         task.cancel()
 
     watcher = asyncio.create_task(watch(), name="watch for disconnect")
     try:
         yield
     except asyncio.CancelledError:
-        if not gone or task.uncancel() > 0:
+        if not is_disconnected or task.uncancel() > 0:
             raise
     finally:
         watcher.cancel()

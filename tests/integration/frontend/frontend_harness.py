@@ -143,8 +143,8 @@ class FakeBackend:
             raise ServiceUnavailable("no node has joined", retry_after=1.5)
         return MODEL_BOUNDS
 
-    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
-        self.admission_checks.append(standing)
+    def require_admission(self, principal: Principal, count: int, timeout: float) -> None:
+        self.admission_checks.append(principal)
 
     async def submit_request(self, submission: Submission) -> FakeGeneration:
         (generation,) = await self.submit_requests([submission])
@@ -234,7 +234,7 @@ class GatedText(NoTokenizer):
         self.encode_cancelled = asyncio.Event()
 
     async def encode(
-        self, text: str, *, special: bool = True, limit: object = None
+        self, text: str, *, add_special_tokens: bool = True, limit: object = None
     ) -> tuple[int, ...]:
         self.encode_started.set()
         try:
@@ -292,8 +292,8 @@ async def running_frontend(
         brain,
         loaded,
         model=model,
-        longest=longest,
-        refusals=refusals,
+        max_timeout_seconds=longest,
+        rejections=refusals,
         defaults=defaults,
         unknown_fields=unknown_fields,
     )

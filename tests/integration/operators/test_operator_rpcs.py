@@ -89,7 +89,9 @@ async def test_drain_and_undrain(bench: CoordinatorHarness) -> None:
         assert "there is no decode node but drained ones (d0, d1): requests wait" in answer.warning
         assert (
             0
-            < next(n for n in bench.service.get_status().nodes if n.name == "d1").drain_seconds_left
+            < next(
+                n for n in bench.operations.get_status().nodes if n.name == "d1"
+            ).drain_seconds_left
             <= 60
         )
         assert not bench.readiness.state()[0]
@@ -115,7 +117,7 @@ async def test_set_ratio_is_reported_by_get_ratio(bench: CoordinatorHarness) -> 
         told = await call_service(bench, "SetRatio", pb.SetRatioRequest(prefill=2, decode=1))
         assert [(each.to_role, each.phase) for each in told.switches] == [("prefill", "switching")]
         [moving] = [
-            node for node in bench.service.get_status().nodes if node.service == "switching"
+            node for node in bench.operations.get_status().nodes if node.service == "switching"
         ]
         assert moving.name == told.switches[0].node
     for fields in ({"prefill": 3}, {"prefill": 2, "decode": 1, "flip_timeout_seconds": -1.0}):
@@ -164,7 +166,7 @@ async def test_malformed_protobuf_is_refused(bench: CoordinatorHarness, method: 
 
 def node_service_state(bench: CoordinatorHarness, name: str) -> str:
     return next(
-        (str(node.service) for node in bench.service.get_status().nodes if node.name == name), ""
+        (str(node.service) for node in bench.operations.get_status().nodes if node.name == name), ""
     )
 
 
@@ -176,7 +178,7 @@ async def test_watch_sends_the_state_at_once_and_then_changes(bench: Coordinator
         assert len((await watch.read()).nodes) == 0
         async with bench.make_node("p0", "prefill"):
             assert [node.name for node in (await watch.read()).nodes] == ["p0"]
-        bench.service.close()
+        bench.operations.close()
         while (await watch.read()) is not grpc.aio.EOF:  # what was under way, and then the end
             pass
 

@@ -1,4 +1,4 @@
-"""Answers as /v1/chat/completions words them."""
+"""Formats responses of /v1/chat/completions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _NO_LOGPROBS = b"null"
 
 
 class ChatTopLogprob(msgspec.Struct):
-    """`bytes` are those of the token's text, null if it has none."""
+    """A token and its logprob; `bytes` are those of its text, null if it has none."""
 
     token: str
     logprob: float
@@ -59,7 +59,7 @@ class ChatCompletion(msgspec.Struct):
 
 @dataclass(slots=True)
 class _ChatChoiceBuffer:
-    """One choice of an answer that is told as a whole."""
+    """The output of one choice, for a response that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -68,87 +68,90 @@ class _ChatChoiceBuffer:
 
 
 class ChatFormatter:
-    def __init__(self, request: ChatRequest, answer: ResponseStream) -> None:
-        self._response_stream = answer
+    """Formats one response, streamed or not."""
+
+    def __init__(self, request: ChatRequest, stream: ResponseStream) -> None:
+        self._response_stream = stream
         self._returns_token_ids = bool(request.return_token_ids)
         self._has_logprobs = bool(request.logprobs)
-        self._id = f"chatcmpl-{answer.id}"
-        self._sse_encoder = SseEncoder(answer, request, id=self._id, object="chat.completion.chunk")
-        self._choice_buffers = [_ChatChoiceBuffer() for _ in answer.choices]
+        self._id = f"chatcmpl-{stream.id}"
+        self._sse_encoder = SseEncoder(stream, request, id=self._id, object="chat.completion.chunk")
+        self._choice_buffers = [_ChatChoiceBuffer() for _ in stream.choices]
         self._started_choices: set[int] = set()
 
-    def format_chunk(self, piece: OutputChunk) -> bytes:
-        """The first of a choice comes after the event that gives its role."""
+    def format_chunk(self, chunk: OutputChunk) -> bytes:
+        """Return the events of a chunk; before the first of a choice, an event gives its role."""
         logprobs = _NO_LOGPROBS
-        if self._has_logprobs and piece.token_ids:
+        if self._has_logprobs and chunk.token_ids:
             logprobs = encode_json(
-                ChatLogprobs(list(_token_logprobs(self._response_stream.tokenizer, piece)))
+                ChatLogprobs(list(_token_logprobs(self._response_stream.tokenizer, chunk)))
             )
         delta = (
             b'"delta":{}'
-            if piece.finish_reason is not None
-            else b'"delta":{"content":%b}' % encode_json(piece.text)
+            if chunk.finish_reason is not None
+            else b'"delta":{"content":%b}' % encode_json(chunk.text)
         )
-        event = self._sse_encoder.encode_event(piece, delta, logprobs)
-        if piece.choice_index in self._started_choices:
+        event = self._sse_encoder.encode_event(chunk, delta, logprobs)
+        if chunk.choice_index in self._started_choices:
             return event
-        self._started_choices.add(piece.choice_index)
+        self._started_choices.add(chunk.choice_index)
         role = self._sse_encoder.encode_event(
-            OutputChunk(piece.choice_index, ""),
+            OutputChunk(chunk.choice_index, ""),
             _ROLE_DELTA,
             _NO_LOGPROBS,
-            untold=len(piece.token_ids),
+            pending_tokens=len(chunk.token_ids),
         )
         return role + event
 
     def format_stream_end(self) -> bytes:
         return self._sse_encoder.encode_usage_event()
 
-    def add_chunk(self, piece: OutputChunk) -> None:
-        told = self._choice_buffers[piece.choice_index]
-        told.texts.append(piece.text)
-        told.tokens.extend(piece.token_ids)
+    def add_chunk(self, chunk: OutputChunk) -> None:
+        buffer = self._choice_buffers[chunk.choice_index]
+        buffer.texts.append(chunk.text)
+        buffer.tokens.extend(chunk.token_ids)
         if self._has_logprobs:
-            told.logprobs.extend(_token_logprobs(self._response_stream.tokenizer, piece))
-        if piece.finish_reason is not None:
-            told.finish_reason = piece.finish_reason.value
+            buffer.logprobs.extend(_token_logprobs(self._response_stream.tokenizer, chunk))
+        if chunk.finish_reason is not None:
+            buffer.finish_reason = chunk.finish_reason.value
 
     def format_body(self) -> bytes:
-        answer = self._response_stream
+        stream = self._response_stream
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage("assistant", "".join(told.texts)),
-                logprobs=ChatLogprobs(told.logprobs) if self._has_logprobs else None,
-                finish_reason=told.finish_reason,
-                token_ids=told.tokens if self._returns_token_ids else msgspec.UNSET,
+                message=ChatMessage("assistant", "".join(buffer.texts)),
+                logprobs=ChatLogprobs(buffer.logprobs) if self._has_logprobs else None,
+                finish_reason=buffer.finish_reason,
+                token_ids=buffer.tokens if self._returns_token_ids else msgspec.UNSET,
             )
-            for index, told in enumerate(self._choice_buffers)
+            for index, buffer in enumerate(self._choice_buffers)
         ]
         return encode_json(
             ChatCompletion(
                 self._id,
                 "chat.completion",
-                answer.created_unix_seconds,
-                answer.model,
+                stream.created_unix_seconds,
+                stream.model,
                 choices,
-                final_usage(answer),
+                final_usage(stream),
             )
         )
 
 
-def _token_logprobs(text: Tokenizer, piece: OutputChunk) -> Iterable[ChatTokenLogprob]:
-    for token, score in zip(piece.token_ids, piece.logprobs, strict=True):
+def _token_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> Iterable[ChatTokenLogprob]:
+    for token, score in zip(chunk.token_ids, chunk.logprobs, strict=True):
         if score is not None:
             top = [
-                _top_logprob(text, candidate, logprob) for candidate, logprob in score.top_logprobs
+                _top_logprob(tokenizer, candidate, logprob)
+                for candidate, logprob in score.top_logprobs
             ]
-            own = _top_logprob(text, token, score.logprob)
+            own = _top_logprob(tokenizer, token, score.logprob)
             yield ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
 
 
-def _top_logprob(text: Tokenizer, token: int, logprob: float) -> ChatTopLogprob:
-    data = text.token_bytes(token)
+def _top_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> ChatTopLogprob:
+    data = tokenizer.token_bytes(token)
     return ChatTopLogprob(
-        text.token_text(token), max(logprob, MIN_LOGPROB), None if data is None else list(data)
+        tokenizer.token_text(token), max(logprob, MIN_LOGPROB), None if data is None else list(data)
     )

@@ -1,4 +1,4 @@
-"""Answers as /v1/completions words them."""
+"""Formats responses of /v1/completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from coordinator.frontend.output import OutputChunk
 from coordinator.frontend.response_stream import ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0  # what stands for the logarithm of zero, which JSON has no number for
+MIN_LOGPROB = -9999.0  # stands for the logarithm of zero, which JSON cannot represent
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -44,7 +44,7 @@ class Completion(msgspec.Struct):
 
 @dataclass(slots=True)
 class _CompletionChoiceBuffer:
-    """One choice of an answer that is told as a whole."""
+    """The output of one choice, for a response that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -53,85 +53,87 @@ class _CompletionChoiceBuffer:
 
 
 class CompletionFormatter:
-    def __init__(self, request: CompletionRequest, answer: ResponseStream) -> None:
-        self._response_stream = answer
+    """Formats one response, streamed or not."""
+
+    def __init__(self, request: CompletionRequest, stream: ResponseStream) -> None:
+        self._response_stream = stream
         self._returns_token_ids = bool(request.return_token_ids)
         self._has_logprobs = request.logprobs is not None
-        self._id = f"cmpl-{answer.id}"
-        self._sse_encoder = SseEncoder(answer, request, id=self._id, object="text_completion")
-        self._choice_buffers = [_CompletionChoiceBuffer() for _ in answer.choices]
+        self._id = f"cmpl-{stream.id}"
+        self._sse_encoder = SseEncoder(stream, request, id=self._id, object="text_completion")
+        self._choice_buffers = [_CompletionChoiceBuffer() for _ in stream.choices]
 
-    def format_chunk(self, piece: OutputChunk) -> bytes:
+    def format_chunk(self, chunk: OutputChunk) -> bytes:
         logprobs = (
-            encode_json(_chunk_logprobs(self._response_stream.tokenizer, piece))
-            if self._has_logprobs and piece.token_ids
+            encode_json(_chunk_logprobs(self._response_stream.tokenizer, chunk))
+            if self._has_logprobs and chunk.token_ids
             else b"null"
         )
-        return self._sse_encoder.encode_event(piece, b'"text":' + encode_json(piece.text), logprobs)
+        return self._sse_encoder.encode_event(chunk, b'"text":' + encode_json(chunk.text), logprobs)
 
     def format_stream_end(self) -> bytes:
         return self._sse_encoder.encode_usage_event()
 
-    def add_chunk(self, piece: OutputChunk) -> None:
-        told = self._choice_buffers[piece.choice_index]
-        told.texts.append(piece.text)
-        if not piece.is_prompt_echo:
-            told.tokens.extend(piece.token_ids)
+    def add_chunk(self, chunk: OutputChunk) -> None:
+        buffer = self._choice_buffers[chunk.choice_index]
+        buffer.texts.append(chunk.text)
+        if not chunk.is_prompt_echo:
+            buffer.tokens.extend(chunk.token_ids)
         if self._has_logprobs:
-            told.logprobs = _concatenate_logprobs(
-                told.logprobs, _chunk_logprobs(self._response_stream.tokenizer, piece)
+            buffer.logprobs = _concatenate_logprobs(
+                buffer.logprobs, _chunk_logprobs(self._response_stream.tokenizer, chunk)
             )
-        if piece.finish_reason is not None:
-            told.finish_reason = piece.finish_reason.value
+        if chunk.finish_reason is not None:
+            buffer.finish_reason = chunk.finish_reason.value
 
     def format_body(self) -> bytes:
-        answer = self._response_stream
+        stream = self._response_stream
         choices = [
             CompletionChoice(
                 index=index,
-                text="".join(told.texts),
-                logprobs=told.logprobs,
-                finish_reason=told.finish_reason,
-                token_ids=told.tokens if self._returns_token_ids else msgspec.UNSET,
+                text="".join(buffer.texts),
+                logprobs=buffer.logprobs,
+                finish_reason=buffer.finish_reason,
+                token_ids=buffer.tokens if self._returns_token_ids else msgspec.UNSET,
             )
-            for index, told in enumerate(self._choice_buffers)
+            for index, buffer in enumerate(self._choice_buffers)
         ]
         return encode_json(
             Completion(
                 self._id,
                 "text_completion",
-                answer.created_unix_seconds,
-                answer.model,
+                stream.created_unix_seconds,
+                stream.model,
                 choices,
-                final_usage(answer),
+                final_usage(stream),
             )
         )
 
 
-def _chunk_logprobs(text: Tokenizer, piece: OutputChunk) -> CompletionLogprobs:
+def _chunk_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> CompletionLogprobs:
     return CompletionLogprobs(
-        tokens=[text.token_text(token) for token in piece.token_ids],
+        tokens=[tokenizer.token_text(token) for token in chunk.token_ids],
         token_logprobs=[
-            None if score is None else max(score.logprob, MIN_LOGPROB) for score in piece.logprobs
+            None if score is None else max(score.logprob, MIN_LOGPROB) for score in chunk.logprobs
         ],
         top_logprobs=[
-            _top_logprobs(text, token, score)
-            for token, score in zip(piece.token_ids, piece.logprobs, strict=True)
+            _top_logprobs(tokenizer, token, score)
+            for token, score in zip(chunk.token_ids, chunk.logprobs, strict=True)
         ],
-        text_offset=list(piece.text_offsets),
+        text_offset=list(chunk.text_offsets),
     )
 
 
 def _top_logprobs(
-    text: Tokenizer, token: int, score: TokenLogprobs | None
+    tokenizer: Tokenizer, token: int, score: TokenLogprobs | None
 ) -> dict[str, float] | None:
-    """The most likely tokens, the best first, and the token itself."""
+    """Return the most likely tokens, best first, and the token itself."""
     if score is None:
         return None
     ranked: Sequence[tuple[int, float]] = (*score.top_logprobs, (token, score.logprob))
     top: dict[str, float] = {}
     for candidate, logprob in ranked:
-        top.setdefault(text.token_text(candidate), max(logprob, MIN_LOGPROB))
+        top.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
     return top
 
 

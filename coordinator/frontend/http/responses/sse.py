@@ -1,5 +1,4 @@
-"""Server-sent events built from what is constant in a stream and what is not: a token costs one
-small encoding."""
+"""Encodes server-sent events. The constant parts of a stream are encoded once."""
 
 import msgspec
 
@@ -13,23 +12,25 @@ encode_json = _encoder.encode
 
 
 class SseEncoder:
-    """Of one stream. An event is `{head, "choices": [{"index": i, ...}]}`, and `usage` where it is
-    asked for: null until the last event, which has no choices, or with `continuous_usage_stats`
-    what the answer has used so far."""
+    """Encodes the events of one stream, `{head, "choices": [{"index": i, ...}]}`.
+
+    If usage is requested, it is null up to the last event, which has no choices. With
+    `continuous_usage_stats`, every event has the usage so far.
+    """
 
     def __init__(
-        self, answer: ResponseStream, request: CommonRequestBody, *, id: str, object: str
+        self, stream: ResponseStream, request: CommonRequestBody, *, id: str, object: str
     ) -> None:
         head = {
             "id": id,
             "object": object,
-            "created": answer.created_unix_seconds,
-            "model": answer.model,
+            "created": stream.created_unix_seconds,
+            "model": stream.model,
         }
-        self._response_stream = answer
+        self._response_stream = stream
         self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self._event_heads = [
-            self._head + b'{"index":%d,' % index for index in range(len(answer.choices))
+            self._head + b'{"index":%d,' % index for index in range(len(stream.choices))
         ]
         self._event_tail = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
         self._unfinished_tail = b',"finish_reason":null' + self._event_tail
@@ -38,29 +39,33 @@ class SseEncoder:
         self._returns_token_ids = bool(request.return_token_ids)
 
     def encode_event(
-        self, piece: OutputChunk, content: bytes, logprobs: bytes, *, untold: int = 0
+        self, chunk: OutputChunk, content: bytes, logprobs: bytes, *, pending_tokens: int = 0
     ) -> bytes:
-        """`content` is the choice's own member, as `"text":"..."`; `logprobs` the value of that
-        one. `untold` tokens of the answer come in a later event."""
-        opened = self._event_heads[piece.choice_index]
+        """Return the event of a chunk.
+
+        `content` is the encoded member with the choice's text, as `"text":"..."`, and `logprobs`
+        the encoded value of that member. `pending_tokens` tokens of the chunk come in a later
+        event and are left out of the usage.
+        """
+        opened = self._event_heads[chunk.choice_index]
         if (
-            piece.finish_reason is None
+            chunk.finish_reason is None
             and not self._returns_token_ids
             and not self._has_continuous_usage
         ):
             return b'%b%b,"logprobs":%b%b' % (opened, content, logprobs, self._unfinished_tail)
         reason = (
-            b"null" if piece.finish_reason is None else b'"%b"' % piece.finish_reason.value.encode()
+            b"null" if chunk.finish_reason is None else b'"%b"' % chunk.finish_reason.value.encode()
         )
         tokens = (
-            b',"token_ids":' + encode_json([] if piece.is_prompt_echo else piece.token_ids)
+            b',"token_ids":' + encode_json([] if chunk.is_prompt_echo else chunk.token_ids)
             if self._returns_token_ids
             else b""
         )
         closed = self._event_tail
         if self._has_continuous_usage:
             closed = b'}],"usage":%b}\n\n' % encode_json(
-                partial_usage(self._response_stream, untold)
+                partial_usage(self._response_stream, pending_tokens)
             )
         return b'%b%b,"logprobs":%b,"finish_reason":%b%b%b' % (
             opened,

@@ -1,4 +1,4 @@
-"""How many tokens an answer took, in OpenAI's words."""
+"""The token usage of a response, in OpenAI's format."""
 
 import msgspec
 
@@ -16,14 +16,16 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails | None
 
 
-def final_usage(answer: ResponseStream) -> Usage:
-    """Complete when its last piece has been told."""
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(answer.cached_tokens))
+def final_usage(stream: ResponseStream) -> Usage:
+    """The usage of a complete stream."""
+    prompt, completion = stream.prompt_tokens, stream.completion_tokens
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(stream.cached_tokens))
 
 
-def partial_usage(answer: ResponseStream, untold: int = 0) -> Usage:
-    """In the middle of a stream, without the last `untold` tokens. Cached tokens are known at the
-    end only."""
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens - untold
+def partial_usage(stream: ResponseStream, pending_tokens: int = 0) -> Usage:
+    """The usage so far, without the last `pending_tokens` tokens.
+
+    The number of cached tokens is known at the end only.
+    """
+    prompt, completion = stream.prompt_tokens, stream.completion_tokens - pending_tokens
     return Usage(prompt, completion, prompt + completion, None)

@@ -1,5 +1,4 @@
-"""JSON bodies to typed requests, strictly: what is not understood is refused by name, unless
---unknown-fields says otherwise."""
+"""Decodes JSON bodies to typed requests; unknown fields are errors or dropped, as configured."""
 
 import re
 from collections.abc import Callable
@@ -24,14 +23,14 @@ _WRONG_TYPE_ERROR = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
 _UNKNOWN_FIELD_ERROR = re.compile(
     r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL
 )
-_CONTENT_FIELDS = frozenset(
-    {"prompt", "messages", "tokens"}
-)  # fields whose values are repeated nowhere
+# Error messages never quote the values of these fields.
+_CONTENT_FIELDS = frozenset({"prompt", "messages", "tokens"})
 
 
 class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request body. `no_ops` says what each field that is not served may say, beside null."""
+    """A request body."""
 
+    # Values other than null that are accepted for fields that are not supported.
     no_ops: ClassVar[NoOpValues] = {}
 
 
@@ -40,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class BodyDecoder(Generic[Kind]):
-    """For one kind of body."""
+    """Decodes the bodies of one type."""
 
     def __init__(
         self, kind: type[Kind], unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
@@ -51,18 +50,20 @@ class BodyDecoder(Generic[Kind]):
         self._unknown_field_policy = unknown
 
     async def decode_body(self, body: bytes, workers: TextWorkers) -> Kind:
-        """Raises InvalidRequest naming the field and what is wrong with it, Overloaded when too
-        much text waits."""
+        """Decode a body.
+
+        Raises InvalidRequest, which names the field and what is wrong with it, and Overloaded
+        when too much text waits for a thread.
+        """
         return await self.decode_and_apply(body, workers, lambda request: request)
 
     async def decode_and_apply(
-        self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]
+        self, body: bytes, workers: TextWorkers, convert: Callable[[Kind], Result]
     ) -> Result:
-        """What `then` makes of the request, and what it raises. Both are done off the event loop if
-        the body is long."""
+        """Decode a body and return `convert` of it; both run in a thread if the body is long."""
 
         def work() -> Result:
-            return then(self.decode_inline(body))
+            return convert(self.decode_inline(body))
 
         return work() if len(body) <= MAX_INLINE_BYTES else await workers.run_work(work, len(body))
 
@@ -81,7 +82,7 @@ class BodyDecoder(Generic[Kind]):
         return request
 
     def _decode_known_fields(self, body: bytes) -> Kind:
-        """Fields that the schema does not have are removed first, where they are to be ignored."""
+        """Decode a body, after removing unknown fields if they are to be ignored."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -98,7 +99,7 @@ _raw_field_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _check_counts(request: RequestBody) -> None:
-    """Of what is gone through one by one from here on."""
+    """Bound the lists and maps that later code iterates over. Raises InvalidRequest."""
     for field in ("stop", "stop_token_ids", "logit_bias", "chat_template_kwargs"):
         value = getattr(request, field, None)
         if isinstance(value, list | dict):
@@ -127,7 +128,7 @@ def _check_no_ops(request: RequestBody) -> None:
 
 
 def _matching_types(no_op: object) -> tuple[type, ...]:
-    """JSON has one number type, and a bool is not a number."""
+    """Return the types that may equal a no-op value: JSON has one number type, bools apart."""
     return (int, float) if type(no_op) is int else (type(no_op),)
 
 

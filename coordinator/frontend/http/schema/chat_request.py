@@ -19,8 +19,7 @@ TemplateArguments = dict[str, str | int | float | bool | None]
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's
-    other types."""
+    """A part of a message's content. Only the type `text` is served."""
 
     type: str
     text: str | None = None
@@ -31,7 +30,7 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ChatMessageParam(RequestBody, frozen=True, kw_only=True):
-    """`name` and `tool_call_id` are for the chat template, which may ignore them."""
+    """A message of a conversation."""
 
     no_ops: ClassVar[NoOpValues] = MESSAGE_NO_OPS
 
@@ -52,7 +51,7 @@ class ChatMessageParam(RequestBody, frozen=True, kw_only=True):
 
 
 class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
-    """The body. A field that is not served is accepted with the values that ask for nothing."""
+    """The body. Unsupported fields are accepted with their no-op values."""
 
     no_ops: ClassVar[NoOpValues] = CHAT_NO_OPS
 
@@ -75,20 +74,22 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
         """Raises InvalidRequest."""
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
-                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or tool_choice none",
+                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or "
+                "tool_choice none",
                 param="tools",
             )
         common = self.common_request_fields()
-        wording = {"prompt": "messages", "logprobs": "top_logprobs"}
+        param_names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest(
-                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: "
+                    f"max_tokens is {self.max_tokens} and max_completion_tokens "
+                    f"{self.max_completion_tokens}: "
                     "they mean the same, send one",
                     param="max_tokens",
                 )
             common["max_tokens"] = self.max_completion_tokens
-            wording["max_tokens"] = "max_completion_tokens"
+            param_names["max_tokens"] = "max_completion_tokens"
         return GenerationRequest(
             prompts=to_chat_prompt(
                 self.messages, self.add_generation_prompt, self.chat_template_kwargs
@@ -96,7 +97,7 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
             logprobs=self._top_logprobs(),
             timeout_seconds=timeout,
             client_request_id=self.get_client_request_id(client_id),
-            param_names=wording,
+            param_names=param_names,
             **common,
         )
 
@@ -126,7 +127,7 @@ def to_chat_prompt(
 
 
 def _to_template_message(where: str, message: ChatMessageParam) -> dict[str, object]:
-    """As the template sees it. Fields that were not given are not there."""
+    """Convert a message for the template, without fields that were not given."""
     for field, accepted in message.no_ops.items():
         if getattr(message, field) not in (None, *accepted):
             raise InvalidRequest(
@@ -143,7 +144,7 @@ def _to_template_message(where: str, message: ChatMessageParam) -> dict[str, obj
 
 def _message_text(where: str, message: ChatMessageParam) -> str:
     if message.content is None:
-        if message.role == "assistant":  # as clients send back an answer without text
+        if message.role == "assistant":  # clients send back empty responses so
             return ""
         raise InvalidRequest(f"{where}.content is missing: it must be text", param="messages")
     if isinstance(message.content, str):
@@ -152,7 +153,8 @@ def _message_text(where: str, message: ChatMessageParam) -> str:
         if part.type != "text" or part.text is None:
             given = f"{where}.content[{place}]"
             raise InvalidRequest(
-                f'{given} has the type {truncate_text(part.type)!r}: only {{"type": "text", "text": ...}} is served',
+                f"{given} has the type {truncate_text(part.type)!r}: only "
+                '{"type": "text", "text": ...} is served',
                 param="messages",
             )
     return "\n".join(part.text or "" for part in message.content)

@@ -1,4 +1,4 @@
-"""The fields that completions and chat completions share, and their way into an `Ask`."""
+"""The fields that completions and chat completions share."""
 
 import re
 from typing import Annotated, Any
@@ -11,19 +11,17 @@ from coordinator.frontend.request import check_client_request_id
 
 _TOKEN_ID = re.compile(r"\d{1,9}")
 
-TOP_K_OFF = -1  # what vLLM and SGLang call off; here that is 0
+TOP_K_OFF = -1  # "no top-k" in vLLM and SGLang; 0 in Baton
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = (
-        None  # padding against who listens to sizes: nothing of ours adds any
-    )
+    include_obfuscation: bool | None = None  # no padding is ever added
 
 
 class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
-    """`user` and the like identify the client's own users and have no effect."""
+    """The common fields. `user`, `session_id` and the like have no effect."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -61,8 +59,10 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def get_client_request_id(self, header: str | None) -> str | None:
-        """The client's own id of the request: that of the header, or of the body. Raises
-        InvalidRequest."""
+        """Return the client's own request id, from the header or else the body.
+
+        Raises InvalidRequest.
+        """
         if header is not None:
             return header
         if self.request_id is not None:
@@ -70,8 +70,7 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
         return check_client_request_id(self.rid, "rid")
 
     def common_request_fields(self) -> dict[str, Any]:
-        """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot
-        say."""
+        """Return these fields as arguments of `GenerationRequest`. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is given, but stream is not true", param="stream_options"
@@ -104,10 +103,10 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
         }
 
 
-def _parse_logit_bias(worded: dict[str, float]) -> list[tuple[int, float]]:
-    """Token ids are the keys, and JSON has only texts for those."""
+def _parse_logit_bias(logit_bias: dict[str, float]) -> list[tuple[int, float]]:
+    """Parse the keys, which are token ids. Raises InvalidRequest."""
     biases: dict[int, float] = {}
-    for key, bias in worded.items():
+    for key, bias in logit_bias.items():
         if not _TOKEN_ID.fullmatch(key) or not key.isascii():
             raise InvalidRequest(
                 f"logit_bias has the key {truncate_text(key)!r}: keys are token ids",

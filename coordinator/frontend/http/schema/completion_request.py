@@ -9,7 +9,7 @@ from coordinator.frontend.request import GenerationRequest, Prompt
 
 
 class CompletionRequest(CommonRequestBody, frozen=True, kw_only=True):
-    """The body. A field that is not served is accepted with the values that ask for nothing."""
+    """The body. Unsupported fields are accepted with their no-op values."""
 
     no_ops: ClassVar[NoOpValues] = COMPLETION_NO_OPS
 
@@ -31,22 +31,23 @@ class CompletionRequest(CommonRequestBody, frozen=True, kw_only=True):
         )
 
 
-def _parse_prompts(worded: str | list[int | str | list[int]] | None) -> list[Prompt] | None:
-    """A text, token ids, or a list of either."""
-    if worded is None:
+def _parse_prompts(prompt: str | list[int | str | list[int]] | None) -> list[Prompt] | None:
+    """Parse a text, token ids, or a list of either. Raises InvalidRequest."""
+    if prompt is None:
         return None
-    if isinstance(worded, str):
-        return [worded]
-    if not worded or isinstance(worded[0], int):
-        return [_require_same_type(worded, int)]
-    return list(_require_same_type(worded, type(worded[0])))
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt or isinstance(prompt[0], int):
+        return [_require_same_type(prompt, int)]
+    return list(_require_same_type(prompt, type(prompt[0])))
 
 
-def _require_same_type(worded: list[Any], kind: type) -> list[Any]:
-    for place, item in enumerate(worded):
-        if type(item) is not kind:
+def _require_same_type(prompt: list[Any], item_type: type) -> list[Any]:
+    for place, item in enumerate(prompt):
+        if type(item) is not item_type:
             raise InvalidRequest(
-                f"prompt[{place}] and prompt[0] differ in type: a list has token ids, texts, or lists of token ids",
+                f"prompt[{place}] and prompt[0] differ in type: a list has token ids, texts, or "
+                "lists of token ids",
                 param="prompt",
             )
-    return worded
+    return prompt

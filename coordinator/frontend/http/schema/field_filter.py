@@ -3,18 +3,17 @@
 import msgspec
 from msgspec import inspect
 
-FieldTree = dict[
-    str, "FieldTree | None"
-]  # the fields of an object, and the shape of the objects in each
+# The fields of an object, each with the tree of the objects in it.
+FieldTree = dict[str, "FieldTree | None"]
 
 
 def build_field_tree(kind: type[msgspec.Struct]) -> FieldTree:
-    """The fields of `kind`, and of the structs in its fields."""
+    """Return the fields of a struct type, and of the structs in its fields."""
     return _field_tree_of(inspect.type_info(kind)) or {}
 
 
 def remove_unknown_fields(body: bytes, shape: FieldTree) -> tuple[bytes, int]:
-    """Return the body again and how many fields were removed. Raises msgspec.DecodeError."""
+    """Return the body without unknown fields, and their number. Raises msgspec.DecodeError."""
     value = msgspec.json.decode(body)
     removed = _remove_from_value(value, shape)
     return msgspec.json.encode(value), removed

@@ -1,9 +1,7 @@
-"""What the text of a JSON body says about itself before it is decoded, and which names it gives
-twice.
+"""Bounds the size of a JSON body before it is decoded, and rejects duplicate names.
 
-A decoder holds Python's lock until it is done, so how many objects it may make is bounded before.
-Both checks look at bytes alone, with escapes blanked, so that a quote is the end of a string or the
-beginning of one.
+A decoder holds Python's lock until it is done, so the number of objects is bounded in advance. Both
+checks look at bytes alone, with escapes blanked, so that every quote begins or ends a string.
 """
 
 import re
@@ -14,22 +12,22 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.limits import MAX_JSON_CONTAINERS, MAX_JSON_KEYS, MAX_JSON_STRINGS, MAX_JSON_VALUES
 
-_ALWAYS_WITHIN_BYTES = 2 * min(
-    MAX_JSON_CONTAINERS, MAX_JSON_KEYS
-)  # bytes: each of anything takes two at least
+# Shorter bodies cannot exceed the bounds, because every item takes at least two bytes.
+_ALWAYS_WITHIN_BYTES = 2 * min(MAX_JSON_CONTAINERS, MAX_JSON_KEYS)
 _NAMES_AND_BRACES = re.compile(rb'"([^"]*)"(\s*:)?|[{}]')
 _MAX_SHOWN_CHARS = 64  # characters of a name
 
 
 def blank_escapes(body: bytes) -> bytes:
-    """The body with its escaped quotes and backslashes overwritten; its length is the same. A
-    backslash is in a string or the text is no JSON, and the first of two escapes the second."""
+    """Overwrite escaped quotes and backslashes without changing the length of the body."""
     return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
 
 
 def check_json_size(plain: bytes) -> None:
-    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are
-    decoded. `plain` is the body without escapes."""
+    """Raises InvalidRequest for too many names, strings, objects, arrays or values.
+
+    `plain` is the body without escapes.
+    """
     if len(plain) < _ALWAYS_WITHIN_BYTES:
         return
     strings = plain.count(b'"') // 2
@@ -47,11 +45,13 @@ def check_json_size(plain: bytes) -> None:
 
 
 def check_duplicate_names(body: bytes, plain: bytes) -> None:
-    """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which
-    one counts. `body` is JSON, `plain` the same without escapes."""
+    """Raises InvalidRequest for a name that an object has twice, because JSON parsers differ.
+
+    `body` is valid JSON, and `plain` is the body without escapes.
+    """
     if plain.count(b":") < 2:
         return
-    objects: list[set[bytes | str]] = []  # the names of each object that is open
+    objects: list[set[bytes | str]] = []  # names of each enclosing object
     for match in _NAMES_AND_BRACES.finditer(plain):
         if match.lastindex == 2:
             name = _normalize_name(body[match.start(1) : match.end(1)])
@@ -72,7 +72,7 @@ def check_duplicate_names(body: bytes, plain: bytes) -> None:
 
 
 def _normalize_name(written: bytes) -> bytes | str:
-    """The same for the same name, however it is written; a name without escapes stays as it is."""
+    """Return the same value for all spellings of a name."""
     if b"\\" not in written:
         return written
     read = msgspec.json.decode(b'"%b"' % written, type=str)
@@ -80,5 +80,5 @@ def _normalize_name(written: bytes) -> bytes | str:
     return read if b"\\" in plain else plain
 
 
-def _raise_too_many(count: int, what: str, most: int) -> NoReturn:
-    raise InvalidRequest(f"the body has {count} {what}: at most {most}")
+def _raise_too_many(count: int, items: str, limit: int) -> NoReturn:
+    raise InvalidRequest(f"the body has {count} {items}: at most {limit}")

@@ -1,8 +1,8 @@
 """Fields of OpenAI's, vLLM's, SGLang's and TensorRT-LLM's requests that Baton does not serve.
 
-Many clients send such a field with the value that asks for nothing. The tables give, for each
-route and field, the values that are accepted beside null; any other value is refused with the name
-of the field. A whole number stands for the same number with a fraction of zero as well.
+Many clients send such a field with a no-op value, which asks for nothing. The tables give, for each
+route and field, the no-op values other than null; any other value is an error that names the field.
+A whole number also stands for the equal floating-point number.
 """
 
 import functools
@@ -192,7 +192,7 @@ MESSAGE_NO_OPS: NoOpValues = {
 
 @functools.cache
 def with_unsupported_fields(kind: type[Kind]) -> type[Kind]:
-    """The body `kind` as it is decoded: with the fields that its `no_ops` names."""
+    """Return the type that bodies are decoded to: `kind` with the fields of its `no_ops`."""
     no_ops: NoOpValues = kind.no_ops  # type: ignore[attr-defined]
     fields = [(name, Any, None) for name in no_ops if name not in kind.__struct_fields__]
     if not fields:

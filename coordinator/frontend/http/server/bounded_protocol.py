@@ -1,5 +1,4 @@
-"""uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the
-application."""
+"""uvicorn's HTTP protocol with bounded buffers and waits, and errors in OpenAI's format."""
 
 import asyncio
 from typing import Any
@@ -14,15 +13,13 @@ from coordinator.frontend.http import errors
 from coordinator.frontend.http.server.connection_table import ConnectionTable
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
-MAX_DROPPED_BYTES = (
-    4 * MAX_BODY_BYTES
-)  # of a body refused with 413, read and dropped so that the client hears of it
-_PARSE_SLICE_BYTES = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
+# Of a body that is too large: read and dropped, so that the client receives the 413.
+MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES
+_PARSE_SLICE_BYTES = 16 << 10  # parsed at once; so much of a pipelined head may be uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_TIMEOUT_SECONDS = 30.0
-BODY_CLOSE_SECONDS = (
-    BODY_TIMEOUT_SECONDS + 5.0
-)  # seconds of a body that does not end, also one that nobody reads any more
+# A connection is closed after so long in one body, also if nothing reads the body any more.
+BODY_CLOSE_SECONDS = BODY_TIMEOUT_SECONDS + 5.0
 
 _log = log.get_logger("http")
 _limited = RateLimitedLogger()
@@ -56,8 +53,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The parser gets a head in slices within what is left of the bound: it never holds
-        more."""
+        """Feed the parser in slices, so that it never holds more of a head than the bound."""
         unread = memoryview(data)
         while unread and not self.transport.is_closing():
             part = unread[:_PARSE_SLICE_BYTES]
@@ -91,9 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.pipeline:
             self._connection_table.mark_idle(self)
         elif not self._in_head and len(self.pipeline) == 1:
-            self._connection_table.mark_arriving(
-                self
-            )  # the next request, of which the head came meanwhile
+            self._connection_table.mark_arriving(self)  # the next request's head is here already
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -107,7 +101,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         if self._body_timer is not None:
             self._body_timer.cancel()
-        if not self._is_idle():  # else it was answered before its body had come
+        if not self._is_idle():  # else it was answered before its body arrived
             self._connection_table.mark_busy(self)
         super().on_message_complete()
 
@@ -116,12 +110,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _on_head_timeout(self) -> None:
-        if self._is_idle():  # else an answer is under way to this client
+        if self._is_idle():  # else a response is being sent to this client
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Bytes that are not HTTP. In the middle of a response there is no way to say so but to
-        close."""
+        """Answer malformed HTTP; in the middle of a response, only close the connection."""
         _limited.log_event(_log.info, "rejected", code=InvalidRequest.code, reason=msg)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = errors.encode_error_body(InvalidRequest(msg))

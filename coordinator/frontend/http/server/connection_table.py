@@ -1,4 +1,4 @@
-"""The connections of one HTTP port, and which of them makes room for a new one."""
+"""The connections of one HTTP port, and the choice of one to close when there are too many."""
 
 from collections import Counter
 from typing import Protocol
@@ -16,18 +16,21 @@ class AbortableConnection(Protocol):
 
 
 class ConnectionTable:
-    """Connections without a request in progress are idle. When there are too many, the one that has
-    been idle longest is closed; if no other is idle, the one whose request has been arriving for
-    longest; else the new one, and that one too if its address has too many. `port` is its name in
-    logs."""
+    """All connections of one port. A connection without a request in progress is idle.
+
+    When there are too many, the connection that has been idle longest is closed; if no other is
+    idle, the one whose request has been arriving for longest; else the new one. A new connection
+    whose address has too many is closed, too.
+    """
 
     def __init__(self, port: str, limit: PortLimit) -> None:
+        """`port` is the name of the port in logs."""
         self.limit = limit
-        self.refused_connections = 0  # connections closed to make room, or not taken
+        self.refused_connections = 0  # closed because there were too many
         self._port = port
         self._addresses: dict[AbortableConnection, str] = {}
-        self._idle: dict[AbortableConnection, None] = {}  # the longest idle first
-        self._arriving: dict[AbortableConnection, None] = {}  # the longest arriving first
+        self._idle: dict[AbortableConnection, None] = {}  # longest idle first
+        self._arriving: dict[AbortableConnection, None] = {}  # longest arriving first
         self._per_address: Counter[str] = Counter()
         self._limited = RateLimitedLogger(burst=1, per_second=LOG_LINES_PER_SECOND)
 
@@ -44,7 +47,7 @@ class ConnectionTable:
             self._refuse_connection(self._least_needed(connection))
 
     def remove_connection(self, connection: AbortableConnection) -> None:
-        """It has ended. Also of one that is not here."""
+        """Remove a connection that has ended. Idempotent."""
         address = self._addresses.pop(connection, None)
         self._idle.pop(connection, None)
         self._arriving.pop(connection, None)
@@ -54,18 +57,18 @@ class ConnectionTable:
                 del self._per_address[address]
 
     def mark_arriving(self, connection: AbortableConnection) -> None:
-        """The head of a request has come, and no other request is in progress."""
+        """The head of a request has arrived, and no other request is in progress."""
         self._idle.pop(connection, None)
         if connection in self._addresses:
             self._arriving[connection] = None
 
     def mark_busy(self, connection: AbortableConnection) -> None:
-        """A whole request has come."""
+        """A whole request has arrived."""
         self._idle.pop(connection, None)
         self._arriving.pop(connection, None)
 
     def mark_idle(self, connection: AbortableConnection) -> None:
-        """Its answer has been sent."""
+        """The response has been sent."""
         self._arriving.pop(connection, None)
         if connection in self._addresses:
             self._idle[connection] = None

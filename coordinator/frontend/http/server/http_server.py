@@ -1,4 +1,4 @@
-"""An HTTP application on a port, inside the event loop that is already running."""
+"""Serves an HTTP application on a port, in the event loop that is already running."""
 
 import asyncio
 import contextlib
@@ -20,23 +20,20 @@ from coordinator.frontend.http.server.connection_table import ConnectionTable
 
 _limited = RateLimitedLogger()
 BACKLOG = 1024
-_SEND_BUFFER = (
-    64 << 10
-)  # bytes asked of the kernel for each connection: what a slow reader can make us hold
-_TCP_USER_TIMEOUT_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
-# seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
+_SEND_BUFFER = 64 << 10  # bytes of each connection's kernel buffer, which a slow reader can fill
+_TCP_USER_TIMEOUT_MS = 30_000  # the kernel disconnects a peer that accepts no byte for so long
+# Longer than clients keep idle connections, so that they do not reuse one while it is closed.
 _KEEP_ALIVE_SECONDS = 75
 
 
 def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket; port 0 picks a free one. Raises ConfigError naming the flag."""
+    """Return a listening socket; port 0 picks a free port. Raises ConfigError naming `flag`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # this and the next two: for what it accepts
+        # These three options are inherited by the accepted sockets.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_MS)
         listening.bind((host, port))
@@ -52,7 +49,7 @@ def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """One application on one bound socket. Signals are the process's business, not this one's."""
+    """One application on one bound socket. It handles no signals."""
 
     def __init__(
         self,
@@ -78,9 +75,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=min(
-                    BACKLOG, connections.limit.max_connections
-                ),  # what may come at once, before one can be closed
+                # Connections that may arrive at once, before one can be closed.
+                backlog=min(BACKLOG, connections.limit.max_connections),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(grace),
             )
@@ -96,12 +92,12 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
     def stop(self) -> None:
-        """Accept no more, let open responses end, then return from `run_until_stopped`."""
+        """Accept no more connections, let open responses end, and end `run_until_stopped`."""
         self.should_exit = True
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Keep the Date header current, and leave at once when stopped."""
+        """Keep the Date header current, and return at once when stopped."""
         while not self._stopping.is_set():
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
@@ -114,8 +110,10 @@ class HttpServer(uvicorn.Server):
 
 
 class _StructuredLogHandler(logging.Handler):
-    """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a
-    prompt."""
+    """Writes uvicorn's log lines in our format, with only the kind and place of exceptions.
+
+    The message of an exception may quote a prompt.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None

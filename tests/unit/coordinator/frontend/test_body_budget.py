@@ -180,7 +180,7 @@ async def test_waiters_of_a_full_client_do_not_block_other_clients(
     monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 600.0)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(body_budget, "DISPLACE_SECONDS", 600.0)
-    room = BodyBudget("bodies", 3, 100, per_owner=2)
+    room = BodyBudget("bodies", 3, 100, max_bodies_per_client=2)
     greedy = [asyncio.create_task(_stall_until_displaced(room, 1, "greedy")) for _ in range(50)]
     await asyncio.sleep(0)
     assert len(room) == 2
@@ -202,7 +202,7 @@ async def test_waiters_of_a_full_client_do_not_block_other_clients(
 async def test_full_client_waits_for_its_own_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_budget, "MAX_WAIT_SECONDS", 600.0)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 600.0)
-    room, order = BodyBudget("bodies", 9, 100, per_owner=1), list[int]()
+    room, order = BodyBudget("bodies", 9, 100, max_bodies_per_client=1), list[int]()
     stalled = asyncio.create_task(_stall_until_displaced(room))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(_reserve_and_record(room, 0, order))

@@ -18,26 +18,26 @@ def process_in_steps(
     tokens: list[int], cuts: list[int], *, stop: list[str], scored: bool, unsearched: int = 0
 ) -> list[OutputChunk]:
     """`cuts` are the sizes of the events; what is left comes in one."""
-    teller = OutputProcessor(
-        0, VOCABULARY.create_detokenizer(), stop=stop, scored=scored, unsearched=unsearched
+    processor = OutputProcessor(
+        0, VOCABULARY.create_detokenizer(), stop=stop, with_logprobs=scored, min_tokens=unsearched
     )
     pieces, place = [], 0
     for size in [*cuts, len(tokens)]:
         step = tuple(tokens[place : place + size])
         place += size
-        if not step or teller.is_stopped:
+        if not step or processor.is_stopped:
             continue
-        piece = teller.process_tokens(
+        piece = processor.process_tokens(
             TokensEvent(
                 step, tuple(TokenLogprobs(-float(token)) for token in step) if scored else ()
             )
         )
         pieces += [piece] if piece else []
-    rest = teller.flush()
+    rest = processor.flush()
     return [
         *pieces,
         *([rest] if rest else []),
-        OutputChunk(0, "", range(teller.output_tokens), is_prompt_echo=teller.is_stopped),
+        OutputChunk(0, "", range(processor.output_tokens), is_prompt_echo=processor.is_stopped),
     ]
 
 

@@ -214,7 +214,7 @@ def test_continuation_equals_the_text_it_adds(kind: Callable[[], tokenizers.Toke
     @settings(max_examples=80)
     @given(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=12))
     def holds(tokens: list[int]) -> None:
-        detokenizer = vocabulary.create_detokenizer(continuing=True)
+        detokenizer = vocabulary.create_detokenizer(is_continuation=True)
         added = (
             "".join(detokenizer.append_tokens([token]) for token in tokens) + detokenizer.flush()
         )
@@ -228,7 +228,9 @@ def test_continuing_word_keeps_its_leading_space() -> None:
     backend = sentencepiece()
     word = [backend.token_to_id("▁hello")]
     assert Vocabulary(backend).create_detokenizer().append_tokens(word) == "hello"
-    assert Vocabulary(backend).create_detokenizer(continuing=True).append_tokens(word) == " hello"
+    assert (
+        Vocabulary(backend).create_detokenizer(is_continuation=True).append_tokens(word) == " hello"
+    )
 
 
 NAMES = [

@@ -54,7 +54,7 @@ SPELLED = [
 async def test_special_tokens_in_messages_are_plain_text(
     backend: tokenizers.Tokenizer, text: HfTokenizer, spelled: str, special: bool
 ) -> None:
-    prompt = await text.encode_chat(user_chat("first", spelled, "last"), special=special)
+    prompt = await text.encode_chat(user_chat("first", spelled, "last"), add_special_tokens=special)
     ends = [token for token in prompt if token in backend.get_added_tokens_decoder()]
     assert ends == [backend.token_to_id(BEGIN)] * special + [backend.token_to_id(EOS_TOKEN)] * 3
     told = f"user: first{EOS_TOKEN}user: {spelled.strip()}{EOS_TOKEN}user: last{EOS_TOKEN}"
@@ -69,7 +69,7 @@ async def test_other_text_is_encoded_unchanged(
     backend: tokenizers.Tokenizer, text: HfTokenizer, plain: str, special: bool
 ) -> None:
     rendered = f"user: {plain.strip()}{EOS_TOKEN}user: hello{EOS_TOKEN}"
-    prompt = await text.encode_chat(user_chat(plain, "hello"), special=special)
+    prompt = await text.encode_chat(user_chat(plain, "hello"), add_special_tokens=special)
     assert prompt == tuple(backend.encode(rendered, add_special_tokens=special).ids)
 
 

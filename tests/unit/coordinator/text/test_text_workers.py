@@ -80,7 +80,7 @@ async def test_short_text_overtakes_a_full_queue_of_longer_ones() -> None:
 
 
 async def test_pending_text_is_bounded() -> None:
-    workers, gate = TextWorkers(most_long_bytes=10 * MAX_SHORT_BYTES), threading.Event()
+    workers, gate = TextWorkers(max_long_bytes=10 * MAX_SHORT_BYTES), threading.Event()
     tasks = [
         asyncio.create_task(workers.run_work(gate.wait, 3 * MAX_SHORT_BYTES)) for _ in range(3)
     ]

@@ -220,9 +220,12 @@ async def test_encoding_stops_at_twice_the_token_limit(
         ContextLengthExceeded,
         match=r"prompt has more than 1000 tokens: the limit is 1000 .as it is",
     ):
-        encoder.encode_text(text, TextLimit(1000, "as it is"), special=True)
+        encoder.encode_text(text, TextLimit(1000, "as it is"), add_special_tokens=True)
     assert backend.encoded_characters == SLICE_CHARS
-    assert len(encoder.encode_text(text[:1000], TextLimit(1000, "as it is"), special=True)) >= 500
+    assert (
+        len(encoder.encode_text(text[:1000], TextLimit(1000, "as it is"), add_special_tokens=True))
+        >= 500
+    )
 
 
 UNBOUNDED: dict[str, Callable[[], tokenizers.Tokenizer]] = {

@@ -61,7 +61,7 @@ async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, 
     for text in [*CORPUS[:5], f"a{EOS_TOKEN}b", ""]:
         for special in (True, False):
             expected = theirs.encode(text, add_special_tokens=special)
-            assert await ours.encode(text, special=special) == tuple(expected)
+            assert await ours.encode(text, add_special_tokens=special) == tuple(expected)
 
 
 @pytest.mark.parametrize("place", ["settings", "file", "names"])
