@@ -16,17 +16,16 @@ import torch
 from kv_kernels.reference import attention, paged_cache
 from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
-from kv_kernels.triton import decode_attention as triton_decode
-from kv_kernels.triton import kv_write as triton_write
+from kv_kernels.triton import decode_attention, kv_write
 
 KINDS = ("float32", "float16", "bfloat16")
 # (name, kv_heads, heads per kv_head, dim, block_size, context lengths, window)
 SHAPES = [
     ("grouped", 2, 3, 16, 4, (5, 8, 1), None),
-    ("several splits", 1, 2, 16, 1, (triton_decode.PAGES_PER_SPLIT + 3, 2), None),
+    ("several splits", 1, 2, 16, 1, (decode_attention.PAGES_PER_SPLIT + 3, 2), None),
     ("odd sizes", 1, 1, 24, 6, (11,), None),
     ("windowed", 2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
-    ("windowed over splits", 1, 1, 16, 2, (50, 3), 2 * triton_decode.PAGES_PER_SPLIT + 3),
+    ("windowed over splits", 1, 1, 16, 2, (50, 3), 2 * decode_attention.PAGES_PER_SPLIT + 3),
 ]
 
 
@@ -67,7 +66,7 @@ def max_decode_error(
         arena[context.block_table[0], :, :, :, : context.hidden_tokens] = torch.nan
         arena[whole.block_table[: -len(context.block_table)]] = torch.nan
     out = torch.full(query.shape, torch.nan, dtype=dtype)
-    for part in triton_decode.plan_decode(
+    for part in decode_attention.plan_decode(
         PagedCache.from_arena(arena), contexts, dtype, upcast=True
     ):
         part(query, 1, out)
@@ -82,7 +81,7 @@ def max_write_error(kind: str) -> float:
     twin = arena.clone()
     kv = torch.randn(3, 5, 12, generator=generator).to(dtype)[:, 1:]
     slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
-    triton_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
+    kv_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
     paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
     return float((arena.float() - twin.float()).abs().max())
 
