@@ -1,4 +1,4 @@
-"""The contract that every transport keeps: real sockets, real segments, real threads."""
+"""The contract of every transport, tested with real sockets, segments and threads."""
 
 import queue
 from collections.abc import Iterator
@@ -68,8 +68,7 @@ def test_a_hand_off_lands_whole_and_commits(pair: TransferPair) -> None:
 
 
 def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Path) -> None:
-    """The next layer is announced only when this one has landed: a transfer of the whole would
-    hang."""
+    """Each layer is announced when the one before has landed, so sending all at once would hang."""
     with transfer_pair(backend, tmp_path, settings=ONE_LAYER) as pair:
         source, target = [1, 2, 3, 4], [5, 6, 7, 8]
         key = pair.open_handoff(4)
@@ -92,7 +91,7 @@ def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Pa
 def test_only_what_decode_lacks_is_written(
     pair: TransferPair, held: int, chunks: list[int]
 ) -> None:
-    """Partial prefixes at every cut, against chunks that end elsewhere."""
+    """Decode holds a prefix whose end differs from the ends of prefill's chunks."""
     source, lacking = [3, 1, 4, 15], [20, 21, 22, 23][held:]
     key = pair.open_handoff(4)
     ticket = pair.grant_ticket(key, lacking, first_block=held)
@@ -179,8 +178,7 @@ def test_one_of_two_hand_offs_is_cancelled_and_the_other_is_whole(pair: Transfer
 
 
 def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
-    """Always a few at a time, over the same few blocks, each checked; and nothing is left of
-    them."""
+    """A few at a time over the same few blocks. Each is checked, and no frame was out of place."""
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=2, dtype="float32")
     with transfer_pair(backend, tmp_path, layout=layout) as pair:
         free, running, ended = list(range(0, 32, 2)), {}, 0
@@ -211,8 +209,7 @@ def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
 
 
 def test_a_ticket_is_kept_alive_while_its_work_is_queued(tmp_path: Path) -> None:
-    """For longer than its lease nothing is ready to be written: the heartbeat alone keeps the
-    ticket."""
+    """Nothing is ready to be written for longer than the lease: Renew alone keeps the ticket."""
     settings = replace(FAST_SETTINGS, ticket_ttl=2.0, renew_interval=0.1)
     with transfer_pair("zmq", tmp_path, settings=settings) as pair:
         key = pair.open_handoff(1)
@@ -268,7 +265,7 @@ def test_late_writer_of_a_lost_ticket_is_refused(pair: TransferPair) -> None:
     assert pair.is_untouched([3])
 
 
-# lives and ends
+# incarnations and ends
 
 
 def test_rejoined_decode_drops_its_tickets(pair: TransferPair) -> None:
@@ -295,7 +292,7 @@ def test_rejoined_writer_aborts_its_handoffs(pair: TransferPair) -> None:
     }
     pair.expect_lost(ticket, StaleMessage)
     reborn = pair.open_handoff(1)
-    pair.outbound.set_ticket(reborn, pair.make_ticket(reborn, [4]))  # minted for the life before
+    pair.outbound.set_ticket(reborn, pair.make_ticket(reborn, [4]))  # for the earlier incarnation
     pair.expect_aborted(reborn, StaleMessage)
 
 
@@ -325,9 +322,8 @@ def test_the_coordinator_says_that_decode_is_gone(pair: TransferPair) -> None:
     pair.outbound.abort_handoff(other, Cancelled("done"))
     pair.expect_aborted(other, Cancelled)
     pair.inbound.revoke_ticket(ticket.id, Cancelled("done"))
-    lost = pair.decode_events.expect_event(
-        InboundLost
-    )  # the writer's last word may reach a decode node that is not gone after all
+    # The writer's Abort may reach a decode node that is not gone after all.
+    lost = pair.decode_events.expect_event(InboundLost)
     assert isinstance(lost.error, Cancelled | PeerUnreachable)
 
 

@@ -129,11 +129,9 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
 def poison_outside_window(
     cache: PagedCache, context: AttentionContext, window: int, queries: int
 ) -> AttentionContext:
-    """What is seen of the context; the blocks that no query sees are NaN from here on."""
+    """The visible part of a context. Fills the blocks that no query sees with NaN."""
     seen = clip_to_window(context, window, queries, cache.block_size)
-    oldest = (
-        context.length - queries - window + 1
-    )  # position of the oldest token that the first query sees
+    oldest = context.length - queries - window + 1  # position of the first query's oldest token
     assert len(context.block_table) - len(seen.block_table) == max(0, oldest) // cache.block_size
     cache.arena[context.block_table[: -len(seen.block_table)]] = torch.nan
     return seen

@@ -8,7 +8,7 @@ _STEP = st.tuples(st.sampled_from(["set", "drop", "sweep"]), st.integers(0, 7), 
 
 @given(st.lists(_STEP, max_size=300))
 def test_pop_expired_returns_exactly_the_expired_leases(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever the order of grants, renewals and ends; against a plain dictionary."""
+    """In any order of grants, renewals and removals, compared with a dictionary."""
     leases: LeaseTable[int] = LeaseTable()
     model: dict[int, float] = {}
     now = 0.0

@@ -1,4 +1,4 @@
-"""Where writers are told to dial, behind addresses that are not the ones bound."""
+"""The endpoint that writers dial when it differs from the address that decode binds."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kv_transfer.transports.zmq_link import ZmqDecodeLink
 
 
 def advertised_and_bound(advertise: str) -> tuple[str, str]:
-    """What is told, and the port that is bound."""
+    """The endpoint that decode advertises, and the port that it binds."""
     plain = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings())
     bound = plain.endpoint.rpartition(":")[2]
     plain.close()
