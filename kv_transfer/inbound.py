@@ -14,7 +14,7 @@ from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, InboundLost
-from kv_transfer.core.handoff_common import ArenaShape
+from kv_transfer.core.handoff_common import ArenaShape, is_one_sided
 from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.transports.links import DecodeLink
@@ -84,7 +84,7 @@ class KVReceiver:
 
     def grant_ticket(self, ticket: Ticket) -> None:
         """Raises ValueError when the ticket's offsets are not those of blocks of the arena."""
-        two_sided = ticket.transport != "shm"
+        two_sided = not is_one_sided(ticket.transport)
         if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
             raise ValueError(
                 f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena"

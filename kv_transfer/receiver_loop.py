@@ -17,7 +17,7 @@ from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import InboundEvent, InboundFenced, InboundLost
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
 from kv_transfer.core.inbound_handoff import (
     AWAITING_FENCE_STATES,
     LIVE_STATES,
@@ -90,14 +90,16 @@ class ReceiverLoop:
         self.counters["granted"] += 1
         self._update_timer(machine)
         if ticket.decode_peer.incarnation != self._incarnation:
-            self.revoke_ticket(ticket.id, StaleMessage("decode has joined anew"))
+            self.revoke_ticket(
+                ticket.id, StaleMessage("decode has rejoined with a new incarnation")
+            )
 
     def _fence_callable(self, ticket: Ticket) -> Callable[[], bool]:
         """How to fence the ticket's writer off for good; see InboundHandoff.try_fence.
 
         A two-sided writer's bytes land on this very thread, so none can land while it decides."""
         fences = self._fences
-        if ticket.transport != "shm":
+        if not is_one_sided(ticket.transport):
             return lambda: True
         assert fences is not None, "a one-sided ticket for an arena without a fence file"
         byte = ticket.fence_byte
@@ -126,7 +128,7 @@ class ReceiverLoop:
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._revoke_all(StaleMessage("decode has joined anew"))
+        self._revoke_all(StaleMessage("decode has rejoined with a new incarnation"))
 
     def _revoke_all(self, error: BatonError) -> None:
         for machine in self._machines(LIVE_STATES):

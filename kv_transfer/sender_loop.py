@@ -17,7 +17,7 @@ from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
 from kv_transfer.core.send_queue import SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
@@ -112,7 +112,7 @@ class SenderLoop:
         self._close_stale_links(handoff.peer_key)
         try:
             self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
-        except HandoffFailed as error:  # decode is told why, and may offer another transport
+        except HandoffFailed as error:  # the Abort tells decode why; it may offer another transport
             self._set_machine_ticket(handoff, ticket, NoLock())
             self._apply_outputs(handoff, machine.abort(error))
 
@@ -126,7 +126,7 @@ class SenderLoop:
 
     def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
         """The lock that a writer under this ticket needs. Raises UnmappableSegment."""
-        if ticket.transport != "shm":
+        if not is_one_sided(ticket.transport):
             return NoLock()
         handoff.peer_arena = self._arenas.get(ticket)
         return TicketLock(handoff.peer_arena, ticket)
@@ -161,7 +161,7 @@ class SenderLoop:
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._abort_all(StaleMessage("this node has joined anew"))
+        self._abort_all(StaleMessage("this node has rejoined with a new incarnation"))
 
     def _abort_all(self, error: BatonError) -> None:
         for handoff in list(self._handoffs.values()):
@@ -299,9 +299,9 @@ class SenderLoop:
             return True
         self.counters["bytes_written"] += len(payload)
         self.counters["slabs_written"] += write.slab_range.num_slabs
-        inline = handoff.peer_arena is None
-        outputs = handoff.machine.finish_write(write, checksum, inline, self._clock())
-        self._apply_outputs(handoff, outputs, payload if inline else None, action)
+        is_inline = handoff.peer_arena is None
+        outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
+        self._apply_outputs(handoff, outputs, payload if is_inline else None, action)
         return True
 
     # outputs

@@ -10,6 +10,7 @@ from baton.process.failpoints import FailpointAction
 from baton.types import Ticket
 from kv_transfer.arena.arena_slabs import ArenaSlabs, RowIndices
 from kv_transfer.core import frames
+from kv_transfer.core.handoff_common import is_one_sided
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.slabs import SlabRange
 
@@ -52,8 +53,10 @@ class SlabCopier:
 
         False if the bytes do not have the checksum; an inline payload then has not touched the
         arena."""
-        one_sided = ticket.transport == "shm"
-        if one_sided == frame.is_inline or (payload is None) == frame.is_inline:
+        if (
+            is_one_sided(ticket.transport) == frame.is_inline
+            or (payload is None) == frame.is_inline
+        ):
             return False
         if payload is None:
             rows = self._slab_rows(ticket, frame.slab_range)

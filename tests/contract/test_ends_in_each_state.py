@@ -243,10 +243,10 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
             pair.inbound.revoke_ticket(ticket.id, REASON)
         pair.inbound.commit_ticket(ticket.id)
         if state in LOST_BY_REVOKE:
-            held = not pair.decode_events.expect_event(InboundLost).is_fenced
+            is_quarantined = not pair.decode_events.expect_event(InboundLost).is_fenced
         else:
-            held = state in AWAITING_FENCE
-        if held:
+            is_quarantined = state in AWAITING_FENCE
+        if is_quarantined:
             pair.decode_events.expect_event(InboundFenced)
         pair.check_full_handoff()
         assert pair.decode_events.drain_unexpected() == []

@@ -89,9 +89,9 @@ def writer_process(pair: TransferPair, failpoints: str = "") -> Iterator[WriterP
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair("shm", tmp_path) as made:
-        yield made
-        assert made.decode_events.drain_unexpected() == []
+    with transfer_pair("shm", tmp_path) as opened:
+        yield opened
+        assert opened.decode_events.drain_unexpected() == []
 
 
 def check_stays_quarantined(pair: TransferPair) -> None:

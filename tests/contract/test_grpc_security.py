@@ -60,12 +60,12 @@ def status_of_refused_call(
         ("grpc.ssl_target_name_override", certificates.DECODE_CERTIFICATE_NAME),
         ("grpc.enable_http_proxy", 0),
     ]
-    made: Any = (
+    opened: Any = (
         grpc.insecure_channel(target, options=options)
         if credentials is None
         else grpc.secure_channel(target, credentials, options=options)
     )
-    with made as channel:
+    with opened as channel:
         call = channel.stream_stream(f"/{grpc_protocol.SERVICE}/{grpc_protocol.METHOD}")
         with pytest.raises(grpc.RpcError) as caught:
             list(
@@ -127,12 +127,17 @@ def decode_node_credentials() -> grpc.ChannelCredentials:
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials]
+    "make_credentials",
+    [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials],
 )
-def test_a_caller_without_a_writers_certificate_gets_nowhere(made: Any, tmp_path: Path) -> None:
+def test_a_caller_without_a_writers_certificate_gets_nowhere(
+    make_credentials: Any, tmp_path: Path
+) -> None:
     """Plaintext, no certificate, one of another cluster, or decode's own certificate."""
     with transfer_pair("grpc", tmp_path) as pair:
-        assert status_of_refused_call(made(), pair, proof_metadata(TOKEN)) == "UNAVAILABLE"
+        assert (
+            status_of_refused_call(make_credentials(), pair, proof_metadata(TOKEN)) == "UNAVAILABLE"
+        )
         assert "bad_frames" not in pair.inbound.counters()
         pair.check_full_handoff()
 
@@ -196,12 +201,16 @@ def test_a_writer_sends_nothing_to_who_is_no_decode_node() -> None:
 
 
 def test_certificates_of_one_token_differ_and_share_their_authority() -> None:
-    one, other = (
+    key, other_key = (
         certificates._derive_authority_key(token).private_numbers().private_value
         for token in (TOKEN, TOKEN + " ")
     )
     certificates._derive_authority_key.cache_clear()
-    assert one == certificates._derive_authority_key(TOKEN).private_numbers().private_value != other
+    assert (
+        key
+        == certificates._derive_authority_key(TOKEN).private_numbers().private_value
+        != other_key
+    )
     authority = certificates._derive_authority_key(TOKEN)
     issued = [
         certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)

@@ -39,16 +39,17 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(backend: str, tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair(backend, tmp_path) as made:
-        yield made
+    with transfer_pair(backend, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
 def writer(pair: TransferPair) -> Iterator[RawWriter]:
     """A writer that has sent Open, with a ticket for logical blocks 1 and 2; decode has block 0."""
-    with RawWriter(pair, pair.grant_ticket(pair.new_key(attempt=1), BLOCKS, first_block=1)) as made:
-        made.send_open()
-        yield made
+    ticket = pair.grant_ticket(pair.new_key(attempt=1), BLOCKS, first_block=1)
+    with RawWriter(pair, ticket) as raw_writer:
+        raw_writer.send_open()
+        yield raw_writer
 
 
 ALL_SLABS = SlabRange(0, 3, 1, 2)
@@ -85,8 +86,8 @@ def test_a_write_that_is_wrong_loses_the_ticket(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"writer_incarnation": "somebody"},
-        {"decode_incarnation": "somebody"},
+        {"writer_incarnation": "another"},
+        {"decode_incarnation": "another"},
         {"attempt": 0},
         {"attempt": 2},
         {"ticket_id": "f" * 32},

@@ -41,10 +41,10 @@ ONE_LAYER = replace(FAST_SETTINGS, layers_per_message=1)
 
 @pytest.fixture(params=BACKENDS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair(request.param, tmp_path) as made:
-        yield made
-        assert made.decode_events.drain_unexpected() == []
-        assert made.prefill_events.drain_unexpected() == []
+    with transfer_pair(request.param, tmp_path) as opened:
+        yield opened
+        assert opened.decode_events.drain_unexpected() == []
+        assert opened.prefill_events.drain_unexpected() == []
 
 
 @pytest.fixture(params=BACKENDS)
@@ -86,15 +86,15 @@ def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Pa
         assert pair.has_arrived(source, target)
 
 
-@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("held_blocks", [0, 1, 3])
 @pytest.mark.parametrize("chunks", [[4], [1, 3], [2, 1, 1]], ids=str)
 def test_only_what_decode_lacks_is_written(
-    pair: TransferPair, held: int, chunks: list[int]
+    pair: TransferPair, held_blocks: int, chunks: list[int]
 ) -> None:
     """Decode holds a prefix whose end differs from the ends of prefill's chunks."""
-    source, lacking = [3, 1, 4, 15], [20, 21, 22, 23][held:]
+    source, missing_target = [3, 1, 4, 15], [20, 21, 22, 23][held_blocks:]
     key = pair.open_handoff(4)
-    ticket = pair.grant_ticket(key, lacking, first_block=held)
+    ticket = pair.grant_ticket(key, missing_target, first_block=held_blocks)
     first = 0
     for number, size in enumerate(chunks):
         if number == len(chunks) - 1:
@@ -102,9 +102,9 @@ def test_only_what_decode_lacks_is_written(
         pair.announce_layers(key, source[first : first + size], first)
         first += size
     pair.outbound.seal_handoff(key, SealInfo((1,)))
-    assert pair.finish_handoff(ticket).stats.bytes_sent == len(lacking) * LAYOUT.block_bytes
-    assert pair.has_arrived(source[held:], lacking)
-    assert pair.is_untouched([20, 21, 22, 23][:held])
+    assert pair.finish_handoff(ticket).stats.bytes_sent == len(missing_target) * LAYOUT.block_bytes
+    assert pair.has_arrived(source[held_blocks:], missing_target)
+    assert pair.is_untouched([20, 21, 22, 23][:held_blocks])
 
 
 def test_ticket_without_blocks_commits_at_once(pair: TransferPair) -> None:
@@ -163,16 +163,19 @@ def test_two_hand_offs_at_once_do_not_mix(pair: TransferPair) -> None:
 
 
 def test_one_of_two_hand_offs_is_cancelled_and_the_other_is_whole(pair: TransferPair) -> None:
-    doomed, fine = pair.open_handoff(2), pair.open_handoff(2)
-    lost, kept = pair.grant_ticket(doomed, [10, 11]), pair.grant_ticket(fine, [12, 13])
-    for key, ticket in ((doomed, lost), (fine, kept)):
+    aborted_key, committed_key = pair.open_handoff(2), pair.open_handoff(2)
+    lost, kept = (
+        pair.grant_ticket(aborted_key, [10, 11]),
+        pair.grant_ticket(committed_key, [12, 13]),
+    )
+    for key, ticket in ((aborted_key, lost), (committed_key, kept)):
         pair.outbound.set_ticket(key, ticket)
         pair.announce_layers(key, [1, 2], layers=[0])
-    pair.outbound.abort_handoff(doomed, Cancelled("the client left"))
-    pair.expect_aborted(doomed, Cancelled)
+    pair.outbound.abort_handoff(aborted_key, Cancelled("the client left"))
+    pair.expect_aborted(aborted_key, Cancelled)
     pair.expect_lost(lost, Cancelled)
-    pair.announce_layers(fine, [1, 2], layers=[1, 2])
-    pair.outbound.seal_handoff(fine, SealInfo((1,)))
+    pair.announce_layers(committed_key, [1, 2], layers=[1, 2])
+    pair.outbound.seal_handoff(committed_key, SealInfo((1,)))
     pair.finish_handoff(kept)
     assert pair.has_arrived([1, 2], [12, 13])
 
@@ -386,12 +389,12 @@ def test_a_seal_over_the_wrong_slabs_is_incomplete(
 
 
 def test_unknown_keys_and_tickets_are_counted_and_nothing_else(pair: TransferPair) -> None:
-    stranger = pair.new_key()
-    ticket = pair.make_ticket(stranger, [3])
-    pair.outbound.set_ticket(stranger, ticket)
-    pair.outbound.seal_handoff(stranger, SealInfo(()))
-    pair.outbound.abort_handoff(stranger, Cancelled("x"))
-    assert not pair.outbound.wait_for_layer(stranger, 0, timeout=5)
+    unknown_key = pair.new_key()
+    ticket = pair.make_ticket(unknown_key, [3])
+    pair.outbound.set_ticket(unknown_key, ticket)
+    pair.outbound.seal_handoff(unknown_key, SealInfo(()))
+    pair.outbound.abort_handoff(unknown_key, Cancelled("x"))
+    assert not pair.outbound.wait_for_layer(unknown_key, 0, timeout=5)
     pair.inbound.commit_ticket(ticket.id)
     pair.inbound.revoke_ticket(ticket.id, Cancelled("x"))
     wait_until(lambda: pair.inbound.counters().get("ignored_revoke") == 1)

@@ -167,16 +167,16 @@ def test_a_ticket_whose_segment_is_not_what_it_says_is_not_written(
         ticket = pair.grant_ticket(key, [3])
         match wrong:
             case "name":
-                told = replace(
+                forged = replace(
                     ticket, segment=SegmentRef("../../etc/passwd", ticket.segment.incarnation)
                 )
             case "incarnation":
-                told = replace(
+                forged = replace(
                     ticket, segment=SegmentRef(ticket.segment.name, pair.writer_incarnation)
                 )
             case _:
-                told = replace(ticket, block_offsets=(1 << 40,))
-        pair.outbound.set_ticket(key, told)
+                forged = replace(ticket, block_offsets=(1 << 40,))
+        pair.outbound.set_ticket(key, forged)
         pair.announce_layers(key, [1])
         pair.expect_aborted(key, UnmappableSegment)
         pair.expect_lost(ticket, UnmappableSegment)

@@ -11,6 +11,7 @@ from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.reference import attention
 from kv_kernels.reference.attention import (
     AttentionContext,
+    PaddedDecodeAttention,
     TiledPrefillAttention,
     causal_mask,
     clip_to_window,
@@ -57,7 +58,8 @@ def dense_attention(
     scores.masked_fill_(torch.arange(context.length) > position[:, None], -torch.inf)
     if window is not None:
         scores.masked_fill_(torch.arange(context.length) <= position[:, None] - window, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+    attended: torch.Tensor = (scores.softmax(-1) @ value).transpose(0, 1)
+    return attended
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,23 +81,24 @@ def test_decode_equals_dense_attention(lengths: list[int], dtype: torch.dtype) -
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
+def group_bounds(cache: PagedCache, contexts: list[AttentionContext]) -> list[tuple[int, int]]:
+    groups = plan_decode(cache, contexts, torch.float32)
+    return [
+        (group.first_query, group.end_query)
+        for group in groups
+        if isinstance(group, PaddedDecodeAttention)
+    ]
+
+
 def test_groups_end_with_similar_lengths_and_with_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, contexts = make_cache(
         [100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32
     )
-    sizes = [
-        (group.first_query, group.end_query)
-        for group in plan_decode(cache, contexts, torch.float32)
-    ]
-    assert sizes == [(0, 2), (2, 5)]
+    assert group_bounds(cache, contexts) == [(0, 2), (2, 5)]
     monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
-    sizes = [
-        (group.first_query, group.end_query)
-        for group in plan_decode(cache, contexts, torch.float32)
-    ]
-    assert sizes == [(0, 1), (1, 2), (2, 4), (4, 5)]
+    assert group_bounds(cache, contexts) == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,14 +19,22 @@ from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention, kv_write
 
 KINDS = ("float32", "float16", "bfloat16")
-# (name, kv_heads, heads per kv_head, dim, block_size, context lengths, window)
-SHAPES = [
-    ("grouped", 2, 3, 16, 4, (5, 8, 1), None),
-    ("several splits", 1, 2, 16, 1, (decode_attention.PAGES_PER_SPLIT + 3, 2), None),
-    ("odd sizes", 1, 1, 24, 6, (11,), None),
-    ("windowed", 2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
-    ("windowed over splits", 1, 1, 16, 2, (50, 3), 2 * decode_attention.PAGES_PER_SPLIT + 3),
-]
+# kv_heads, heads per kv_head, dim, block_size, context lengths, window
+Shape = tuple[int, int, int, int, tuple[int, ...], int | None]
+SHAPES: dict[str, Shape] = {
+    "grouped": (2, 3, 16, 4, (5, 8, 1), None),
+    "several splits": (1, 2, 16, 1, (decode_attention.PAGES_PER_SPLIT + 3, 2), None),
+    "odd sizes": (1, 1, 24, 6, (11,), None),
+    "windowed": (2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
+    "windowed over splits": (
+        1,
+        1,
+        16,
+        2,
+        (50, 3),
+        2 * decode_attention.PAGES_PER_SPLIT + 3,
+    ),
+}
 
 
 def max_decode_error(
@@ -88,7 +96,7 @@ def max_write_error(kind: str) -> float:
 def main() -> None:
     errors = {
         f"decode {name} {kind}": max_decode_error(*shape, kind)
-        for name, *shape in SHAPES
+        for name, shape in SHAPES.items()
         for kind in KINDS
     }
     errors |= {f"write {kind}": max_write_error(kind) for kind in KINDS}

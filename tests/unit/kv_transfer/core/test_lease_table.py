@@ -22,13 +22,13 @@ def test_pop_expired_returns_exactly_the_expired_leases(steps: list[tuple[str, i
                 model.pop(key, None)
             case "sweep":
                 now += amount
-                over = {held for held, deadline in model.items() if deadline <= now}
-                assert sorted(leases.pop_expired(now)) == sorted(over)
-                for held in over:
-                    del model[held]
+                expired = {lease for lease, deadline in model.items() if deadline <= now}
+                assert sorted(leases.pop_expired(now)) == sorted(expired)
+                for lease in expired:
+                    del model[lease]
         assert leases.next_deadline() == min(model.values(), default=None)
         assert len(leases) == len(model)
-        assert all(held in leases for held in model)
+        assert all(lease in leases for lease in model)
 
 
 def test_endless_renewals_of_one_lease_do_not_hide_expired_ones() -> None:

@@ -24,8 +24,8 @@ def advertised_and_bound(advertise: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "decode-0.example", "[fe80::1]"])
 def test_a_host_gets_the_bound_port(host: str) -> None:
-    told, bound = advertised_and_bound(host)
-    assert told == f"tcp://{host}:{bound}"
+    advertised, bound = advertised_and_bound(host)
+    assert advertised == f"tcp://{host}:{bound}"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7:7000", "decode-0.example:7000", "[fe80::1]:7000"])
@@ -34,5 +34,5 @@ def test_host_with_a_port_is_advertised_unchanged(address: str) -> None:
 
 
 def test_without_advertise_the_bound_address_is_used() -> None:
-    told, bound = advertised_and_bound("")
-    assert told == f"tcp://127.0.0.1:{bound}"
+    advertised, bound = advertised_and_bound("")
+    assert advertised == f"tcp://127.0.0.1:{bound}"
