@@ -121,27 +121,11 @@ def build_kv_receiver(
     `fences` are those of the arena's segment, None if it is not a segment; the plane closes them.
     `token` is the cluster token. `host_id` is that of the segment folder by default."""
     settings = settings or TransferSettings()
-    link: DecodeLink
-    if settings.transport == "memory":
-        link = MemoryDecodeLink()
-    else:
-        require_key_unless_loopback(
-            "--listen",
-            get_endpoint_host(settings.listen),
-            "cluster_token",
-            token,
-            insecure=settings.insecure,
-        )
-        link = (
-            GrpcDecodeLink(token, settings)
-            if settings.transport == "grpc"
-            else ZmqDecodeLink(derive_curve_keys(token), settings)
-        )
     return KVReceiver(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        link=link,
+        link=_make_decode_link(settings, token),
         fences=fences,
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
@@ -149,6 +133,22 @@ def build_kv_receiver(
         clock=clock,
         failpoints=failpoints,
     )
+
+
+def _make_decode_link(settings: TransferSettings, token: str) -> DecodeLink:
+    """Raises ConfigError when `settings.listen` is not allowed or cannot be bound."""
+    if settings.transport == "memory":
+        return MemoryDecodeLink()
+    require_key_unless_loopback(
+        "--listen",
+        get_endpoint_host(settings.listen),
+        "cluster_token",
+        token,
+        insecure=settings.insecure,
+    )
+    if settings.transport == "grpc":
+        return GrpcDecodeLink(token, settings)
+    return ZmqDecodeLink(derive_curve_keys(token), settings)
 
 
 def build_kv_sender(
