@@ -1,5 +1,4 @@
-"""The torch kernels of attention against attention written out, sequence by sequence, in double
-precision."""
+"""The torch attention kernels, compared with dense attention in double precision."""
 
 import itertools
 
@@ -28,8 +27,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 def make_cache(
     lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
 ) -> tuple[PagedCache, list[AttentionContext]]:
-    """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold
-    NaN."""
+    """A cache of shuffled blocks: zeros behind each sequence's end, NaN in unused blocks."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // block_size) for length in lengths]
     total = sum(widths)
@@ -48,7 +46,7 @@ def make_cache(
 def dense_attention(
     query: torch.Tensor, cache: PagedCache, context: AttentionContext, window: int | None = None
 ) -> torch.Tensor:
-    """query [n, heads, dim], the newest n tokens of the whole context -> [n, heads, dim]."""
+    """Attention of `query` [n, heads, dim], the newest n tokens of a context: [n, heads, dim]."""
     blocks = cache.arena[torch.from_numpy(context.block_table), LAYER].double()
     key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
     group = query.shape[1] // cache.kv_heads

@@ -1,3 +1,5 @@
+"""LeaseTable, compared with a dictionary of deadlines."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,3 +1,5 @@
+"""How ready slabs are cut into messages."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,3 +1,5 @@
+"""Sets of slabs, the manifest digest and the rows of an arena."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -93,7 +93,7 @@ class WorldState:
     # identity
 
     def identity_key(self) -> Key:
-        """Equal for worlds with the same future."""
+        """The state as a hashable value, equal for worlds in the same state."""
         return (
             *self.machine_state_ids.values(),
             *self.announced_steps.values(),
