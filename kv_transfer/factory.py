@@ -1,7 +1,7 @@
-"""Builds both planes, so that no role knows a backend.
+"""Builds both planes, so that no role knows a transport.
 
-`inbound_plane` and `outbound_plane` take what a node's host has; `build_inbound` and
-`build_outbound` take the parts one by one.
+`make_inbound_plane` and `make_outbound_plane` build them from a node's parts; `build_kv_receiver`
+and `build_kv_sender` from single values.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
 
-_RENEWALS_PER_TTL = 10  # of a ticket in its time to live
-NOT_JOINED = Incarnation("")
+_RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live
+NOT_JOINED = Incarnation("")  # until `rejoin`
 
 
 class _HasLayout(Protocol):
@@ -39,7 +39,7 @@ class _HasLayout(Protocol):
 
 
 class PlaneContext(Protocol):
-    """The part of a node's parts that a plane needs."""
+    """Those of a node's parts that a plane needs."""
 
     @property
     def config(self) -> Config: ...
@@ -58,6 +58,7 @@ class PlaneContext(Protocol):
 
 
 def settings_from_config(config: Config) -> TransferSettings:
+    """The plane's settings in a node's configuration."""
     return TransferSettings(
         transport=config.transport,
         listen=config.listen,
@@ -74,8 +75,7 @@ def settings_from_config(config: Config) -> TransferSettings:
 
 
 def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
-    """Decode's plane over the node's arena, with a fence file beside it. It has no incarnation
-    until `rejoin`."""
+    """Decode's plane over the node's arena. It has no incarnation until `rejoin`."""
     return build_kv_receiver(
         arena=parts.arena.view,
         layout=parts.engine.layout,
@@ -90,8 +90,7 @@ def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
 
 
 def make_outbound_plane(parts: PlaneContext) -> OutboundPlane:
-    """Prefill's plane over every block that the node can read. It has no incarnation until
-    `rejoin`."""
+    """Prefill's plane over all blocks that the node can read. No incarnation until `rejoin`."""
     return build_kv_sender(
         arena=parts.block_memory,
         layout=parts.engine.layout,
@@ -117,31 +116,16 @@ def build_kv_receiver(
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
 ) -> KVReceiver:
-    """Decode's plane over the blocks in `arena`. `fences` are those of the arena's segment, None if
-    it is none; the plane closes them. `token` is the cluster token; `host_id` is that of the
-    segment folder by default."""
+    """Decode's plane over the blocks in `arena`.
+
+    `fences` are those of the arena's segment, None if it is not a segment; the plane closes them.
+    `token` is the cluster token. `host_id` is that of the segment folder by default."""
     settings = settings or TransferSettings()
-    link: DecodeLink
-    if settings.transport == "memory":
-        link = MemoryDecodeLink()
-    else:
-        require_key_unless_loopback(
-            "--listen",
-            get_endpoint_host(settings.listen),
-            "cluster_token",
-            token,
-            insecure=settings.insecure,
-        )
-        link = (
-            GrpcDecodeLink(token, settings)
-            if settings.transport == "grpc"
-            else ZmqDecodeLink(derive_curve_keys(token), settings)
-        )
     return KVReceiver(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        link=link,
+        link=_make_decode_link(settings, token),
         fences=fences,
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
@@ -149,6 +133,22 @@ def build_kv_receiver(
         clock=clock,
         failpoints=failpoints,
     )
+
+
+def _make_decode_link(settings: TransferSettings, token: str) -> DecodeLink:
+    """Raises ConfigError when `settings.listen` is not allowed or cannot be bound."""
+    if settings.transport == "memory":
+        return MemoryDecodeLink()
+    require_key_unless_loopback(
+        "--listen",
+        get_endpoint_host(settings.listen),
+        "cluster_token",
+        token,
+        insecure=settings.insecure,
+    )
+    if settings.transport == "grpc":
+        return GrpcDecodeLink(token, settings)
+    return ZmqDecodeLink(derive_curve_keys(token), settings)
 
 
 def build_kv_sender(
@@ -163,7 +163,7 @@ def build_kv_sender(
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
 ) -> KVSender:
-    """Prefill's plane over the blocks in `arena`. It dials whatever backend a ticket names."""
+    """Prefill's plane over the blocks in `arena`. It dials any transport that a ticket names."""
     settings = settings or TransferSettings()
     dialers: dict[str, TransferDialer] = {
         "memory": MemoryDialer(),

@@ -1,5 +1,7 @@
-"""Decode's side of the transfer plane, as the node calls it. The work is done on a thread of its
-own, by `ReceiverLoop`."""
+"""Decode's side of the transfer plane, as the node calls it.
+
+`ReceiverLoop` does the work, on the plane's own thread.
+"""
 
 from collections.abc import Callable
 
@@ -12,14 +14,14 @@ from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, InboundLost
-from kv_transfer.core.handoff_common import ArenaShape
+from kv_transfer.core.handoff_common import ArenaShape, is_one_sided
 from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.transports.links import DecodeLink
 
 
 class KVReceiver:
-    """Implements plane.InboundPlane."""
+    """Receives KV from writers: decode's InboundPlane, safe to call from any thread."""
 
     def __init__(
         self,
@@ -36,8 +38,9 @@ class KVReceiver:
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
     ) -> None:
-        """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link
-        and fences are the plane's own from now on."""
+        """The plane closes `link` and `fences`.
+
+        `fences` are the arena's, None if it is not a segment: then no writer may be one-sided."""
         self._copier = SlabCopier(arena, layout)
         self._link = link
         self._fences = fences
@@ -80,8 +83,8 @@ class KVReceiver:
         return self._fences.allocate_byte() if self._fences is not None else 0
 
     def grant_ticket(self, ticket: Ticket) -> None:
-        """Raises ValueError for offsets that are no blocks of the arena."""
-        two_sided = ticket.transport != "shm"
+        """Raises ValueError when the ticket's offsets are not those of blocks of the arena."""
+        two_sided = not is_one_sided(ticket.transport)
         if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
             raise ValueError(
                 f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena"

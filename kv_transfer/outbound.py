@@ -1,5 +1,7 @@
-"""Prefill's side of the transfer plane, as the node calls it. The work is done on a thread of its
-own, by `SenderLoop`."""
+"""Prefill's side of the transfer plane, as the node calls it.
+
+`SenderLoop` does the work, on the plane's own thread.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +23,7 @@ from kv_transfer.transports.shm_arena import PeerArenas
 
 
 class KVSender:
-    """Implements plane.OutboundPlane."""
+    """Sends KV to decode nodes: prefill's OutboundPlane, safe to call from any thread."""
 
     def __init__(
         self,
@@ -37,8 +39,7 @@ class KVSender:
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
     ) -> None:
-        """`dialers` by the scheme of the endpoints that they dial; they are the plane's own from
-        now on."""
+        """`dialers` by the scheme of the endpoints that they dial. The plane closes them."""
         copier = SlabCopier(arena, layout)
         self._num_blocks = copier.arena_slabs.num_blocks
         self._layout = layout

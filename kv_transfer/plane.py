@@ -1,20 +1,19 @@
-"""The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and
-`outbound_plane.py`.
+"""The transfer plane as the two roles see it. Implemented by `inbound.py` and `outbound.py`.
 
 Each side runs its own thread. Methods may be called from any thread and never block; calls of one
-thread take effect in their order. What happened comes back as an event through the `emit` callback
-that the plane was built with, which has to be thread-safe and quick (it puts the event on the
-compute thread's inbox). The plane never touches a block pool: it is told which blocks it may write
-or read, and says when it is done with them.
+thread take effect in their order. What happened is reported as an event through the `emit` callback
+that the plane was built with. The callback must be thread-safe and quick: it puts the event into
+the compute thread's inbox. The plane never touches a block pool: it is told which blocks it may
+write or read, and reports when it is done with them.
 
-    prefill (outbound)                                    decode (inbound)
-      open(key, ...)                                        grant(ticket)
-      layer_ready(key, layer, ...)*  == Write(layer) ==>      Started(ticket)
-      ticket(key, ticket)                                     (landing, checked, invisible)
-      seal(key, seal)                == Seal(manifest) =>     Sealed(ticket, seal): everything landed and checked
-                                                            commit(ticket)
-      Committed(key, report)         <== Committed ========
-      or Aborted(key, error)         <== Refused/Abort ====   Lost(ticket, error), later Fenced(ticket)
+  prefill (outbound)                                decode (inbound)
+    open_handoff(key, ...)                            grant_ticket(ticket)
+    announce_layer(key, ...)*    == Write(layer) ==>    InboundStarted(ticket_id)
+    set_ticket(key, ticket)                             (bytes land, are checked, not used yet)
+    seal_handoff(key, info)      == Seal(manifest) ==>  InboundSealed(ticket_id, ...)
+                                                      commit_ticket(ticket_id)
+    OutboundCommitted(key, ...)  <== Committed ======
+    or OutboundAborted(key, ...) <= Refused / Abort =>  or InboundLost, later perhaps InboundFenced
 """
 
 from collections.abc import Sequence
@@ -54,96 +53,107 @@ __all__ = [
 
 
 class InboundPlane(Protocol):
-    """Decode's side: lets granted writers land slabs in the arena."""
+    """Decode's side: lets writers with a ticket land slabs in the arena."""
 
     @property
     def endpoint(self) -> str:
-        """Where writers connect: goes into PeerAddress.transfer_endpoint."""
+        """The address that writers dial: PeerAddress.transfer_endpoint."""
         ...
 
     def rejoin(self, incarnation: Incarnation) -> None:
-        """A new incarnation of this node: every open ticket is lost (Stale), later frames for them
-        are refused."""
+        """The node has a new incarnation: every open ticket is lost with StaleMessage."""
         ...
 
     def choose_transport(self, writer_host_id: str) -> str:
-        """The backend for a writer on that host, by configuration and proof of the same host."""
+        """The transport for a writer on that host: as configured, or `shm` on the same host."""
         ...
 
     def allocate_fence_byte(self) -> int:
-        """A fence byte for a new ticket; never reused in the life of this arena."""
+        """A fence byte for a new ticket. It is never used again while this arena exists."""
         ...
 
     def grant_ticket(self, ticket: Ticket) -> None:
-        """Accept writes under `ticket` from now on. Called before the ticket leaves the node."""
+        """Accept writes under `ticket` from now on. Call it before the ticket leaves the node."""
         ...
 
     def commit_ticket(self, ticket: TicketId) -> None:
-        """After Sealed: the blocks are in use; tell the writer."""
+        """The blocks of a sealed ticket are in use: tell the writer."""
         ...
 
     def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
-        """Stop accepting; ends in Lost. Unknown or ended tickets are a counted no-op."""
+        """Accept nothing more; ends in InboundLost. Unknown or ended tickets are only counted."""
         ...
 
     def on_peer_gone(self, writer: Incarnation) -> None:
-        """The coordinator says that this incarnation is no more: its tickets are lost, but for
-        those that are Sealed, which wait for `commit_ticket` or `revoke_ticket`."""
+        """The coordinator has lost this incarnation: its tickets are lost.
+
+        Sealed ones are not: they wait for `commit_ticket` or `revoke_ticket`."""
         ...
 
-    def counters(self) -> dict[str, float]: ...
+    def counters(self) -> dict[str, float]:
+        """Counters of this plane, by the last part of their metric's name."""
+        ...
 
     def close(self) -> None:
-        """Stop the thread; every open ticket ends in Lost first."""
+        """Stop the thread. Every open ticket ends in InboundLost first."""
         ...
 
 
 class OutboundPlane(Protocol):
-    """Prefill's side: reads computed slabs from the arena and writes them to the peer, layer by
-    layer."""
+    """Prefill's side: reads computed slabs from the arena and writes them to decode by layers."""
 
     @property
-    def endpoint(self) -> str: ...
+    def endpoint(self) -> str:
+        """Empty: a writer dials and is never dialled."""
+        ...
 
     def rejoin(self, incarnation: Incarnation) -> None:
-        """A new incarnation of this node: every open hand-off is Aborted (Stale)."""
+        """The node has a new incarnation: every open hand-off aborts with StaleMessage."""
         ...
 
     def open_handoff(self, key: AttemptKey, num_tokens: int) -> None:
-        """Begin a hand-off of `num_tokens` tokens of KV, perhaps before its ticket is known. The
-        caller holds a reference on every source block until Committed or Aborted."""
+        """Begin a hand-off of `num_tokens` tokens of KV. Its ticket may come later.
+
+        The caller holds a reference on every source block until the hand-off has ended."""
         ...
 
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
-        """The destination is known; slabs that are ready begin to flow. Unknown keys are a counted
-        no-op."""
+        """The destination is known: send slabs that are ready. Unknown keys are only counted."""
         ...
 
     def announce_layer(
         self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
     ) -> None:
-        """Layer `layer` of logical blocks first .. first + len(source) is final in the arena's
-        blocks `source`. Called from the forward pass, between layers: it only enqueues."""
+        """One layer of the logical blocks from `first` on is final in the blocks `source`.
+
+        Called from the forward pass, between layers: it only enqueues."""
         ...
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
-        """Everything was announced by layer_ready. Sealing more or less than num_tokens of blocks
-        is a programming error and aborts the hand-off with Incomplete."""
+        """Every slab was announced.
+
+        Sealing more or fewer blocks than those of `num_tokens` is a programming error: the hand-off
+        aborts with IncompleteTransfer."""
         ...
 
     def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
-        """Give up; ends in Aborted. Unknown or ended keys are a counted no-op."""
+        """Give up; ends in OutboundAborted. Unknown or ended keys are only counted."""
         ...
 
     def on_peer_gone(self, decode: Incarnation) -> None:
-        """The coordinator says that this incarnation is no more: hand-offs to it are aborted."""
+        """The coordinator has lost this incarnation: hand-offs to it abort."""
         ...
 
     def wait_for_layer(self, key: AttemptKey, layer: int, timeout: float) -> bool:
-        """Block until every announced slab of `layer` has landed (a failpoint uses it to prove
-        layer streaming). False when `timeout` seconds passed or the hand-off ended first."""
+        """Block until every announced slab of `layer` has landed. Used by a failpoint.
+
+        False when `timeout` seconds have passed or the hand-off has ended before that."""
         ...
 
-    def counters(self) -> dict[str, float]: ...
+    def counters(self) -> dict[str, float]:
+        """Counters of this plane, by the last part of their metric's name."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the thread. Every open hand-off ends in OutboundAborted first."""
+        ...

@@ -1,5 +1,4 @@
-"""The thread that a plane runs on: waits for commands, messages and deadlines, and sleeps
-otherwise."""
+"""The thread of a plane: it waits for commands, messages and deadlines, and sleeps otherwise."""
 
 import os
 import threading
@@ -14,47 +13,47 @@ from baton.process.clock import Clock
 from kv_transfer.common.eventfd import EventFd
 from kv_transfer.transports.links import Pollable
 
-_MAX_WAIT_SECONDS = 3600.0  # seconds; a deadline of infinity is no argument for poll
+_MAX_WAIT_SECONDS = 3600.0  # poll takes no infinite deadline
 
 
 class PlaneLoop(Protocol):
-    """What the thread drives. All methods run on it."""
+    """What a PlaneThread drives. All methods run on its thread."""
 
     def poll_once(self) -> None:
         """Do everything that is due, without waiting."""
         ...
 
     def next_deadline(self) -> float:
-        """When `poll_once` is due even if nothing arrives: on the plane's clock, in the past if
-        there is more to do now."""
+        """When `poll_once` is due if nothing arrives, on the plane's clock. Now if work is left."""
         ...
 
     def pollables(self) -> Sequence[tuple[Pollable, bool]]:
-        """What wakes the thread, and whether also when writable."""
+        """What wakes the thread when readable, and whether also when writable."""
         ...
 
     def begin_close(self) -> None:
-        """End everything that is open."""
+        """End every open hand-off and tell the peers."""
         ...
 
     def is_drained(self) -> bool:
-        """Whether every peer has acknowledged what it was told by `begin_close`."""
+        """Whether every peer has acknowledged the ends that `begin_close` sent."""
         ...
 
     def close(self) -> None:
-        """Close links and files. The last thing that runs."""
+        """Close links and files. Called last."""
         ...
 
 
 def exit_process() -> None:
-    """A node whose transfer thread is gone would fail all that it is given: better gone itself, and
-    started again."""
+    """End the process: without its transfer thread a node would fail all work that it is given.
+
+    The supervisor starts it again."""
     log.flush_log()
     os._exit(1)
 
 
 class PlaneThread:
-    """Commands are closures that run on the thread in the order in which they were posted."""
+    """Runs a PlaneLoop, and between its turns the posted commands in their order."""
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class PlaneThread:
         close_timeout: float,
         on_internal_error: Callable[[], None],
     ) -> None:
-        """`on_internal_error` is called when the loop raises: a defect of ours after which the thread is
-        no more."""
+        """`on_internal_error` is called when `loop` raises, which is a bug: the thread ends."""
         self._loop = loop
         self._clock = clock
         self._close_timeout = close_timeout
@@ -83,7 +81,9 @@ class PlaneThread:
         self._thread.start()
 
     def post_command(self, command: Callable[[], None]) -> bool:
-        """From any thread; never blocks. False: the thread has ended, the command will not run."""
+        """Run a command on the thread. Call it from any thread; it never blocks.
+
+        False when the thread has ended: the command will not run."""
         with self._lock:
             if self._is_ended:
                 return False
@@ -92,7 +92,7 @@ class PlaneThread:
         return True
 
     def close(self) -> None:
-        """Let commands posted so far run, say goodbye and wait for the end. Idempotent."""
+        """Run the commands posted so far, end all hand-offs and wait for the thread. Idempotent."""
         self._is_stopping = True
         self._wakeup.set()
         self._thread.join()
@@ -128,9 +128,8 @@ class PlaneThread:
 
     def _wait(self, timeout: float) -> None:
         watched = self._loop.pollables()
-        if (
-            watched != self._registered
-        ):  # making a poller costs more than a poll, and links seldom change
+        if watched != self._registered:
+            # Making a poller costs more than a poll, and links seldom change.
             self._registered, self._poller = watched, zmq.Poller()
             self._poller.register(self._wakeup.fd, zmq.POLLIN)
             for pollable, also_writable in watched:
@@ -139,6 +138,6 @@ class PlaneThread:
         self._wakeup.clear()
 
     def run_posted_commands(self) -> None:
-        """On the thread itself: what was posted up to now, without waiting for the next turn."""
+        """Run the commands posted up to now. Call it on the thread itself."""
         while self._commands:
             self._commands.popleft()()

@@ -1,5 +1,7 @@
-"""Decode's tickets: one machine (core/py) for each, the link that their frames come on, and
-their timers. Everything here runs on the plane's thread."""
+"""Decode's open tickets: a state machine for each (core/inbound_handoff.py), their link and timers.
+
+Everything here runs on the plane's thread.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import InboundEvent, InboundFenced, InboundLost
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
 from kv_transfer.core.inbound_handoff import (
     AWAITING_FENCE_STATES,
     LIVE_STATES,
@@ -35,11 +37,13 @@ _MAX_ENDED_TICKETS = 1024  # ended tickets whose late frames still get the right
 @dataclass(slots=True)
 class _GrantedTicket:
     machine: InboundHandoff
-    reply_route: bytes | None = None  # of the link that its writer was last heard on
-    host_id: str = ""
+    reply_route: bytes | None = None  # the link on which its writer last sent a frame
+    host_id: str = ""  # of its writer
 
 
 class ReceiverLoop:
+    """Drives the hand-offs of a KVReceiver. Implements PlaneLoop."""
+
     def __init__(
         self,
         *,
@@ -55,9 +59,8 @@ class ReceiverLoop:
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self.unmappable_hosts: set[str] = set()  # read by any thread
-        self.run_posted_commands: Callable[[], None] = lambda: (
-            None
-        )  # run what was posted to this thread meanwhile
+        # Runs the commands posted to this thread up to now.
+        self.run_posted_commands: Callable[[], None] = lambda: None
         self._copier = copier
         self._shape = shape
         self._link = link
@@ -72,7 +75,7 @@ class ReceiverLoop:
         self._timers: LeaseTable[TicketId] = LeaseTable()
         self._has_more_work = False
 
-    # what the node wants
+    # commands of the node
 
     def grant_ticket(self, ticket: Ticket) -> None:
         machine = InboundHandoff(
@@ -87,12 +90,16 @@ class ReceiverLoop:
         self.counters["granted"] += 1
         self._update_timer(machine)
         if ticket.decode_peer.incarnation != self._incarnation:
-            self.revoke_ticket(ticket.id, StaleMessage("decode has joined anew"))
+            self.revoke_ticket(
+                ticket.id, StaleMessage("decode has rejoined with a new incarnation")
+            )
 
     def _fence_callable(self, ticket: Ticket) -> Callable[[], bool]:
-        """Two-sided: bytes land on this very thread, so none can land while it decides."""
+        """How to fence the ticket's writer off for good; see InboundHandoff.try_fence.
+
+        A two-sided writer's bytes land on this very thread, so none can land while it decides."""
         fences = self._fences
-        if ticket.transport != "shm":
+        if not is_one_sided(ticket.transport):
             return lambda: True
         assert fences is not None, "a one-sided ticket for an arena without a fence file"
         byte = ticket.fence_byte
@@ -121,7 +128,7 @@ class ReceiverLoop:
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._revoke_all(StaleMessage("decode has joined anew"))
+        self._revoke_all(StaleMessage("decode has rejoined with a new incarnation"))
 
     def _revoke_all(self, error: BatonError) -> None:
         for machine in self._machines(LIVE_STATES):
@@ -132,7 +139,7 @@ class ReceiverLoop:
             granted.machine for granted in self._granted.values() if granted.machine.state in states
         ]
 
-    # the thread's turn
+    # PlaneLoop
 
     def poll_once(self) -> None:
         self._has_more_work = False
@@ -163,7 +170,7 @@ class ReceiverLoop:
         self._revoke_all(HandoffFailed("the transfer plane is closing"))
 
     def is_drained(self) -> bool:
-        """A writer that misses the news finds its link gone."""
+        """True at once: a writer that misses its Refused frame finds its link lost."""
         return True
 
     def close(self) -> None:
@@ -181,7 +188,7 @@ class ReceiverLoop:
             return
         ticket = TicketId(frame.ticket_id)
         if ticket not in self._granted:
-            # its grant was posted before the ticket left, perhaps during this very turn
+            # The grant was posted before the ticket left the node, perhaps during this turn.
             self.run_posted_commands()
         granted = self._granted.get(ticket)
         machine = granted.machine if granted else self._ended_handoffs.get(ticket)
@@ -201,8 +208,7 @@ class ReceiverLoop:
         self._link.send(route, frames.encode_frame(refusal))
 
     def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
-        """Remember hosts that look like ours and are not, so that the next ticket for them goes
-        over the network."""
+        """Remember hosts that cannot map this arena: the next ticket for them uses the network."""
         if isinstance(frame, frames.OpenFrame):
             granted.host_id = frame.host_id
         elif isinstance(frame, frames.AbortFrame) and frame.code == UnmappableSegment.code:
@@ -286,7 +292,7 @@ class ReceiverLoop:
             self._link.send(route, header)
 
     def _update_timer(self, machine: InboundHandoff) -> None:
-        """Set the ticket's timer to its next deadline, or retire it."""
+        """Set the ticket's timer to its next deadline, or retire the ticket if it has ended."""
         ticket = machine.ticket.id
         if machine.state in TERMINAL_STATES:
             self._retire(machine)
@@ -300,6 +306,7 @@ class ReceiverLoop:
             self._timers.remove_lease(ticket)
 
     def _retire(self, machine: InboundHandoff) -> None:
+        """Keep only what late frames of the ended ticket are answered with."""
         ticket = machine.ticket.id
         if self._granted.pop(ticket, None) is None:
             return
@@ -310,7 +317,7 @@ class ReceiverLoop:
             self._ended_handoffs.popitem(last=False)
 
     def _hit_failpoint(self, name: str) -> FailpointAction | None:
-        """A failpoint of a frame whose hand-off is decided: an error there loses the frame."""
+        """Hit a failpoint of the Committed frame. An error there only loses the frame."""
         try:
             return self._failpoints.hit(name)
         except HandoffFailed:

@@ -1,5 +1,7 @@
-"""Prefill's hand-offs: one machine (core/py) for each, the links to decode nodes and the
-peers' arenas that are mapped here. Everything runs on the plane's thread."""
+"""Prefill's open hand-offs: a state machine for each (core/outbound_handoff.py), and their links.
+
+Everything here runs on the plane's thread.
+"""
 
 import threading
 from collections import Counter
@@ -15,7 +17,7 @@ from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
 from kv_transfer.core.send_queue import SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
@@ -29,7 +31,7 @@ _FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn ag
 
 @dataclass(slots=True)
 class LayerWaiter:
-    """A thread that waits for a layer to land."""
+    """Lets another thread wait until a layer has landed."""
 
     layer: int
     done: threading.Event = field(default_factory=threading.Event)
@@ -39,12 +41,14 @@ class LayerWaiter:
 @dataclass(slots=True)
 class _ActiveHandoff:
     machine: OutboundHandoff
-    peer_key: PeerKey | None = None
-    peer_arena: PeerArena | None = None  # the peer's, if its blocks are written in place
+    peer_key: PeerKey | None = None  # known with the ticket
+    peer_arena: PeerArena | None = None  # mapped, if the writer is one-sided
     waiters: list[LayerWaiter] = field(default_factory=list)
 
 
 class SenderLoop:
+    """Drives the hand-offs of a KVSender. Implements PlaneLoop."""
+
     def __init__(
         self,
         *,
@@ -81,7 +85,7 @@ class SenderLoop:
         self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
         self._has_more_work = False
 
-    # what the node wants
+    # commands of the node
 
     def open_handoff(self, key: AttemptKey, blocks: int) -> None:
         if key in self._handoffs:
@@ -108,7 +112,7 @@ class SenderLoop:
         self._close_stale_links(handoff.peer_key)
         try:
             self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
-        except HandoffFailed as error:  # decode is told why, and may offer another transport
+        except HandoffFailed as error:  # the Abort tells decode why; it may offer another transport
             self._set_machine_ticket(handoff, ticket, NoLock())
             self._apply_outputs(handoff, machine.abort(error))
 
@@ -121,8 +125,8 @@ class SenderLoop:
         self._apply_outputs(handoff, outputs)
 
     def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
-        """Raises Unmappable."""
-        if ticket.transport != "shm":
+        """The lock that a writer under this ticket needs. Raises UnmappableSegment."""
+        if not is_one_sided(ticket.transport):
             return NoLock()
         handoff.peer_arena = self._arenas.get(ticket)
         return TicketLock(handoff.peer_arena, ticket)
@@ -130,7 +134,7 @@ class SenderLoop:
     def apply_input(
         self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
     ) -> None:
-        """Pass an input on to the machine of `key`, if there is one."""
+        """Pass an input to the machine of `key`, if there is one."""
         handoff = self._handoffs.get(key)
         if handoff is None:
             self.counters["ignored_unknown"] += 1
@@ -157,13 +161,13 @@ class SenderLoop:
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._abort_all(StaleMessage("this node has joined anew"))
+        self._abort_all(StaleMessage("this node has rejoined with a new incarnation"))
 
     def _abort_all(self, error: BatonError) -> None:
         for handoff in list(self._handoffs.values()):
             self._apply_outputs(handoff, handoff.machine.abort(error))
 
-    # the thread's turn
+    # PlaneLoop
 
     def poll_once(self) -> None:
         self._has_more_work = False
@@ -200,9 +204,10 @@ class SenderLoop:
     # links
 
     def _close_stale_links(self, peer: PeerKey) -> None:
-        """An endpoint has one incarnation at a time: close links to earlier ones, of whose end
-        nobody may have told us (a coordinator that is started again does not know them), once
-        nothing of theirs is under way."""
+        """Close links to earlier incarnations of a peer's endpoint, unless they are in use.
+
+        An endpoint has one incarnation at a time. The end of an earlier one may never be reported:
+        a coordinator that was restarted does not know it."""
         in_use = {handoff.peer_key for handoff in self._handoffs.values()}
         for other, link in self._links.items():
             if other[0] == peer[0] and other not in in_use and not link.unacked_aborts:
@@ -251,7 +256,7 @@ class SenderLoop:
             and peer is not None
             and now - link.last_heard_at >= self._settings.progress_timeout
         ):
-            # The peer may live, but this link leads nowhere: the next hand-off dials anew.
+            # The peer may be alive, but this link is dead: the next hand-off dials a new one.
             self._drop_link(
                 peer,
                 LinkLoss(
@@ -266,16 +271,14 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        if not any(
-            handoff.peer_arena and handoff.peer_key == peer for handoff in self._handoffs.values()
-        ):
+        writers = (handoff for handoff in self._handoffs.values() if handoff.peer_arena)
+        if not any(handoff.peer_key == peer for handoff in writers):
             self._arenas.unmap_peer(peer[1])
 
     # writing
 
     def _write_next(self, handoff: _ActiveHandoff) -> bool:
-        """Write one message's worth of what is ready, if anything; the next hand-off then has its
-        turn."""
+        """Write one message of a hand-off. False if nothing is ready or the link is full."""
         link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
         if link is not None and link.is_full:
             return False
@@ -296,9 +299,9 @@ class SenderLoop:
             return True
         self.counters["bytes_written"] += len(payload)
         self.counters["slabs_written"] += write.slab_range.num_slabs
-        inline = handoff.peer_arena is None
-        outputs = handoff.machine.finish_write(write, checksum, inline, self._clock())
-        self._apply_outputs(handoff, outputs, payload if inline else None, action)
+        is_inline = handoff.peer_arena is None
+        outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
+        self._apply_outputs(handoff, outputs, payload if is_inline else None, action)
         return True
 
     # outputs
@@ -350,9 +353,8 @@ class SenderLoop:
         if isinstance(frame, frames.AbortFrame):
             link.unacked_aborts.add(TicketId(frame.ticket_id))
         header = frames.encode_frame(frame)
-        if action is FailpointAction.CORRUPT and not isinstance(
-            frame, frames.WriteFrame
-        ):  # a Write's payload was corrupted
+        if action is FailpointAction.CORRUPT and not isinstance(frame, frames.WriteFrame):
+            # Of a Write the payload is corrupted instead.
             header = bytes(flip_first_bit(memoryview(header)))
         for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             link.send(header, payload)

@@ -1,4 +1,4 @@
-"""From a device to its kernels: the only place that asks which device it is."""
+"""Chooses the kernels of a device. Nothing else asks which device it is."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from kv_kernels.reference.torch_kernels import TorchKernels
 
 
 def kernels_for(device: torch.device) -> TorchKernels:
-    """The hot operations of `device`. Triton is imported only where a GPU runs it."""
+    """The kernels for `device`. Triton is imported only if it is a GPU."""
     if device.type == "cuda":
         cuda_kernels: TorchKernels = importlib.import_module(
             "kv_kernels.cuda_kernels"

@@ -1,4 +1,4 @@
-"""Causal attention of a chunk by one of torch's fused kernels, for a GPU."""
+"""Causal attention of a prefill chunk by one of torch's fused kernels, for a GPU."""
 
 from dataclasses import dataclass
 
@@ -19,24 +19,26 @@ from kv_kernels.reference.paged_cache import PagedCache
 
 @dataclass(frozen=True, slots=True)
 class FusedPrefillAttention:
-    """As `TiledPrefillAttention`, in one call without a mask: one fused kernel on a GPU, where each
-    tile would be a launch, and one with a mask and grouped heads none that is fused."""
+    """What `TiledPrefillAttention` computes, in one call without a mask, which is one fused kernel.
+
+    On a GPU each tile would be a launch, and torch has no fused kernel for a mask with grouped
+    heads."""
 
     cache: PagedCache
-    first_query: int  # queries first..last of the step
+    first_query: int  # of the step's queries, as is the next
     end_query: int
     context_tokens: int  # tokens of the context, which ends with the chunk
     page_rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         key, value = (
-            each[:, :, : self.context_tokens]
-            for each in gather_pages(self.cache, layer, self.page_rows, 1)
+            states[:, :, : self.context_tokens]
+            for states in gather_pages(self.cache, layer, self.page_rows, 1)
         )
         group = query.shape[1] // key.shape[1]
         if query.dtype is torch.float32 and group > 1:
-            # The fused kernel that takes float32 takes no grouped heads.
-            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+            # The fused kernel for float32 does not take grouped heads.
+            key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
         attended = F.scaled_dot_product_attention(
             query[self.first_query : self.end_query].transpose(0, 1)[None],
             key,
@@ -54,7 +56,7 @@ def plan_fused_prefill(
     context: AttentionContext,
     mask: torch.Tensor,
 ) -> AttentionOp:
-    """As `plan_prefill`, in one call unless a query outgrows the mask, as within a window."""
+    """What `plan_prefill` does, in one call unless a window hides a part of the context."""
     if context.length - 1 > mask.shape[1] - QUERY_TILE:
         return plan_prefill(cache, first, count, context, mask)
     rows = compute_page_rows(cache, context.block_table[None])

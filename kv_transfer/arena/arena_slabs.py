@@ -1,8 +1,10 @@
-"""An arena as rows, one per slab. The memory order of KVLayout puts slab (block, layer) at row
-block * layers + layer, so any set of slabs is one gather or one scatter. numpy's take and fancy
-assignment release Python's lock and were the fastest of the single calls measured here (40 GB/s
-warm; torch.index_copy_ 9); on a device, kv_kernels' gather_slabs and scatter_slabs take their place
-behind these two methods."""
+"""An arena as rows of bytes, one row per slab.
+
+The memory order of KVLayout puts slab (block, layer) at row block * layers + layer, so that any set
+of slabs is one gather or one scatter. numpy's take and fancy assignment release Python's lock and
+were the fastest of the single calls measured here (40 GB/s warm; torch.index_copy_ 9). On a device,
+gather_slabs and scatter_slabs of kv_kernels take the place of the two methods.
+"""
 
 from collections.abc import Sequence
 
@@ -12,12 +14,14 @@ from numpy.typing import NDArray
 from baton.kv.kv_layout import KVLayout
 from kv_transfer.core.slabs import SlabRange
 
-RowIndices = NDArray[np.intp]
+RowIndices = NDArray[np.intp]  # [slabs]
 
 
 class ArenaSlabs:
+    """Reads and writes slabs of one arena."""
+
     def __init__(self, arena: memoryview, layout: KVLayout) -> None:
-        """`arena` is at least one block long; a tail shorter than a block is left alone."""
+        """`arena` holds at least one block; a tail shorter than a block is not used."""
         self.block_bytes = layout.block_bytes
         self.num_blocks = len(arena) // layout.block_bytes
         self._block_bytes = layout.block_bytes
@@ -29,35 +33,35 @@ class ArenaSlabs:
         )
 
     def has_blocks_at(self, offsets: Sequence[int]) -> bool:
-        """Whether all byte offsets are those of blocks of this arena."""
+        """Whether every byte offset is that of a block of this arena."""
         return all(
             offset % self._block_bytes == 0 and 0 <= offset < self.usable_bytes
             for offset in offsets
         )
 
     def slab_rows(self, slab_range: SlabRange, blocks: Sequence[int]) -> RowIndices:
-        """Rows of the layers of `slab_range` of the arena's `blocks`, layer-major. Raises IndexError for
-        a block that the arena does not have."""
-        wanted = np.asarray(blocks, dtype=np.intp)
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_blocks:
+        """Rows of the layers of `slab_range` of the given blocks, layer-major.
+
+        Raises IndexError for a block that the arena does not have."""
+        index = np.asarray(blocks, dtype=np.intp)
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_blocks:
             raise IndexError(
-                f"blocks {wanted.min()}..{wanted.max()} of an arena of {self.num_blocks}"
+                f"blocks {index.min()}..{index.max()} of an arena of {self.num_blocks}"
             )
         layers = np.arange(slab_range.first_layer, slab_range.end_layer, dtype=np.intp)
-        return (wanted * self._num_layers + layers[:, None]).reshape(-1)
+        return (index * self._num_layers + layers[:, None]).reshape(-1)
 
     def gather_slabs(self, rows: RowIndices) -> memoryview:
         """A contiguous copy of the slabs."""
         out = np.empty((len(rows), self._slab_bytes), dtype=np.uint8)
-        np.take(
-            self._rows, rows, axis=0, out=out, mode="clip"
-        )  # "raise" would copy twice; rows() has checked
+        # mode="raise" would copy twice; slab_rows has checked the rows.
+        np.take(self._rows, rows, axis=0, out=out, mode="clip")
         return out.reshape(-1).data
 
     def scatter_slabs(self, rows: RowIndices, data: memoryview) -> None:
-        """Copy contiguous slabs to their places. `data` is len(rows) slabs long."""
+        """Copy contiguous slabs to their rows. `data` is len(rows) slabs long."""
         self._rows[rows] = np.frombuffer(data, dtype=np.uint8).reshape(len(rows), self._slab_bytes)
 
     def flip_bit(self, rows: RowIndices) -> None:
-        """Damage the first slab: the `corrupt` failpoint."""
+        """Change one bit of the first slab, for the `corrupt` failpoint."""
         self._rows[rows[0], 0] ^= 1

@@ -1,5 +1,7 @@
-"""Moves slabs between arenas and payloads, with their checksums, and carries out the failpoints on
-the way."""
+"""Copies slabs between arenas and payloads, with their checksums.
+
+Applies the `corrupt` failpoints of tests to what it copies.
+"""
 
 import xxhash
 
@@ -8,12 +10,13 @@ from baton.process.failpoints import FailpointAction
 from baton.types import Ticket
 from kv_transfer.arena.arena_slabs import ArenaSlabs, RowIndices
 from kv_transfer.core import frames
+from kv_transfer.core.handoff_common import is_one_sided
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.slabs import SlabRange
 
 
 class SlabCopier:
-    """One node's arena, seen from the transfer plane."""
+    """Copies slabs from and to one node's arena."""
 
     def __init__(self, arena: memoryview, layout: KVLayout) -> None:
         self.arena_slabs = ArenaSlabs(arena, layout)
@@ -26,8 +29,9 @@ class SlabCopier:
     def read_slabs(
         self, write: OutgoingWrite, action: FailpointAction | None = None
     ) -> tuple[memoryview, int]:
-        """Copy slabs out of the arena. Returns (payload, its checksum, which a `corrupt` payload no
-        longer has)."""
+        """Copy slabs out of the arena. Returns the payload and its checksum.
+
+        `corrupt` changes the payload after its checksum was taken."""
         payload = self.arena_slabs.gather_slabs(
             self.arena_slabs.slab_rows(write.slab_range, write.source_blocks)
         )
@@ -45,11 +49,14 @@ class SlabCopier:
         payload: memoryview | None,
         action: FailpointAction | None,
     ) -> bool:
-        """Bring an admitted Write's bytes into the arena, or read back those that its writer put
-        there. False if they are not what the checksum says; an inline payload has then not touched
-        the arena."""
-        one_sided = ticket.transport == "shm"
-        if one_sided == frame.is_inline or (payload is None) == frame.is_inline:
+        """Copy an inline payload into the arena, or read back what a one-sided writer wrote.
+
+        False if the bytes do not have the checksum; an inline payload then has not touched the
+        arena."""
+        if (
+            is_one_sided(ticket.transport) == frame.is_inline
+            or (payload is None) == frame.is_inline
+        ):
             return False
         if payload is None:
             rows = self._slab_rows(ticket, frame.slab_range)
@@ -77,7 +84,7 @@ class SlabCopier:
 
 
 def flip_first_bit(data: memoryview) -> memoryview:
-    """A copy with one bit of its first byte changed: the `corrupt` failpoint."""
+    """A copy with one bit of its first byte changed, for the `corrupt` failpoint."""
     copy = bytearray(data)
     copy[0] ^= 1
     return memoryview(copy)

@@ -1,12 +1,13 @@
-"""Wakes a thread that waits in a poller."""
+"""An eventfd wakes a thread that waits in a poller."""
 
 import os
 import threading
 
 
 class EventFd:
-    """An eventfd that any thread may set, at any time, even after `close`; one thread polls `fd`
-    and clears it."""
+    """An eventfd that any thread may set at any time, even after `close`.
+
+    One thread polls `fd` and clears it."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The transfer plane's settings: frozen, resolved once by the node's configuration."""
+"""The transfer plane's settings, made once from the node's configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,31 +12,28 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Times in seconds, sizes in bytes."""
+    """Settings of one plane. Times are in seconds, sizes in bytes."""
 
     transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, grpc, memory
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
     insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
     segment_folder: Path = DEFAULT_SEGMENT_FOLDER
-    ticket_ttl: float = 10.0  # a ticket that is not renewed for so long is lost
-    progress_timeout: float = 10.0  # a started hand-off in which nothing moves for so long is lost
+    ticket_ttl: float = 10.0  # a ticket not renewed for this long is lost
+    progress_timeout: float = 10.0  # a started hand-off without progress for this long is lost
     renew_interval: float = 1.0  # how often a writer renews each ticket
     fence_retry_interval: float = 0.2  # how often decode tries again to fence a quarantined ticket
-    credit_bytes: int = 32 * MIB  # sent and not yet landed, per hand-off
+    credit_bytes: int = 32 * MIB  # per hand-off: may be sent and not yet landed
     max_payload_bytes: int = MIB  # per message
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
-    max_queued_messages: int = 64  # per link and direction, in zmq or grpc
-    link_timeout: float = (
-        5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
-    )
+    max_queued_messages: int = 64  # per link and direction, of zmq and grpc
+    link_timeout: float = 5.0  # for a handshake, and for TCP's acknowledgement
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged
-    max_connections_per_address: int = (
-        0  # of one host to a transfer socket; 0: half of what it may hold
-    )
+    # Connections of one host to decode's transfer socket; 0: half of those that it may hold.
+    max_connections_per_address: int = 0
 
     def port_limit(self) -> PortLimit:
-        """Of decode's transfer socket, by what this process may open now."""
+        """How many connections decode's transfer socket may hold, by this process's descriptors."""
         return compute_port_limit(
             "transfer", get_descriptor_limit(), per_address=self.max_connections_per_address
         )

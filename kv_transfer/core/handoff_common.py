@@ -19,3 +19,8 @@ class ArenaShape:
     num_layers: int
     num_kv_heads: int
     slab_bytes: int
+
+
+def is_one_sided(transport: str) -> bool:
+    """Whether a writer copies slabs into decode's mapped arena, instead of sending them."""
+    return transport == "shm"

@@ -219,7 +219,7 @@ class OutboundHandoff:
         return write, []
 
     def finish_write(
-        self, write: OutgoingWrite, checksum: int, inline: bool, now: float
+        self, write: OutgoingWrite, checksum: int, is_inline: bool, now: float
     ) -> list[OutboundOutput]:
         """The source blocks of `write` were read and will not be read again."""
         self._release_write()
@@ -240,7 +240,7 @@ class OutboundHandoff:
             num_kv_heads=self.shape.num_kv_heads,
             payload_bytes=size,
             checksum=checksum,
-            is_inline=inline,
+            is_inline=is_inline,
         )
         return [frame, *self._seal_if_all_written(now)]
 

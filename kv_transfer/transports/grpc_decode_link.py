@@ -1,8 +1,8 @@
-"""Decode's end of the grpc links: it listens, and each writer has a stream.
+"""Decode's end of the grpc links: it listens, and each writer has one stream.
 
-For each stream one thread reads and one writes; they and the plane's thread meet at queues. A
-stream whose messages are not taken is not read any further, which its writer feels through HTTP/2's
-flow control.
+For each stream one thread reads and one writes; queues connect them with the plane's thread. When
+the plane does not take a stream's messages, the stream is read no further, and HTTP/2's flow
+control slows its writer down.
 """
 
 import hmac
@@ -34,26 +34,25 @@ from kv_transfer.transports.grpc_protocol import (
 )
 from kv_transfer.transports.links import LinkMessage, Pollable
 
-_MAX_STREAMS = 256  # at a time
+_MAX_STREAMS = 256
 _MAX_STREAMS_PER_CONNECTION = 4  # a writer has one
-_MAX_QUEUED_ANSWERS = (
-    1 << 16
-)  # of some 100 bytes that may queue per stream: more than its credit can make outstanding
-_LINGER_SECONDS = (
-    0.2  # seconds for decode's last answers; a writer that misses one sees the link go
-)
+# Answers of about 100 bytes that may queue per stream: more than its credit lets be outstanding.
+_MAX_QUEUED_ANSWERS = 1 << 16
+_LINGER_SECONDS = 0.2  # to send the last answers; a writer that misses one finds the link lost
 
 
 class _WriterStream:
-    """One writer's. `answers` ends with None."""
+    """The stream of one writer."""
 
     def __init__(self, route: bytes, capacity: int) -> None:
         self.reply_route = route
-        self.answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends them
         self.free_slots = threading.Semaphore(capacity)
 
 
 class GrpcDecodeLink:
+    """Decode's end of its links: implements DecodeLink."""
+
     def __init__(self, token: str, settings: TransferSettings) -> None:
         """Raises ConfigError when `settings.listen` cannot be bound."""
         self._expected_proof = stream_proof(token)
@@ -63,11 +62,11 @@ class GrpcDecodeLink:
         self._guard = ConnectionGuard()
         self._incoming: queue.SimpleQueue[tuple[_WriterStream, bytes]] = queue.SimpleQueue()
         self._streams: dict[bytes, _WriterStream] = {}
-        self._closing = False
+        self._is_closing = False
         self._lock = threading.Lock()  # guards the last two
         self._threads = ThreadPoolExecutor(_MAX_STREAMS, thread_name_prefix="transfer-grpc-answers")
         self._server = grpc.server(
-            self._threads, options=_options(settings), maximum_concurrent_rpcs=_MAX_STREAMS
+            self._threads, options=_server_options(settings), maximum_concurrent_rpcs=_MAX_STREAMS
         )
         handler = grpc.stream_stream_rpc_method_handler(self._serve_stream)
         self._server.add_generic_rpc_handlers(
@@ -83,12 +82,12 @@ class GrpcDecodeLink:
             raise ConfigError(
                 f"transfer socket cannot listen on {settings.listen}: {error}"
             ) from error
-        where = (
+        address = (
             address_to_dial(settings.advertise, str(bound))
             if settings.advertise
             else f"{host}:{bound}"
         )
-        self._endpoint = f"{SCHEME}://{where}"
+        self._endpoint = f"{SCHEME}://{address}"
         self._server.start()
         self._guard.watch_port("transfer", bound, settings.port_limit())
 
@@ -97,19 +96,19 @@ class GrpcDecodeLink:
         return self._endpoint
 
     def _serve_stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """One stream, on a thread of the pool; yields the answers."""
-        given = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
-        if not hmac.compare_digest(given, self._expected_proof):
+        """Serve one stream, on a thread of the pool. Yields the answers."""
+        proof = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
+        if not hmac.compare_digest(proof, self._expected_proof):
             self._counters["auth_failures"] += 1
             context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong"
             )
         stream = _WriterStream(secrets.token_bytes(8), self._capacity)
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 return
             self._streams[stream.reply_route] = stream
-        if not context.add_callback(lambda: self._end_stream(stream)):  # it has ended already
+        if not context.add_callback(lambda: self._end_stream(stream)):  # has ended already
             self._end_stream(stream)
             return
         context.send_initial_metadata(())
@@ -129,7 +128,7 @@ class GrpcDecodeLink:
                 stream.free_slots.acquire()
                 self._incoming.put((stream, data))
                 self._wakeup.set()
-        except grpc.RpcError:  # the writer is gone, or has sent more than is allowed
+        except grpc.RpcError:  # the writer is gone, or its message was too long
             self._counters["streams_broken"] += 1
         stream.answers.put(None)
 
@@ -170,26 +169,22 @@ class GrpcDecodeLink:
     def close(self) -> None:
         self._guard.close()
         with self._lock:
-            self._closing = True
+            self._is_closing = True
             streams = list(self._streams.values())
         for stream in streams:
-            stream.answers.put(
-                None
-            )  # behind the last answer: the stream ends when it has been sent
+            stream.answers.put(None)  # the stream ends when the last answer has been sent
         self._server.stop(_LINGER_SECONDS).wait()
-        # each has its stream's None by now; gRPC leaves them to the interpreter's end
+        # Every thread has got its None. gRPC would keep them until the interpreter ends.
         self._threads.shutdown()
         self._wakeup.close()
 
 
-def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
+def _server_options(settings: TransferSettings) -> list[tuple[str, Any]]:
     timeout_ms = int(settings.link_timeout * 1000)
     return [
         *channel_options(settings),
         *grpc_server_options(settings.port_limit(), streams=_MAX_STREAMS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", timeout_ms),
-        (
-            "grpc.http2.min_ping_interval_without_data_ms",
-            timeout_ms // 2,
-        ),  # writers may ping so often
+        # Writers may ping this often.
+        ("grpc.http2.min_ping_interval_without_data_ms", timeout_ms // 2),
     ]

@@ -1,5 +1,4 @@
-"""What both ends of a grpc link agree on: the method, who may call it, and the options of the
-connection."""
+"""What both ends of a grpc link share: the method, the proof of the token, connection options."""
 
 from typing import Any
 
@@ -11,22 +10,22 @@ from kv_transfer.core.message_framing import packed_message_size
 SERVICE, METHOD = "baton.v1.KvTransfer", "Write"
 SCHEME = "grpc"
 PROOF_KEY = "baton-cluster-proof-bin"  # metadata of every stream
-_MAX_METADATA_BYTES = 1 << 12  # bytes
-_HTTP2_FRAME_BYTES = (
-    1 << 18
-)  # bytes of a payload in one HTTP/2 frame: at 16 KiB, the default, framing costs more than copying
+_MAX_METADATA_BYTES = 1 << 12
+# Payload of one HTTP/2 frame. At 16 KiB, the default, framing costs more than copying.
+_HTTP2_FRAME_BYTES = 1 << 18
 
 Options = list[tuple[str, Any]]
 
 
 def stream_proof(token: str) -> bytes:
-    """What shows on a stream that its writer has the cluster token, which itself is never sent."""
+    """Metadata that proves the writer has the cluster token, which itself is never sent."""
     return derive_secret(token, b"baton transfer stream v1", 32)
 
 
 def channel_options(settings: TransferSettings) -> Options:
-    """HTTP/2's own pings tell a host that is gone; they are answered by threads that need no Python
-    lock."""
+    """Connection options of both ends.
+
+    HTTP/2's pings detect a host that is gone; threads that need no Python lock answer them."""
     timeout_ms = int(settings.link_timeout * 1000)
     return [
         (

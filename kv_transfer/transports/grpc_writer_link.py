@@ -1,7 +1,7 @@
 """The writer's end of a grpc link: one bidirectional stream, over a connection of its own.
 
-gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts
-into it. grpc's errors are translated here and go no further.
+The plane's thread puts messages into a bounded queue and never blocks; gRPC's own threads take them
+and do block. gRPC's errors are translated here.
 """
 
 import queue
@@ -29,17 +29,19 @@ from kv_transfer.transports.grpc_protocol import (
 from kv_transfer.transports.links import LinkLoss, Pollable
 
 _ADDRESS = re.compile(rf"{SCHEME}://((?:\[[0-9a-fA-F:.%]+\]|[^\[\]:/]+):\d{{1,5}})")
-_CLOSE_TIMEOUT = 1.0  # seconds until a cancelled call has ended
+_CLOSE_TIMEOUT = 1.0  # seconds to wait for a cancelled call
 
 _QueuedMessage = tuple[bytes, memoryview | None]
 
 
 class GrpcWriterLink:
+    """The writer's end of a link: implements WriterLink."""
+
     def __init__(
         self,
         endpoint: str,
         credentials: grpc.ChannelCredentials,
-        stream_proof: bytes,
+        proof: bytes,
         settings: TransferSettings,
     ) -> None:
         self._endpoint = endpoint
@@ -55,11 +57,13 @@ class GrpcWriterLink:
         if address is None:
             self._set_loss("is no HOST:PORT")
             return
-        self._channel = grpc.secure_channel(f"dns:///{address[1]}", credentials, _options(settings))
+        self._channel = grpc.secure_channel(
+            f"dns:///{address[1]}", credentials, _channel_options(settings)
+        )
         write = self._channel.stream_stream(
             f"/{SERVICE}/{METHOD}", request_serializer=lambda parts: pack_message(*parts)
         )
-        self._call = write(self._iter_outgoing(), metadata=((PROOF_KEY, stream_proof),))
+        self._call = write(self._iter_outgoing(), metadata=((PROOF_KEY, proof),))
         self._reader = threading.Thread(
             target=self._read, name="transfer-grpc-answers", daemon=True
         )
@@ -68,16 +72,14 @@ class GrpcWriterLink:
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         if self._outgoing.qsize() >= self._capacity:
             self._wants_room = True
-            if (
-                self._outgoing.qsize() >= self._capacity
-            ):  # else room was made before we asked to be told
+            # Check again: room may have been made before `_wants_room` was set.
+            if self._outgoing.qsize() >= self._capacity:
                 return False
         self._outgoing.put((header, payload))
         return True
 
     def _iter_outgoing(self) -> Iterator[_QueuedMessage]:
-        """On a thread of gRPC's, which comes for the next message when the one before is under
-        way."""
+        """The messages to send. gRPC takes the next on its own thread once one is on its way."""
         while (parts := self._outgoing.get()) is not None:
             if self._wants_room:
                 self._wants_room = False
@@ -85,9 +87,9 @@ class GrpcWriterLink:
             yield parts
 
     def _read(self) -> None:
-        """On a thread of its own, until the stream ends."""
+        """Receive answers on a thread of its own, until the stream ends."""
         try:
-            self._call.initial_metadata()  # comes when decode has taken the stream
+            self._call.initial_metadata()  # arrives when decode has accepted the stream
             self._is_up = self._call.is_active()
             for header in self._call:
                 self._incoming.append(header)
@@ -101,7 +103,10 @@ class GrpcWriterLink:
     def _describe_error(self, error: Any) -> str:
         code, details = error.code(), str(error.details())[:200]
         if code is grpc.StatusCode.UNAVAILABLE and not self._is_up:
-            return f"no connection, or the handshake was refused: is the cluster token the same? ({details})"
+            return (
+                "no connection, or the handshake was refused: is the cluster token the same? "
+                f"({details})"
+            )
         return f"{code.name}: {details}"
 
     def _set_loss(self, what: str) -> None:
@@ -119,7 +124,7 @@ class GrpcWriterLink:
         return header
 
     def get_loss(self) -> LinkLoss | None:
-        """Not before everything that came has been received."""
+        """Reported only after every message that arrived has been received."""
         return None if self._incoming else self._loss
 
     def read_pollables(self) -> Sequence[Pollable]:
@@ -137,22 +142,22 @@ class GrpcWriterLink:
         self._wakeup.close()
 
 
-def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
+def _channel_options(settings: TransferSettings) -> list[tuple[str, Any]]:
     timeout_ms = int(settings.link_timeout * 1000)
     return [
         *channel_options(settings),
         ("grpc.ssl_target_name_override", DECODE_CERTIFICATE_NAME),
-        (
-            "grpc.use_local_subchannel_pool",
-            1,
-        ),  # a new link is a new connection: the old one may lead nowhere
+        # A new link is a new connection: the old one may be dead.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),  # messages that are kept to be sent again would be kept twice
-        ("grpc.min_reconnect_backoff_ms", timeout_ms),  # how long a connection may take to be made
+        ("grpc.enable_retries", 0),  # gRPC would keep a second copy of every message
+        ("grpc.min_reconnect_backoff_ms", timeout_ms),  # time for a connection to be made
     ]
 
 
 class GrpcDialer:
+    """Makes GrpcWriterLinks: implements TransferDialer."""
+
     def __init__(self, token: str, settings: TransferSettings) -> None:
         self._token = token
         self._settings = settings

@@ -1,16 +1,17 @@
-"""What a backend provides: a message link between one writer and one decode node. How the payload
-travels is a second, independent choice: inline in the message, or by one copy into decode's mapped
-arena (shm_arena.py).
+"""What a transport provides: a message link between one writer and one decode node.
 
-    backend   link     payload
-    memory    memory   inline
-    shm       zmq      mapped arena
-    zmq       zmq      inline
-    grpc      grpc     inline
+How the payload travels is a second, independent choice: inline in the message, or by one copy into
+decode's mapped arena (shm_arena.py).
 
-All methods are called on the plane's own thread and never block. The link between two processes is
-ordered and may lose everything after some point, which `lost` then reports; it never alters,
-repeats or reorders a message.
+    transport  link     payload
+    memory     memory   inline
+    shm        zmq      mapped arena
+    zmq        zmq      inline
+    grpc       grpc     inline
+
+All methods are called on the plane's own thread and never block. A link is ordered and may lose
+everything after some point, which `get_loss` then reports. It never alters, repeats or reorders a
+message.
 """
 
 from collections.abc import Sequence
@@ -24,58 +25,60 @@ Pollable = Any  # a zmq socket or a file descriptor: what zmq.Poller.register ta
 
 @dataclass(frozen=True, slots=True)
 class LinkMessage:
-    """A message as decode receives it. `reply_route` names the link that an answer goes back on."""
+    """A message as decode receives it."""
 
-    reply_route: bytes
+    reply_route: bytes  # the link that answers go back on
     header: bytes
     payload: memoryview | None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLoss:
-    """Why a link is lost; `was_up` says whether the peer had ever answered on it."""
+    """Why a link is lost."""
 
     error: BatonError
-    was_up: bool
+    was_up: bool  # whether the peer had ever answered on it
 
 
 class WriterLink(Protocol):
     """The writer's end: a link to one decode node."""
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """False when the link is full: try again when it is writable. The payload must not change
-        afterwards."""
+        """Queue a message. False when the link is full: try again when it is writable.
+
+        The payload must not change afterwards."""
         ...
 
     def receive(self) -> bytes | None:
-        """The next message, None when there is none now."""
+        """The next message, None if there is none now."""
         ...
 
     def get_loss(self) -> LinkLoss | None:
-        """Whether the link is lost, once and for all."""
+        """Why the link is lost, None while it is not. A lost link does not recover."""
         ...
 
     def read_pollables(self) -> Sequence[Pollable]: ...
     def write_pollable(self) -> Pollable | None:
-        """What to poll for room after `send` said False; None if `read_pollables` covers it."""
+        """What to poll for room after `send` returned False; None: `read_pollables` covers it."""
         ...
 
     def close(self) -> None: ...
 
 
 class DecodeLink(Protocol):
-    """Decode's end: one listening point, many writers."""
+    """Decode's end: one listening endpoint, many writers."""
 
     @property
     def endpoint(self) -> str: ...
 
     def receive(self) -> LinkMessage | None:
-        """The next message of any writer, None when there is none now."""
+        """The next message of any writer, None if there is none now."""
         ...
 
     def send(self, route: bytes, header: bytes) -> bool:
-        """False when the writer is gone or does not read: the message is lost and its hand-off will
-        time out."""
+        """Answer a writer. False when it is gone or does not read: the message is lost.
+
+        The hand-off then ends by its time-outs."""
         ...
 
     def read_pollables(self) -> Sequence[Pollable]: ...
@@ -84,7 +87,7 @@ class DecodeLink(Protocol):
 
 
 class TransferDialer(Protocol):
-    """Makes links to endpoints of one backend."""
+    """Makes links to endpoints of one transport."""
 
     def dial(self, endpoint: str) -> WriterLink: ...
     def close(self) -> None: ...

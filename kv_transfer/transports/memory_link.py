@@ -1,6 +1,8 @@
-"""The in-process twin of zmq_link: bounded queues between two planes of one process. Its purpose is
-to hold the other backends to a reference that has no network, no other process and no files in
-it."""
+"""Links between two planes of one process, made of bounded queues.
+
+They are the reference that the contract tests hold the other transports to: no network, no other
+process and no files.
+"""
 
 import secrets
 import threading
@@ -17,7 +19,7 @@ _CAPACITY = 256  # messages per direction and link
 
 @dataclass(eq=False)
 class _MemoryPipe:
-    """Both directions of one link. Appending to and popping from a deque are atomic."""
+    """Both directions of one link. A deque's append and popleft are atomic."""
 
     to_decode: deque[tuple[bytes, bytes | None]] = field(default_factory=deque)
     to_writer: deque[bytes] = field(default_factory=deque)
@@ -43,7 +45,7 @@ class MemoryDecodeLink:
         return self._endpoint
 
     def accept_pipe(self, pipe: _MemoryPipe) -> None:
-        """Called by the writer's thread, with `_lock` held."""
+        """Register a writer's pipe. Called on the writer's thread, with `_lock` held."""
         self._pipes[secrets.token_bytes(8)] = pipe
 
     def receive(self) -> LinkMessage | None:

@@ -1,4 +1,4 @@
-"""A writer's links to decode nodes, with what waits to be sent on each."""
+"""A writer's links to decode nodes, with the messages that wait on each."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,17 @@ PeerKey = tuple[str, Incarnation]  # endpoint and incarnation: an address alone 
 
 
 class PeerLink:
-    """Keeps messages in order when the link is full, and counts aborts that decode has not
-    acknowledged yet."""
+    """One link. Messages wait in order while it is full; unanswered aborts are remembered."""
 
     def __init__(self, link: WriterLink, now: float) -> None:
-        self.last_heard_at = now  # when decode last said anything on this link
+        self.last_heard_at = now  # when decode last sent anything on this link
         self._link = link
         self._waiting: deque[tuple[bytes, memoryview | None]] = deque()
         self.unacked_aborts: set[TicketId] = set()
 
     @property
     def is_full(self) -> bool:
-        """Whether taking more to be written makes no sense now."""
+        """Whether messages are waiting, so that no more should be written now."""
         return bool(self._waiting)
 
     def send(self, header: bytes, payload: memoryview | None = None) -> None:
@@ -30,11 +29,12 @@ class PeerLink:
         self.flush()
 
     def flush(self) -> None:
+        """Send waiting messages as long as the link takes them."""
         while self._waiting and self._link.send(*self._waiting[0]):
             self._waiting.popleft()
 
     def receive(self, now: float) -> frames.FrameToWriter | None:
-        """The next frame, None when there is none now. Raises BadFrame."""
+        """The next frame, None if there is none now. Raises BadFrame."""
         header = self._link.receive()
         if header is None:
             return None
@@ -56,7 +56,7 @@ class PeerLink:
 
 
 class PeerLinks:
-    """One link to each peer that there is something to say to."""
+    """The links of a writer, one for each peer that it has sent anything to."""
 
     def __init__(self, dialers: Mapping[str, TransferDialer]) -> None:
         """`dialers` by the scheme of the endpoints that they dial."""
@@ -71,7 +71,7 @@ class PeerLinks:
         return self._links.get(peer)
 
     def get_or_dial(self, peer: PeerKey, now: float) -> PeerLink:
-        """The link to a peer, dialled if there is none. Its endpoint is one that `can_dial`."""
+        """The link to a peer, dialled if there is none. `can_dial` holds for its endpoint."""
         if peer not in self._links:
             endpoint = peer[0]
             self._links[peer] = PeerLink(
@@ -88,7 +88,7 @@ class PeerLinks:
             link.close()
 
     def pollables(self) -> Sequence[tuple[Pollable, bool]]:
-        return [watched for link in self._links.values() for watched in link.pollables()]
+        return [pollable for link in self._links.values() for pollable in link.pollables()]
 
     def has_no_unacked_aborts(self) -> bool:
         """Whether every abort that was sent has been answered."""

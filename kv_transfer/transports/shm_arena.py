@@ -1,5 +1,4 @@
-"""Decode's arena as a writer on the same host sees it: mapped, and locked byte by byte while
-written."""
+"""Decode's arena as a one-sided writer sees it: mapped here, and locked while it is written."""
 
 from pathlib import Path
 
@@ -12,10 +11,12 @@ from kv_transfer.arena.slab_copier import SlabCopier
 
 
 class PeerArena:
+    """The arena of one decode node, mapped into this process."""
+
     def __init__(
         self, space: BlockAddressSpace, folder: Path, segment: str, layout: KVLayout
     ) -> None:
-        """Raises PeerGone or LayoutMismatch when the segment is not there or does not fit."""
+        """Raises PeerUnreachable or LayoutMismatch when the segment is missing or does not fit."""
         self.fences = WriterFences(folder, segment)
         try:
             self.copier = SlabCopier(space.attach_segment(segment), layout)
@@ -26,7 +27,7 @@ class PeerArena:
 
 
 class TicketLock:
-    """The machine's WriterLock: one ticket's byte of the peer's fence file."""
+    """The WriterLock of a ticket: its byte of the peer's fence file."""
 
     def __init__(self, arena: PeerArena, ticket: Ticket) -> None:
         self._fences = arena.fences
@@ -40,7 +41,7 @@ class TicketLock:
 
 
 class PeerArenas:
-    """The peers' arenas that a plane has mapped, by segment name."""
+    """The arenas of peers that this plane has mapped, by segment name."""
 
     def __init__(self, folder: Path, layout: KVLayout) -> None:
         self._folder = folder
@@ -49,12 +50,12 @@ class PeerArenas:
         self._arenas: dict[str, PeerArena] = {}
 
     def get(self, ticket: Ticket) -> PeerArena:
-        """The arena that a ticket names. Raises Unmappable when it is not there or not what the
-        ticket says."""
+        """The arena that a ticket names. Raises UnmappableSegment if there is no such arena."""
         segment = ticket.segment
         if segment.incarnation != ticket.decode_peer.incarnation:
             raise UnmappableSegment(
-                f"segment {segment.name} is of incarnation {segment.incarnation}, not of the ticket's"
+                f"segment {segment.name} is of incarnation {segment.incarnation}, "
+                "not of the ticket's"
             )
         try:
             arena = self._arenas.get(segment.name) or self._map(segment.name)
@@ -74,7 +75,7 @@ class PeerArenas:
         return arena
 
     def unmap_peer(self, owner: Incarnation) -> None:
-        """A peer is gone, and nothing is being written to its arenas: let their memory go."""
+        """Unmap the arenas of a peer that is gone. Nothing is being written to them."""
         for segment in [
             segment for segment, arena in self._arenas.items() if arena.owner_incarnation == owner
         ]:

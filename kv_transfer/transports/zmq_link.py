@@ -1,12 +1,12 @@
 """Message links over TCP: DEALER at the writer, ROUTER at decode, CURVE on both.
 
-Each end has a context of its own, so that the one authenticator a context can have is its own too.
-zmq errors are translated here and go no further.
+Each end has a zmq context of its own, because a context has one authenticator. zmq's errors are
+translated here.
 
-ZMTP's own heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due
-on a connection that was reset while its reader was at the high-water mark (`Assertion failed:
-!_io_error`, libzmq 4364). A host that is gone is noticed by TCP; a peer that is there and silent,
-by the hand-offs that wait for it.
+ZMTP's heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due on a
+connection that was reset while its reader was at the high-water mark (`Assertion failed:
+!_io_error`, libzmq 4364). TCP detects a host that is gone; the hand-offs' own time-outs detect a
+peer that is silent.
 """
 
 from collections import Counter
@@ -32,12 +32,11 @@ _HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_MAX_QUEUED_ANSWERS = (
-    1 << 16
-)  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
+# Answers of about 100 bytes that may queue: more than a link's credit lets be outstanding.
+_MAX_QUEUED_ANSWERS = 1 << 16
 _REDIAL_MS = 100
-_LINGER_MS = 200  # for decode's last answers; a writer that misses one sees the link go
-_MAX_REFUSED_DIALS = 3  # connections refused in a row before a link that never was up is given up
+_LINGER_MS = 200  # to send decode's last answers; a writer that misses one finds the link lost
+_MAX_REFUSED_DIALS = 3  # refused connections after which a link that was never up is lost
 
 ZmqSocket = zmq.Socket[bytes]
 ZmqContext = zmq.Context[ZmqSocket]
@@ -56,6 +55,8 @@ def _configure(socket: ZmqSocket, settings: TransferSettings) -> None:
 
 
 class ZmqWriterLink:
+    """The writer's end of a link: implements WriterLink."""
+
     def __init__(
         self, context: ZmqContext, endpoint: str, keys: CurveKeys, settings: TransferSettings
     ) -> None:
@@ -138,6 +139,8 @@ class ZmqWriterLink:
 
 
 class ZmqDialer:
+    """Makes ZmqWriterLinks: implements TransferDialer."""
+
     def __init__(self, keys: CurveKeys, settings: TransferSettings) -> None:
         self._context: ZmqContext = zmq.Context()
         self._keys = keys
@@ -147,11 +150,13 @@ class ZmqDialer:
         return ZmqWriterLink(self._context, endpoint, self._keys, self._settings)
 
     def close(self) -> None:
-        """Every link must be closed before."""
+        """Every link must have been closed."""
         self._context.term()
 
 
 class ZmqDecodeLink:
+    """Decode's end of its links: implements DecodeLink."""
+
     def __init__(self, keys: CurveKeys, settings: TransferSettings) -> None:
         """Raises ConfigError when `settings.listen` cannot be bound."""
         self._counters: Counter[str] = Counter()
@@ -192,9 +197,8 @@ class ZmqDecodeLink:
     def receive(self) -> LinkMessage | None:
         self._serve_authentication()
         try:
-            route, header, *rest = self._socket.recv_multipart(
-                zmq.NOBLOCK, copy=False
-            )  # a DEALER sends at least one
+            # A DEALER sends at least one part.
+            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         return LinkMessage(route.bytes, header.bytes, rest[0].buffer if rest else None)
@@ -208,9 +212,9 @@ class ZmqDecodeLink:
         return True
 
     def _serve_authentication(self) -> None:
-        """Answer libzmq's questions whether a client key may come in, and count those that failed
-        before. libzmq accepts without bound: so that there are not too many for long, the guard
-        looks when one has come."""
+        """Tell libzmq which client keys to accept (ZAP), and count failed handshakes.
+
+        libzmq accepts connections without bound, so the guard checks their number at each one."""
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED:
                 self._guard.check_soon()

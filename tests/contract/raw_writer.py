@@ -1,5 +1,4 @@
-"""A writer that speaks frames by hand, so that it can be wrong in every way that a Departure never
-is."""
+"""A writer that sends single frames, so that it can break the protocol in every way."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -33,6 +32,8 @@ def _dialer(scheme: str, settings: TransferSettings) -> TransferDialer:
 
 
 class RawWriter:
+    """One writer of one ticket, over its own link."""
+
     def __init__(self, pair: TransferPair, ticket: Ticket) -> None:
         self.pair = pair
         self.ticket = ticket
@@ -94,20 +95,20 @@ class RawWriter:
         )
         assert isinstance(self.receive_frame(), frames.CreditFrame)
 
-    def make_write_frame(self, area: SlabRange) -> tuple[frames.WriteFrame, bytes]:
-        """A right one; source blocks are those of the same number as the logical ones."""
-        layers = slice(area.first_layer, area.end_layer)
+    def make_write_frame(self, slab_range: SlabRange) -> tuple[frames.WriteFrame, bytes]:
+        """A correct Write and its payload. Logical block N is source block N."""
+        layers = slice(slab_range.first_layer, slab_range.end_layer)
         payload = (
-            self.pair.prefill_arena[area.first_block : area.end_block, layers]
+            self.pair.prefill_arena[slab_range.first_block : slab_range.end_block, layers]
             .swapaxes(0, 1)
             .tobytes()
         )
         frame = frames.WriteFrame(
             *self.frame_ids,
-            first_layer=area.first_layer,
-            num_layers=area.num_layers,
-            first_block=area.first_block,
-            num_blocks=area.num_blocks,
+            first_layer=slab_range.first_layer,
+            num_layers=slab_range.num_layers,
+            first_block=slab_range.first_block,
+            num_blocks=slab_range.num_blocks,
             first_kv_head=0,
             num_kv_heads=self.pair.layout.num_kv_heads,
             payload_bytes=len(payload),
@@ -116,27 +117,27 @@ class RawWriter:
         )
         return frame, payload
 
-    def send_write(self, area: SlabRange, **wrong: int | bool | str) -> None:
-        """Write it, with some fields of the frame replaced."""
-        frame, payload = self.make_write_frame(area)
+    def send_write(self, slab_range: SlabRange, **wrong: int | bool | str) -> None:
+        """Send a Write, with some fields of its frame replaced by `wrong`."""
+        frame, payload = self.make_write_frame(slab_range)
         if self.is_one_sided:
-            self.write_in_place(area)
+            self.write_in_place(slab_range)
         slabs, size, digest = self._manifest
         self._manifest = (
-            slabs + area.num_slabs,
+            slabs + slab_range.num_slabs,
             size + len(payload),
-            extend_manifest_digest(digest, area, frame.checksum),
+            extend_manifest_digest(digest, slab_range, frame.checksum),
         )
         self.send(_with_fields(frame, wrong), None if self.is_one_sided else payload)
 
-    def write_in_place(self, area: SlabRange) -> None:
-        """The bytes themselves, as a one-sided writer puts them."""
-        for block in range(area.first_block, area.end_block):
+    def write_in_place(self, slab_range: SlabRange) -> None:
+        """Copy the bytes into decode's arena, as a one-sided writer does."""
+        for block in range(slab_range.first_block, slab_range.end_block):
             at = (
                 self.ticket.block_offsets[block - self.ticket.first_block]
                 // self.pair.layout.block_bytes
             )
-            for layer in range(area.first_layer, area.end_layer):
+            for layer in range(slab_range.first_layer, slab_range.end_layer):
                 self.pair.decode_arena[at, layer] = self.pair.prefill_arena[block, layer]
 
     def send_all_writes(self) -> None:

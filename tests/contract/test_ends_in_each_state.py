@@ -1,6 +1,8 @@
-"""An end from either side in every state that either side can be in. The tables are keyed by the
-state enums, so that a new state fails here until somebody has said how it is reached and what ends
-it."""
+"""A hand-off is ended by either side in every state of either side.
+
+The tables are keyed by the state enums: a new state fails here until the tables say how to reach it
+and what ends it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,8 +70,8 @@ REACH_OUTBOUND_STATE: dict[OutboundState, Callable[[TransferPair, AttemptKey, Ti
     OutboundState.COMMITTED: _to_outbound_committed,
     OutboundState.ABORTED: _to_outbound_aborted,
 }
-# This plane writes on the thread that hears the abort: no write is ever in flight when one comes.
-# The exploration (tests/unit/kv_transfer) covers the state.
+# The plane writes on the thread that processes the abort, so no write is in flight then.
+# The state space exploration (tests/unit/kv_transfer/model_checking) covers the state.
 UNREACHABLE_OUTBOUND = {OutboundState.ABORTING}
 
 
@@ -88,10 +90,10 @@ def test_the_writer_aborts(backend: str, state: OutboundState, tmp_path: Path) -
             pair.expect_aborted(key, Cancelled)
         if state is OutboundState.STREAMING:
             pair.expect_lost(ticket, Cancelled)
-        if state is OutboundState.UNTICKETED:  # decode hears of it from the coordinator
+        if state is OutboundState.UNTICKETED:  # the coordinator tells decode
             pair.inbound.revoke_ticket(ticket.id, REASON)
             pair.expect_lost(ticket, Cancelled)
-        if state is OutboundState.SEALED:  # a sealed ticket is decode's to decide
+        if state is OutboundState.SEALED:  # only decode decides on a sealed ticket
             pair.inbound.commit_ticket(ticket.id)
         pair.check_full_handoff()
         assert pair.decode_events.drain_unexpected() == []
@@ -113,7 +115,7 @@ def _to_writing(pair: TransferPair, writer: RawWriter) -> None:
 
 
 def _to_sealing(pair: TransferPair, writer: RawWriter) -> None:
-    """Only a writer that is wrong gets here: it seals while it holds its byte."""
+    """Reached only by a writer that breaks the protocol: it seals while it holds its fence byte."""
     _to_writing(pair, writer)
     writer.send_write(SlabRange(1, 2, 0, 2))
     assert isinstance(writer.receive_frame(), frames.LandedFrame)
@@ -160,8 +162,7 @@ REACH_INBOUND_STATE: dict[InboundState, Callable[[TransferPair, RawWriter], None
     InboundState.LOST: _to_lost,
 }
 ONE_SIDED_ONLY = {InboundState.SEALING, InboundState.QUARANTINED}
-# What an end does: Lost now (and then fenced or not), or nothing because it is over or not the
-# asker's to decide.
+# States in which an end loses the ticket at once, fenced or not. In the others it changes nothing.
 LOST_BY_REVOKE = {
     InboundState.GRANTED,
     InboundState.WRITING,
@@ -169,10 +170,8 @@ LOST_BY_REVOKE = {
     InboundState.SEALING,
 }
 LOST_BY_ABORT = LOST_BY_REVOKE - {InboundState.SEALED}
-AWAITING_FENCE = {
-    InboundState.SEALING,
-    InboundState.QUARANTINED,
-}  # until the writer lets go of its byte
+# Until the writer releases its fence byte.
+AWAITING_FENCE = {InboundState.SEALING, InboundState.QUARANTINED}
 
 
 def _backend_and_state() -> list[tuple[str, InboundState]]:
@@ -213,9 +212,8 @@ def test_decode_revokes_or_hears_of_an_end(
             if state in AWAITING_FENCE:
                 retries = pair.inbound.counters().get("fence_retries", 0)
                 wait_until(lambda: pair.inbound.counters().get("fence_retries", 0) >= retries + 3)
-                assert (
-                    pair.decode_events.drain_unexpected() == []
-                )  # no message and no time frees the blocks
+                # No message and no time-out frees the blocks.
+                assert pair.decode_events.drain_unexpected() == []
                 writer.fences.unlock_byte(ticket.fence_byte)
                 assert pair.decode_events.expect_event(InboundFenced) == InboundFenced(ticket.id)
             if state is InboundState.SEALED and how != "revoke":
@@ -226,8 +224,7 @@ def test_decode_revokes_or_hears_of_an_end(
 
 @pytest.mark.parametrize(("backend", "state"), _backend_and_state())
 def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path: Path) -> None:
-    """Each frame of the union, out of place: the ticket ends at most once, and the next hand-off
-    works."""
+    """Frames out of order end the ticket at most once, and the next hand-off works."""
     with transfer_pair(backend, tmp_path) as pair:
         ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
         with RawWriter(pair, ticket) as writer:
@@ -246,10 +243,10 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
             pair.inbound.revoke_ticket(ticket.id, REASON)
         pair.inbound.commit_ticket(ticket.id)
         if state in LOST_BY_REVOKE:
-            held = not pair.decode_events.expect_event(InboundLost).is_fenced
+            is_quarantined = not pair.decode_events.expect_event(InboundLost).is_fenced
         else:
-            held = state in AWAITING_FENCE
-        if held:
+            is_quarantined = state in AWAITING_FENCE
+        if is_quarantined:
             pair.decode_events.expect_event(InboundFenced)
         pair.check_full_handoff()
         assert pair.decode_events.drain_unexpected() == []

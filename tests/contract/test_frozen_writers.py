@@ -30,7 +30,7 @@ IN_A_WRITE = "transfer.write.before"
 
 
 class WriterProcess:
-    """Ready to write: everything is imported, and it waits for its order."""
+    """A writer process that has imported everything and waits for its order."""
 
     def __init__(self, pair: TransferPair, failpoints: str) -> None:
         self.process = subprocess.Popen(
@@ -89,9 +89,9 @@ def writer_process(pair: TransferPair, failpoints: str = "") -> Iterator[WriterP
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair("shm", tmp_path) as made:
-        yield made
-        assert made.decode_events.drain_unexpected() == []
+    with transfer_pair("shm", tmp_path) as opened:
+        yield opened
+        assert opened.decode_events.drain_unexpected() == []
 
 
 def check_stays_quarantined(pair: TransferPair) -> None:
@@ -117,7 +117,7 @@ def test_handoff_from_another_process(pair: TransferPair) -> None:
 
 @pytest.fixture
 def frozen(pair: TransferPair) -> Iterator[WriterProcess]:
-    """Will stop itself in the middle of its first write."""
+    """A writer that stops itself in the middle of its first write."""
     with writer_process(pair, f"{IN_A_WRITE}=stop*1") as writer:
         yield writer
 
@@ -152,8 +152,7 @@ def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(
 def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_over(
     pair: TransferPair, frozen: WriterProcess
 ) -> None:
-    """It may complete the write that it was in: the blocks are still nobody else's. Then it lets
-    go."""
+    """It may complete its write into quarantined blocks. Then it unlocks its fence byte."""
     ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
     frozen.send_order(ticket)
     frozen.wait_until_stopped()
@@ -167,8 +166,7 @@ def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_o
 
 
 def test_a_writer_frozen_between_two_writes_holds_nothing(pair: TransferPair) -> None:
-    """Its blocks are free at once; thawed, it finds itself shut out before it has written another
-    byte."""
+    """Its blocks are free at once. When it runs again, it is fenced off before it writes a byte."""
     with writer_process(pair, "transfer.seal.before=stop*1") as writer:
         ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
         writer.send_order(ticket)

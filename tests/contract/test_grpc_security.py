@@ -1,4 +1,4 @@
-"""Who may call decode's grpc endpoint, and what becomes of the rest."""
+"""Decode's grpc endpoint serves writers of its cluster and refuses everything else."""
 
 import hmac
 import socket
@@ -21,7 +21,7 @@ from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.core.message_framing import pack_message, packed_message_size, unpack_message
 from kv_transfer.factory import build_kv_receiver
-from kv_transfer.transports import grpc_protocol as grpc_terms
+from kv_transfer.transports import grpc_protocol
 from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
 from tests.contract.raw_writer import RawWriter
@@ -34,7 +34,7 @@ from tests.contract.transfer_pair import (
     wait_until,
 )
 
-PATIENCE = 20.0  # seconds
+TIMEOUT_SECONDS = 20.0
 NOISE = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\n\r\n",
@@ -54,26 +54,30 @@ def status_of_refused_call(
     pair: TransferPair,
     metadata: Sequence[tuple[str, bytes]],
 ) -> str:
-    """The status code that a caller gets who sends one message that is no frame."""
+    """The status code for a caller that sends one message which is not a frame."""
     target = "{}:{}".format(*address(pair))
     options = [
         ("grpc.ssl_target_name_override", certificates.DECODE_CERTIFICATE_NAME),
         ("grpc.enable_http_proxy", 0),
     ]
-    made: Any = (
+    opened: Any = (
         grpc.insecure_channel(target, options=options)
         if credentials is None
         else grpc.secure_channel(target, credentials, options=options)
     )
-    with made as channel:
-        call = channel.stream_stream(f"/{grpc_terms.SERVICE}/{grpc_terms.METHOD}")
+    with opened as channel:
+        call = channel.stream_stream(f"/{grpc_protocol.SERVICE}/{grpc_protocol.METHOD}")
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(iter([pack_message(b"\xc0", None)]), metadata=metadata, timeout=PATIENCE))
+            list(
+                call(
+                    iter([pack_message(b"\xc0", None)]), metadata=metadata, timeout=TIMEOUT_SECONDS
+                )
+            )
     return str(caught.value.code().name)
 
 
 def proof_metadata(token: str) -> Sequence[tuple[str, bytes]]:
-    return ((grpc_terms.PROOF_KEY, grpc_terms.stream_proof(token)),)
+    return ((grpc_protocol.PROOF_KEY, grpc_protocol.stream_proof(token)),)
 
 
 def test_a_writer_with_another_token_gets_nowhere(tmp_path: Path) -> None:
@@ -98,8 +102,7 @@ def test_its_error_asks_for_the_token(tmp_path: Path) -> None:
 
 
 def foreign_credentials() -> grpc.ChannelCredentials:
-    """Trusts this cluster's authority, were its certificate ever to leak, and shows a certificate
-    of another's."""
+    """Credentials that trust this cluster's authority and show a certificate of another cluster."""
     other = certificates._derive_authority_key("a guess")
     key, shown = certificates._issue_certificate(
         other, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH
@@ -124,19 +127,23 @@ def decode_node_credentials() -> grpc.ChannelCredentials:
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials]
+    "make_credentials",
+    [lambda: None, anonymous_credentials, foreign_credentials, decode_node_credentials],
 )
-def test_a_caller_without_a_writers_certificate_gets_nowhere(made: Any, tmp_path: Path) -> None:
-    """Plaintext; no certificate; one of another cluster; one of this cluster that is for the other
-    end."""
+def test_a_caller_without_a_writers_certificate_gets_nowhere(
+    make_credentials: Any, tmp_path: Path
+) -> None:
+    """Plaintext, no certificate, one of another cluster, or decode's own certificate."""
     with transfer_pair("grpc", tmp_path) as pair:
-        assert status_of_refused_call(made(), pair, proof_metadata(TOKEN)) == "UNAVAILABLE"
+        assert (
+            status_of_refused_call(make_credentials(), pair, proof_metadata(TOKEN)) == "UNAVAILABLE"
+        )
         assert "bad_frames" not in pair.inbound.counters()
         pair.check_full_handoff()
 
 
 @pytest.mark.parametrize(
-    "metadata", [(), proof_metadata("a guess"), ((grpc_terms.PROOF_KEY, b""),)]
+    "metadata", [(), proof_metadata("a guess"), ((grpc_protocol.PROOF_KEY, b""),)]
 )
 def test_a_stream_without_proof_of_the_token_is_refused(metadata: Any, tmp_path: Path) -> None:
     with transfer_pair("grpc", tmp_path) as pair:
@@ -161,7 +168,7 @@ def test_the_proof_is_compared_in_constant_time(
     monkeypatch.setattr(hmac, "compare_digest", compare)
     with transfer_pair("grpc", tmp_path) as pair:
         pair.check_full_handoff()
-    assert compared == [(grpc_terms.stream_proof(TOKEN), grpc_terms.stream_proof(TOKEN))]
+    assert compared == [(grpc_protocol.stream_proof(TOKEN), grpc_protocol.stream_proof(TOKEN))]
 
 
 @contextmanager
@@ -176,8 +183,7 @@ def listening_server(credentials: grpc.ServerCredentials) -> Iterator[str]:
 
 
 def test_a_writer_sends_nothing_to_who_is_no_decode_node() -> None:
-    """One of this cluster's own writers, with its own certificate, where a decode node is
-    expected."""
+    """A writer of this cluster, with its own certificate, cannot pose as a decode node."""
     authority = certificates._derive_authority_key(TOKEN)
     shown = certificates._issue_certificate(
         authority, "writer.baton.internal", ExtendedKeyUsageOID.CLIENT_AUTH
@@ -195,12 +201,16 @@ def test_a_writer_sends_nothing_to_who_is_no_decode_node() -> None:
 
 
 def test_certificates_of_one_token_differ_and_share_their_authority() -> None:
-    one, other = (
+    key, other_key = (
         certificates._derive_authority_key(token).private_numbers().private_value
         for token in (TOKEN, TOKEN + " ")
     )
     certificates._derive_authority_key.cache_clear()
-    assert one == certificates._derive_authority_key(TOKEN).private_numbers().private_value != other
+    assert (
+        key
+        == certificates._derive_authority_key(TOKEN).private_numbers().private_value
+        != other_key
+    )
     authority = certificates._derive_authority_key(TOKEN)
     issued = [
         certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)
@@ -210,7 +220,7 @@ def test_certificates_of_one_token_differ_and_share_their_authority() -> None:
 
 
 def test_certificates_are_good_by_every_clock() -> None:
-    """Also by one that was never set and stands at the epoch, and by one that is far ahead."""
+    """Also by a clock that was never set (1970), and by one that is far ahead."""
     authority = certificates._derive_authority_key(TOKEN)
     _, issued = certificates._issue_certificate(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)
     for shown in map(
@@ -277,8 +287,8 @@ def test_messages_that_nobody_packed_are_bad_frames(tmp_path: Path) -> None:
         with grpc.secure_channel(
             target, certificates.writer_channel_credentials(TOKEN), options=options
         ) as channel:
-            call = channel.stream_stream(f"/{grpc_terms.SERVICE}/{grpc_terms.METHOD}")
-            list(call(iter(parcels), metadata=proof_metadata(TOKEN), timeout=PATIENCE))
+            call = channel.stream_stream(f"/{grpc_protocol.SERVICE}/{grpc_protocol.METHOD}")
+            list(call(iter(parcels), metadata=proof_metadata(TOKEN), timeout=TIMEOUT_SECONDS))
         wait_until(lambda: pair.inbound.counters().get("bad_frames", 0) == len(parcels))
         pair.check_full_handoff()
 

@@ -1,4 +1,4 @@
-"""What a link does must not end a process, nor hold a later hand-off up."""
+"""Faults of a link neither end a process nor delay later hand-offs."""
 
 import asyncio
 import subprocess
@@ -23,8 +23,8 @@ from tests.fault_proxy import BOTH_DIRECTIONS, FaultProxy, LinkConditions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The reader stands at its high-water mark when its peer's connection is reset; then any heartbeat
-# would fall due.
+# The peer's connection is reset while the reader is at its high-water mark. With ZMTP heartbeats
+# libzmq would then abort the process.
 _RESET_AT_HIGH_WATER = """
 import asyncio, zmq
 from kv_transfer.transports.zmq_keys import derive_curve_keys
@@ -62,7 +62,7 @@ def test_reset_at_the_high_water_mark_does_not_abort_the_process() -> None:
 
 
 async def _proxy_for(pair: TransferPair) -> FaultProxy:
-    """A proxy that writers of `pair` dial instead of its decode end."""
+    """A proxy that the writers of `pair` dial instead of decode."""
     scheme, _, where = pair.decode_address.transfer_endpoint.partition("://")
     host, _, port = where.rpartition(":")
     link = await FaultProxy.open("writer -> decode", (host, int(port)))
@@ -74,8 +74,7 @@ async def _proxy_for(pair: TransferPair) -> FaultProxy:
 
 @pytest.mark.parametrize("backend", ["zmq", "grpc"])
 async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path) -> None:
-    """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one
-    has a new link."""
+    """TCP acknowledges, but the peer never answers. The next hand-off has a new link."""
     with transfer_pair(backend, tmp_path) as pair:
         link = await _proxy_for(pair)
 
@@ -108,20 +107,19 @@ async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path
 
 
 async def test_grpc_backpressure_reaches_the_writer_and_a_reset_loses_only_the_tail() -> None:
-    """What nobody takes is bounded in memory on both sides; what had come before the reset is whole
-    and in order."""
+    """Messages that decode does not take are bounded; those before the reset arrive in order."""
     settings = TransferSettings(link_timeout=2.0, max_queued_messages=8)
     decode = GrpcDecodeLink(TOKEN, settings)
     host, _, port = decode.endpoint.removeprefix("grpc://").rpartition(":")
     link = await FaultProxy.open("writer -> decode", (host, int(port)))
     writer = GrpcDialer(TOKEN, settings).dial(f"grpc://127.0.0.1:{link.port}")
     payload = memoryview(bytes(1 << 18))
-    sent = turned_away = 0
-    while turned_away < 50 or sent < 16:
+    sent = refused = 0
+    while refused < 50 or sent < 16:
         if writer.send(sent.to_bytes(4, "big"), payload):
-            sent, turned_away = sent + 1, 0
+            sent, refused = sent + 1, 0
         else:
-            turned_away += 1
+            refused += 1
             await asyncio.sleep(0.01)
     assert sent < 400, sent
     link.reset_connections()
@@ -130,16 +128,16 @@ async def test_grpc_backpressure_reaches_the_writer_and_a_reset_loses_only_the_t
     assert loss is not None
     assert loss.was_up
 
-    def all_that_came() -> list[bytes]:
+    def receive_all() -> list[bytes]:
         found: list[bytes] = []
         while (message := decode.receive()) is not None:
             assert message.payload == payload
             found.append(message.header)
         return found
 
-    came = await asyncio.to_thread(all_that_came)
-    assert 8 <= len(came) < sent
-    assert came == [number.to_bytes(4, "big") for number in range(len(came))]
+    received = await asyncio.to_thread(receive_all)
+    assert 8 <= len(received) < sent
+    assert received == [number.to_bytes(4, "big") for number in range(len(received))]
     writer.close()
     decode.close()
     await link.close()

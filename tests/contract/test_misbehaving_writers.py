@@ -1,5 +1,7 @@
-"""Writers that are wrong, late, or somebody else; and messages that arrive broken. Whatever they
-do, no wrong byte is ever sealed, the process lives and the next hand-off works."""
+"""Writers that break the protocol, come late or are of another incarnation, and damaged messages.
+
+No wrong byte is ever sealed, the process survives and the next hand-off works.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,16 +39,17 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(backend: str, tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair(backend, tmp_path) as made:
-        yield made
+    with transfer_pair(backend, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
 def writer(pair: TransferPair) -> Iterator[RawWriter]:
-    """Open, with a ticket for logical blocks 1 and 2 (decode holds block 0)."""
-    with RawWriter(pair, pair.grant_ticket(pair.new_key(attempt=1), BLOCKS, first_block=1)) as made:
-        made.send_open()
-        yield made
+    """A writer that has sent Open, with a ticket for logical blocks 1 and 2; decode has block 0."""
+    ticket = pair.grant_ticket(pair.new_key(attempt=1), BLOCKS, first_block=1)
+    with RawWriter(pair, ticket) as raw_writer:
+        raw_writer.send_open()
+        yield raw_writer
 
 
 ALL_SLABS = SlabRange(0, 3, 1, 2)
@@ -83,8 +86,8 @@ def test_a_write_that_is_wrong_loses_the_ticket(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"writer_incarnation": "somebody"},
-        {"decode_incarnation": "somebody"},
+        {"writer_incarnation": "another"},
+        {"decode_incarnation": "another"},
         {"attempt": 0},
         {"attempt": 2},
         {"ticket_id": "f" * 32},
@@ -193,15 +196,13 @@ def test_garbage_is_counted_and_dropped(
     assert pair.inbound.counters()["bad_frames"] == 2
 
 
-# failpoints: what happens on the way
+# faults on the way, by failpoints
 
 
 @dataclass(frozen=True)
 class TransferFault:
     failpoints: str
-    expected_error: (
-        type[BatonError] | None
-    )  # how decode's side ends; None: the hand-off commits all the same
+    expected_error: type[BatonError] | None  # decode's; None: the hand-off commits
 
 
 FAULTS = [
@@ -245,11 +246,12 @@ def test_a_fault_on_the_way_never_seals_a_wrong_byte(
 def test_a_commit_that_does_not_arrive_ends_the_writers_wait(
     backend: str, action: str, tmp_path: Path
 ) -> None:
-    """Decode has committed and the writer cannot know: it gives up after its progress_timeout, and
-    ends once."""
-    impatient = replace(FAST_SETTINGS, progress_timeout=1.0)
+    """Decode has committed, and the writer never learns it: it aborts once, by progress_timeout."""
+    short_timeout = replace(FAST_SETTINGS, progress_timeout=1.0)
     armed = f"transfer.commit.before={action}+1*1"
-    with transfer_pair(backend, tmp_path, outbound_settings=impatient, failpoints=armed) as pair:
+    with transfer_pair(
+        backend, tmp_path, outbound_settings=short_timeout, failpoints=armed
+    ) as pair:
         pair.check_full_handoff()  # there is a link
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         pair.decode_events.expect_event(InboundSealed)
@@ -262,11 +264,11 @@ def test_a_commit_that_does_not_arrive_ends_the_writers_wait(
 def test_a_seal_that_does_not_arrive_ends_both_sides(
     backend: str, action: str, tmp_path: Path
 ) -> None:
-    impatient = replace(FAST_SETTINGS, progress_timeout=0.2)
-    soon = replace(FAST_SETTINGS, progress_timeout=1.0, ticket_ttl=1.0)
+    short_timeout = replace(FAST_SETTINGS, progress_timeout=0.2)
+    quick = replace(FAST_SETTINGS, progress_timeout=1.0, ticket_ttl=1.0)
     armed = f"transfer.seal.before={action}*1"
     with transfer_pair(
-        backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed
+        backend, tmp_path, settings=quick, outbound_settings=short_timeout, failpoints=armed
     ) as pair:
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         assert pair.prefill_events.expect_event(OutboundAborted).key == key
@@ -274,15 +276,14 @@ def test_a_seal_that_does_not_arrive_ends_both_sides(
 
 
 def test_invalid_frames_to_the_writer(pair: TransferPair) -> None:
-    """Landed for what was never sent gives the hand-off up; the rest is ignored."""
+    """A Seal over missing layers aborts the hand-off on both sides."""
     key = pair.open_handoff(2)
     ticket = pair.grant_ticket(key, BLOCKS)
     pair.outbound.set_ticket(key, ticket)
     pair.announce_layers(key, [1, 2], layers=[0])
     assert pair.outbound.wait_for_layer(key, 0, timeout=30)
-    pair.outbound.seal_handoff(
-        key, SealInfo((1,))
-    )  # with layers missing: a programming error of the role
+    # Layers are missing: a programming error of the role.
+    pair.outbound.seal_handoff(key, SealInfo((1,)))
     pair.expect_aborted(key, IncompleteTransfer)
     pair.expect_lost(ticket, IncompleteTransfer)
     wait_until(lambda: pair.outbound.counters().get("aborted_incomplete") == 1)

@@ -1,4 +1,4 @@
-"""A peer that ends takes only its own hand-offs along."""
+"""The loss of a peer ends the hand-offs with that peer and no others."""
 
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from tests.contract.transfer_pair import transfer_pair
 
 
 def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
-    """Its arena is let go when the last of them has dropped its lock; those of its next incarnation
-    keep theirs."""
+    """Its arena is unmapped when the last of them has ended, and can be mapped again."""
     with transfer_pair("shm", tmp_path) as pair:
         keys = [pair.new_key() for _ in range(3)]
         for block, key in enumerate(keys):
@@ -26,11 +25,10 @@ def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
             pair.inbound.grant_ticket(ticket)
             pair.outbound.set_ticket(key, ticket)
             for layer in range(pair.layout.num_layers):
-                pair.outbound.announce_layer(
-                    key, layer, 0, [BlockIndex(block)]
-                )  # one block of two: the lock is held
+                # One block of two, so that the hand-off is not complete.
+                pair.outbound.announce_layer(key, layer, 0, [BlockIndex(block)])
             pair.decode_events.expect_event(InboundStarted)
-        pair.outbound.on_peer_gone(Incarnation("somebody else"))
+        pair.outbound.on_peer_gone(Incarnation("another"))
         pair.outbound.on_peer_gone(pair.decode_address.incarnation)
         for _ in keys:
             aborted = pair.prefill_events.expect_event(OutboundAborted)

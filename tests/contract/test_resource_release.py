@@ -1,4 +1,4 @@
-"""What planes keep of hand-offs that are over: little, and no more with every one."""
+"""Planes keep little of ended hand-offs, and not more with each of them."""
 
 import gc
 import threading
@@ -54,8 +54,7 @@ def _no_garbage_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_links_to_earlier_incarnations_are_closed(backend: str, tmp_path: Path) -> None:
-    """A coordinator that is started again gives everybody a new life, and tells nobody that the old
-    ones are over."""
+    """A restarted coordinator gives out new incarnations and reports no old one as gone."""
     with transfer_pair(backend, tmp_path) as pair:
         pair.check_full_handoff()
         for number in range(3):
@@ -105,9 +104,9 @@ def test_rejected_ticket_is_not_stored(backend: str, tmp_path: Path) -> None:
     "point", ["transfer.write.before", "transfer.write.after", "transfer.seal.before"]
 )
 def test_a_failed_write_does_not_keep_the_peers_arena_mapped(point: str, tmp_path: Path) -> None:
-    """An error kept with its hand-off, and through its traceback the hand-off with the error, would
-    keep it until the garbage collector comes; the next life of the peer has the same arena and
-    could not be mapped."""
+    """The traceback of a kept error would keep the arena mapped until the garbage collector runs.
+
+    The peer's next incarnation has the same arena, which could not be mapped then."""
     with (
         _no_garbage_collector(),
         transfer_pair("shm", tmp_path, failpoints=f"{point}=error*1") as pair,
@@ -123,7 +122,7 @@ def test_a_failed_write_does_not_keep_the_peers_arena_mapped(point: str, tmp_pat
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ended_ticket_keeps_no_block_offsets(backend: str, tmp_path: Path) -> None:
-    """Thousands are remembered for their late frames; each may be as long as the longest prompt."""
+    """Ended tickets are remembered for late frames; each may cover the longest prompt."""
     with transfer_pair(backend, tmp_path) as pair:
         pair.check_full_handoff()
         _, ticket = pair.start_handoff([1, 2], [3, 4])
@@ -149,8 +148,7 @@ def test_two_failures_of_one_write_lose_its_ticket_once(backend: str, tmp_path: 
 
 
 def test_a_grpc_link_that_is_closed_keeps_no_thread() -> None:
-    """Also while somebody still refers to it. The threads that answer are not daemons: the process
-    could not end."""
+    """Also while it is referenced. Threads that answer would keep the process from ending."""
     before = set(threading.enumerate())
     decode = GrpcDecodeLink(TOKEN, FAST_SETTINGS)
     writers = [GrpcDialer(TOKEN, FAST_SETTINGS).dial(decode.endpoint) for _ in range(3)]
@@ -159,7 +157,7 @@ def test_a_grpc_link_that_is_closed_keeps_no_thread() -> None:
         wait_until(lambda: decode.receive() is not None)
     writers[0].close()
     decode.close()
-    wait_until(lambda: all(each.daemon for each in set(threading.enumerate()) - before))
+    wait_until(lambda: all(thread.daemon for thread in set(threading.enumerate()) - before))
     wait_until(lambda: all(writer.get_loss() is not None for writer in writers[1:]))
     for writer in writers[1:]:
         writer.close()

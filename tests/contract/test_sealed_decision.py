@@ -1,5 +1,4 @@
-"""Between Sealed and the node's answer nobody else decides: the node may be committing at that very
-moment."""
+"""Only the node decides on a sealed ticket, because it may be committing at that moment."""
 
 from pathlib import Path
 
@@ -45,11 +44,10 @@ def test_aborting_writer_does_not_undo_sealed(backend: str, tmp_path: Path) -> N
         event = seal_one_handoff(pair)
         pair.outbound.rejoin(pair.writer_incarnation)  # aborts everything that is open
         pair.prefill_events.expect_event(OutboundAborted)
-        after = seal_one_handoff(
-            pair
-        )  # its frames came after the Abort, which has been dealt with by now
-        for one in (event, after):
-            pair.inbound.commit_ticket(one.ticket_id)
+        # Its frames came after the Abort, which decode has processed by now.
+        later = seal_one_handoff(pair)
+        for sealed in (event, later):
+            pair.inbound.commit_ticket(sealed.ticket_id)
         pair.prefill_events.expect_event(OutboundCommitted)
         assert pair.decode_events.empty()
 

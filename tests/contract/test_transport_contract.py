@@ -1,4 +1,4 @@
-"""The contract that every transport keeps: real sockets, real segments, real threads."""
+"""The contract of every transport, tested with real sockets, segments and threads."""
 
 import queue
 from collections.abc import Iterator
@@ -41,10 +41,10 @@ ONE_LAYER = replace(FAST_SETTINGS, layers_per_message=1)
 
 @pytest.fixture(params=BACKENDS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair(request.param, tmp_path) as made:
-        yield made
-        assert made.decode_events.drain_unexpected() == []
-        assert made.prefill_events.drain_unexpected() == []
+    with transfer_pair(request.param, tmp_path) as opened:
+        yield opened
+        assert opened.decode_events.drain_unexpected() == []
+        assert opened.prefill_events.drain_unexpected() == []
 
 
 @pytest.fixture(params=BACKENDS)
@@ -68,8 +68,7 @@ def test_a_hand_off_lands_whole_and_commits(pair: TransferPair) -> None:
 
 
 def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Path) -> None:
-    """The next layer is announced only when this one has landed: a transfer of the whole would
-    hang."""
+    """Each layer is announced when the one before has landed, so sending all at once would hang."""
     with transfer_pair(backend, tmp_path, settings=ONE_LAYER) as pair:
         source, target = [1, 2, 3, 4], [5, 6, 7, 8]
         key = pair.open_handoff(4)
@@ -87,15 +86,15 @@ def test_each_layer_lands_before_the_next_is_computed(backend: str, tmp_path: Pa
         assert pair.has_arrived(source, target)
 
 
-@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("held_blocks", [0, 1, 3])
 @pytest.mark.parametrize("chunks", [[4], [1, 3], [2, 1, 1]], ids=str)
 def test_only_what_decode_lacks_is_written(
-    pair: TransferPair, held: int, chunks: list[int]
+    pair: TransferPair, held_blocks: int, chunks: list[int]
 ) -> None:
-    """Partial prefixes at every cut, against chunks that end elsewhere."""
-    source, lacking = [3, 1, 4, 15], [20, 21, 22, 23][held:]
+    """Decode holds a prefix whose end differs from the ends of prefill's chunks."""
+    source, missing_target = [3, 1, 4, 15], [20, 21, 22, 23][held_blocks:]
     key = pair.open_handoff(4)
-    ticket = pair.grant_ticket(key, lacking, first_block=held)
+    ticket = pair.grant_ticket(key, missing_target, first_block=held_blocks)
     first = 0
     for number, size in enumerate(chunks):
         if number == len(chunks) - 1:
@@ -103,9 +102,9 @@ def test_only_what_decode_lacks_is_written(
         pair.announce_layers(key, source[first : first + size], first)
         first += size
     pair.outbound.seal_handoff(key, SealInfo((1,)))
-    assert pair.finish_handoff(ticket).stats.bytes_sent == len(lacking) * LAYOUT.block_bytes
-    assert pair.has_arrived(source[held:], lacking)
-    assert pair.is_untouched([20, 21, 22, 23][:held])
+    assert pair.finish_handoff(ticket).stats.bytes_sent == len(missing_target) * LAYOUT.block_bytes
+    assert pair.has_arrived(source[held_blocks:], missing_target)
+    assert pair.is_untouched([20, 21, 22, 23][:held_blocks])
 
 
 def test_ticket_without_blocks_commits_at_once(pair: TransferPair) -> None:
@@ -164,23 +163,25 @@ def test_two_hand_offs_at_once_do_not_mix(pair: TransferPair) -> None:
 
 
 def test_one_of_two_hand_offs_is_cancelled_and_the_other_is_whole(pair: TransferPair) -> None:
-    doomed, fine = pair.open_handoff(2), pair.open_handoff(2)
-    lost, kept = pair.grant_ticket(doomed, [10, 11]), pair.grant_ticket(fine, [12, 13])
-    for key, ticket in ((doomed, lost), (fine, kept)):
+    aborted_key, committed_key = pair.open_handoff(2), pair.open_handoff(2)
+    lost, kept = (
+        pair.grant_ticket(aborted_key, [10, 11]),
+        pair.grant_ticket(committed_key, [12, 13]),
+    )
+    for key, ticket in ((aborted_key, lost), (committed_key, kept)):
         pair.outbound.set_ticket(key, ticket)
         pair.announce_layers(key, [1, 2], layers=[0])
-    pair.outbound.abort_handoff(doomed, Cancelled("the client left"))
-    pair.expect_aborted(doomed, Cancelled)
+    pair.outbound.abort_handoff(aborted_key, Cancelled("the client left"))
+    pair.expect_aborted(aborted_key, Cancelled)
     pair.expect_lost(lost, Cancelled)
-    pair.announce_layers(fine, [1, 2], layers=[1, 2])
-    pair.outbound.seal_handoff(fine, SealInfo((1,)))
+    pair.announce_layers(committed_key, [1, 2], layers=[1, 2])
+    pair.outbound.seal_handoff(committed_key, SealInfo((1,)))
     pair.finish_handoff(kept)
     assert pair.has_arrived([1, 2], [12, 13])
 
 
 def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
-    """Always a few at a time, over the same few blocks, each checked; and nothing is left of
-    them."""
+    """A few at a time over the same few blocks. Each is checked, and no frame was out of place."""
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=2, dtype="float32")
     with transfer_pair(backend, tmp_path, layout=layout) as pair:
         free, running, ended = list(range(0, 32, 2)), {}, 0
@@ -211,8 +212,7 @@ def test_a_thousand_hand_offs(backend: str, tmp_path: Path) -> None:
 
 
 def test_a_ticket_is_kept_alive_while_its_work_is_queued(tmp_path: Path) -> None:
-    """For longer than its lease nothing is ready to be written: the heartbeat alone keeps the
-    ticket."""
+    """Nothing is ready to be written for longer than the lease: Renew alone keeps the ticket."""
     settings = replace(FAST_SETTINGS, ticket_ttl=2.0, renew_interval=0.1)
     with transfer_pair("zmq", tmp_path, settings=settings) as pair:
         key = pair.open_handoff(1)
@@ -268,7 +268,7 @@ def test_late_writer_of_a_lost_ticket_is_refused(pair: TransferPair) -> None:
     assert pair.is_untouched([3])
 
 
-# lives and ends
+# incarnations and ends
 
 
 def test_rejoined_decode_drops_its_tickets(pair: TransferPair) -> None:
@@ -295,7 +295,7 @@ def test_rejoined_writer_aborts_its_handoffs(pair: TransferPair) -> None:
     }
     pair.expect_lost(ticket, StaleMessage)
     reborn = pair.open_handoff(1)
-    pair.outbound.set_ticket(reborn, pair.make_ticket(reborn, [4]))  # minted for the life before
+    pair.outbound.set_ticket(reborn, pair.make_ticket(reborn, [4]))  # for the earlier incarnation
     pair.expect_aborted(reborn, StaleMessage)
 
 
@@ -325,9 +325,8 @@ def test_the_coordinator_says_that_decode_is_gone(pair: TransferPair) -> None:
     pair.outbound.abort_handoff(other, Cancelled("done"))
     pair.expect_aborted(other, Cancelled)
     pair.inbound.revoke_ticket(ticket.id, Cancelled("done"))
-    lost = pair.decode_events.expect_event(
-        InboundLost
-    )  # the writer's last word may reach a decode node that is not gone after all
+    # The writer's Abort may reach a decode node that is not gone after all.
+    lost = pair.decode_events.expect_event(InboundLost)
     assert isinstance(lost.error, Cancelled | PeerUnreachable)
 
 
@@ -390,12 +389,12 @@ def test_a_seal_over_the_wrong_slabs_is_incomplete(
 
 
 def test_unknown_keys_and_tickets_are_counted_and_nothing_else(pair: TransferPair) -> None:
-    stranger = pair.new_key()
-    ticket = pair.make_ticket(stranger, [3])
-    pair.outbound.set_ticket(stranger, ticket)
-    pair.outbound.seal_handoff(stranger, SealInfo(()))
-    pair.outbound.abort_handoff(stranger, Cancelled("x"))
-    assert not pair.outbound.wait_for_layer(stranger, 0, timeout=5)
+    unknown_key = pair.new_key()
+    ticket = pair.make_ticket(unknown_key, [3])
+    pair.outbound.set_ticket(unknown_key, ticket)
+    pair.outbound.seal_handoff(unknown_key, SealInfo(()))
+    pair.outbound.abort_handoff(unknown_key, Cancelled("x"))
+    assert not pair.outbound.wait_for_layer(unknown_key, 0, timeout=5)
     pair.inbound.commit_ticket(ticket.id)
     pair.inbound.revoke_ticket(ticket.id, Cancelled("x"))
     wait_until(lambda: pair.inbound.counters().get("ignored_revoke") == 1)

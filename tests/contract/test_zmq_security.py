@@ -1,4 +1,4 @@
-"""Who may talk to a transfer socket, and what becomes of the rest."""
+"""Decode's zmq socket serves writers of its cluster and refuses everything else."""
 
 import socket
 from dataclasses import replace
@@ -68,8 +68,7 @@ def test_a_client_without_curve_gets_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_client_that_knows_decodes_key_but_not_the_token_gets_nowhere(tmp_path: Path) -> None:
-    """The public key alone, were it ever to leak: the authenticator refuses any client key but the
-    cluster's."""
+    """Decode's public key alone is not enough: only the cluster's client key is accepted."""
     with transfer_pair("zmq", tmp_path) as pair:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -145,7 +144,7 @@ def test_shm_is_chosen_for_the_same_host_and_zmq_otherwise(tmp_path: Path) -> No
 
 
 def test_a_writer_that_cannot_map_the_segment_is_served_by_zmq_from_then_on(tmp_path: Path) -> None:
-    """Two hosts that look like one: the first hand-off fails, the next one takes the network."""
+    """Two hosts with equal host ids: the first hand-off fails, the next one uses the network."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     mine = compute_host_id(tmp_path)
@@ -168,16 +167,16 @@ def test_a_ticket_whose_segment_is_not_what_it_says_is_not_written(
         ticket = pair.grant_ticket(key, [3])
         match wrong:
             case "name":
-                told = replace(
+                forged = replace(
                     ticket, segment=SegmentRef("../../etc/passwd", ticket.segment.incarnation)
                 )
             case "incarnation":
-                told = replace(
+                forged = replace(
                     ticket, segment=SegmentRef(ticket.segment.name, pair.writer_incarnation)
                 )
             case _:
-                told = replace(ticket, block_offsets=(1 << 40,))
-        pair.outbound.set_ticket(key, told)
+                forged = replace(ticket, block_offsets=(1 << 40,))
+        pair.outbound.set_ticket(key, forged)
         pair.announce_layers(key, [1])
         pair.expect_aborted(key, UnmappableSegment)
         pair.expect_lost(ticket, UnmappableSegment)

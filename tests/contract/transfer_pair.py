@@ -1,5 +1,7 @@
-"""Two planes and two arenas of one backend, and what it takes to see a hand-off through. No node,
-no model."""
+"""Both planes over one transport, each with an arena, and helpers to complete a hand-off.
+
+There is no node and no model.
+"""
 
 import queue
 import threading
@@ -55,7 +57,7 @@ FAST_SETTINGS = TransferSettings(
     fence_retry_interval=0.02,
     link_timeout=2.0,
 )
-TIMEOUT_SECONDS = 30.0  # seconds; only a failing test waits so long
+TIMEOUT_SECONDS = 30.0  # only a failing test waits this long
 POISON_BYTE = 0xA5
 SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
 _SKIPPED_EVENTS = (LayerLanded, InboundStarted)
@@ -63,26 +65,29 @@ _SKIPPED_EVENTS = (LayerLanded, InboundStarted)
 E = TypeVar("E")
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for something that no event announces."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event announces."""
     pause, deadline = threading.Event(), time.monotonic() + TIMEOUT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to be"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
         pause.wait(0.005)
 
 
 class EventQueue(queue.SimpleQueue[object]):
+    """The events of one plane."""
+
     def expect_event(self, kind: type[E]) -> E:
-        """The next event, which must be of this kind; LayerLanded and Started are passed over
-        unless asked for."""
+        """The next event, which must be of this kind.
+
+        LayerLanded and InboundStarted are skipped unless they are expected."""
         while True:
             event = self.get(timeout=TIMEOUT_SECONDS)
             if isinstance(event, kind):
                 return event
-            assert isinstance(event, _SKIPPED_EVENTS), f"{event} came, {kind.__name__} was expected"
+            assert isinstance(event, _SKIPPED_EVENTS), f"got {event}, expected {kind.__name__}"
 
     def drain_unexpected(self) -> list[object]:
-        """What is there now and was not asked for."""
+        """The events that are there now, but for those that are always skipped."""
         found = []
         while not self.empty():
             event = self.get()
@@ -93,6 +98,8 @@ class EventQueue(queue.SimpleQueue[object]):
 
 @dataclass(repr=False)
 class TransferPair:
+    """A KVSender and a KVReceiver with their arenas and events."""
+
     backend: str
     folder: Path
     layout: KVLayout
@@ -101,8 +108,8 @@ class TransferPair:
     outbound: OutboundPlane
     decode_events: EventQueue
     prefill_events: EventQueue
-    decode_arena: NDArray[Any]  # decode's arena, [block][layer][byte], poisoned at first
-    prefill_arena: NDArray[Any]  # prefill's arena, random
+    decode_arena: NDArray[Any]  # [block][layer][byte], POISON_BYTE at first
+    prefill_arena: NDArray[Any]  # likewise, random
     decode_address: PeerAddress
     writer_incarnation: Incarnation
     segment: SegmentRef
@@ -148,7 +155,7 @@ class TransferPair:
     def start_handoff(
         self, source: list[int], target: list[int], first_block: int = 0
     ) -> tuple[AttemptKey, Ticket]:
-        """Everything up to and including seal, as a prefill node would do it."""
+        """Everything up to and including Seal, as a prefill node does it."""
         key = self.open_handoff(len(source))
         ticket = self.grant_ticket(key, target, first_block)
         self.outbound.set_ticket(key, ticket)
@@ -157,14 +164,13 @@ class TransferPair:
         return key, ticket
 
     def finish_handoff(self, ticket: Ticket) -> OutboundCommitted:
-        """From Sealed to Committed on both sides."""
+        """Commit a sealed hand-off, and wait for both sides."""
         assert self.decode_events.expect_event(InboundSealed).ticket_id == ticket.id
         self.inbound.commit_ticket(ticket.id)
         return self.prefill_events.expect_event(OutboundCommitted)
 
     def check_full_handoff(self) -> None:
-        """A whole hand-off, checked byte by byte: nothing that came before has done lasting
-        harm."""
+        """A whole hand-off still works, checked byte by byte."""
         source, target = [30, 28, 29], [31, 27, 26]
         key, ticket = self.start_handoff(source, target)
         assert self.finish_handoff(ticket).key == key
@@ -203,7 +209,7 @@ def transfer_pair(
     layout: KVLayout = LAYOUT,
     failpoints: str = "",
 ) -> Iterator[TransferPair]:
-    """`outbound_*` only where the writer differs."""
+    """Both planes over `backend`. `outbound_*` are given where the writer's value differs."""
     settings = replace(settings, transport=backend, segment_folder=folder)
     arena = create_segment(
         folder, "arena", round_up_segment_bytes(blocks * layout.block_bytes, layout.block_bytes)

@@ -1,6 +1,8 @@
-"""A prefill node's transfer plane in a process of its own, so that it can be stopped and killed.
-Says `ready`, reads one JSON line with ticket and source blocks, says how it ended. Failpoints come
-by environment."""
+"""A KVSender in a process of its own, which tests can stop and kill.
+
+It prints `ready`, reads one JSON line with a ticket and source blocks, hands off and prints how
+that ended. Failpoints are armed by the environment.
+"""
 
 import queue
 import sys
@@ -19,6 +21,8 @@ from tests.contract.transfer_pair import FAST_SETTINGS, LAYOUT, TOKEN
 
 
 class WriterOrder(msgspec.Struct):
+    """The line that the process reads."""
+
     ticket: Ticket
     source_blocks: tuple[int, ...]
 
@@ -28,9 +32,7 @@ def make_source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uin
 
 
 def main(folder: str, incarnation: str, seed: str) -> None:
-    log.configure_logging(
-        "warning", "json"
-    )  # to standard error: what is said on the other one is the test's
+    log.configure_logging("warning", "json")  # to standard error: the test reads standard output
     arm_from_environment()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     plane = build_kv_sender(

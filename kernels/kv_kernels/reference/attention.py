@@ -1,8 +1,8 @@
-"""Attention over a paged cache as plain torch: the oracle, and the path of the CPU.
+"""Attention over a paged cache in plain torch: the reference, and what a CPU runs.
 
 Pages are gathered once per layer by one `index_select` of whole pages, so that keys and values of a
 sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is five
-times slower). The row numbers are found once per step and serve every layer.
+times slower). The row numbers are computed once per step and used for every layer.
 """
 
 import math
@@ -16,18 +16,17 @@ import torch.nn.functional as F
 
 from kv_kernels.reference.paged_cache import PagedCache
 
-QUERY_TILE = (
-    64  # queries per call of a chunk: skips most of the masked triangle, and the scores stay in L2
-)
+# Queries of a chunk per call: most of the masked triangle is skipped, and scores stay in L2.
+QUERY_TILE = 64
 # A group of decoding sequences ends where the next is shorter than this share of its longest, or
 # where the pages gathered for one layer would leave the cache before attention reads them.
 MIN_LENGTH_RATIO = 0.85
 MAX_GATHER_BYTES = 4 << 20
 
-BlockTable = npt.NDArray[np.int64]  # [blocks of the sequence], exactly those that hold its context
+BlockTable = npt.NDArray[np.int64]  # [blocks], exactly those that hold a sequence's context
 
-# attend(query [rows, heads, dim], layer, out [rows, heads, dim]) fills those rows of `out` that it
-# covers.
+# attend(query [rows, heads, dim], layer, out [rows, heads, dim]) fills the rows of `out` of those
+# queries that it was planned for.
 AttentionOp = Callable[[torch.Tensor, int, torch.Tensor], None]
 
 
@@ -36,17 +35,17 @@ class AttentionContext:
     """What one sequence attends to: its blocks, and how many tokens of them count."""
 
     block_table: BlockTable
-    length: int
-    hidden_tokens: int = (
-        0  # of those, the first that lie behind the window of the oldest query; fewer than a block
-    )
+    length: int  # tokens in the blocks that count
+    # The first of these tokens, which the window of the oldest query hides: fewer than a block.
+    hidden_tokens: int = 0
 
 
 def clip_to_window(
     context: AttentionContext, window: int | None, queries: int, block_size: int
 ) -> AttentionContext:
-    """What the newest `queries` tokens of a whole context attend to when each sees itself and the
-    `window` - 1 tokens before it: blocks that none of them sees are left out."""
+    """Leave out the blocks of a whole context that the newest `queries` tokens do not see.
+
+    Each of these tokens sees itself and the `window` - 1 tokens before it; None: all of them."""
     behind = 0 if window is None else max(0, context.length - queries + 1 - window)
     if behind == 0:
         return context
@@ -57,8 +56,9 @@ def clip_to_window(
 
 
 def compute_page_rows(cache: PagedCache, tables: npt.NDArray[np.int64]) -> torch.Tensor:
-    """tables [sequences, n] -> int64 [2 * sequences * kv_heads * n]: [k|v, sequence, head, n],
-    flattened."""
+    """Row numbers of the pages of block tables [sequences, n], for `gather_pages`.
+
+    Returns int64 [2 * sequences * kv_heads * n]: [k|v, sequence, head, n], flattened."""
     _, layers, two, heads, _, _ = cache.arena.shape
     parts = np.arange(two, dtype=np.int64).reshape(two, 1, 1, 1) * heads
     head = np.arange(heads, dtype=np.int64).reshape(1, 1, heads, 1)
@@ -79,20 +79,21 @@ class PaddedDecodeAttention:
     """One query per sequence, for sequences of similar length, padded to the longest."""
 
     cache: PagedCache
-    first_query: int  # queries first..last of the step
+    first_query: int  # of the step's queries, as is the next
     end_query: int
     page_rows: torch.Tensor  # int64 [2 * sequences * kv_heads * blocks]
     mask: torch.Tensor | None  # [sequences, 1, 1, tokens], 0 or -inf; None when nothing is hidden
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        """The heads that share a KV head are folded into the query length: with query length 1 in
-        bf16, `enable_gqa` is an order of magnitude slower."""
+        """The heads that share a KV head are folded into the query length.
+
+        `enable_gqa` is an order of magnitude slower with query length 1 in bf16."""
         key, value = gather_pages(
             self.cache, layer, self.page_rows, self.end_query - self.first_query
         )
         folded = (self.cache.kv_heads, -1)
-        mine = query[self.first_query : self.end_query].unflatten(1, folded)
-        attended = F.scaled_dot_product_attention(mine, key, value, attn_mask=self.mask)
+        grouped = query[self.first_query : self.end_query].unflatten(1, folded)
+        attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask)
         out[self.first_query : self.end_query].unflatten(1, folded).copy_(attended)
 
 
@@ -101,7 +102,7 @@ def _decode_group(
 ) -> PaddedDecodeAttention:
     blocks = max(len(context.block_table) for context in contexts)
     tokens = blocks * cache.block_size
-    # Padding repeats the sequence's own blocks, so that it never reads a block of somebody else.
+    # Padding repeats the sequence's own blocks, so that it reads no block of another sequence.
     tables = np.stack([np.resize(context.block_table, blocks) for context in contexts])
     mask = None
     windowed = any(context.hidden_tokens for context in contexts)
@@ -119,12 +120,11 @@ def _decode_group(
 
 def plan_decode(
     cache: PagedCache,
-    contexts: Sequence[
-        AttentionContext
-    ],  # longest first, give or take a block; query i attends to contexts[i]
+    # Query i attends to contexts[i]. Longest first, but for differences within a block.
+    contexts: Sequence[AttentionContext],
     dtype: torch.dtype,  # of the queries
 ) -> list[AttentionOp]:
-    """Attention of one query per sequence, for every layer of a step."""
+    """Plan the attention of one query per sequence, for every layer of a step."""
     groups: list[AttentionOp] = []
     first = 0
     for row in range(1, len(contexts) + 1):
@@ -137,36 +137,41 @@ def plan_decode(
 
 
 def causal_mask(reach: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[QUERY_TILE, reach + QUERY_TILE], additive. Its last columns are the triangle of a tile
-    against itself, those before are open: a tile from position p of its sequence on uses the
-    columns from reach - p on."""
+    """An additive mask [QUERY_TILE, reach + QUERY_TILE] for a tile of queries.
+
+    Its last columns are the causal triangle of the tile against itself, the columns before are
+    open. A tile from position p of its sequence on uses the columns from reach - p on."""
     mask = torch.zeros(QUERY_TILE, reach + QUERY_TILE, dtype=dtype)
     mask[:, reach:] = torch.full((QUERY_TILE, QUERY_TILE), -math.inf).triu_(1)
     return mask.to(device)
 
 
 def window_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A causal_mask with reach window - 1 whose queries see themselves and the window - 1 tokens
-    before them: row i is open from column i to column i + window - 1."""
+    """A causal_mask with reach `window` - 1 for a sliding window.
+
+    Each query sees itself and the `window` - 1 tokens before it: row i is open from column i to
+    column i + window - 1."""
     mask = causal_mask(window - 1, dtype, torch.device("cpu"))
     return mask.add_(torch.full_like(mask, -math.inf).tril_(-1)).to(device)
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [queries, keys] whose rows begin where CUDA's kernels can read 16 bytes at a time.
-    torch sees to the length of rows, not to where those of a slice begin, and a misaligned read
-    ends the process's use of the GPU."""
+    """A mask [queries, keys] with rows aligned to the 16 bytes that CUDA's kernels read at a time.
+
+    torch checks the length of rows, but not where the rows of a slice begin, and a misaligned read
+    makes the GPU unusable for the process."""
     misaligned = mask.data_ptr() % 16 or mask.stride(0) * mask.element_size() % 16
     return mask.clone() if mask.is_cuda and misaligned else mask
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPrefillAttention:
-    """Causal attention of one chunk over its paged prefix and itself; its own KV is in the arena
-    already. A tile sees nothing that is further before it than the mask reaches."""
+    """Causal attention of one chunk over its paged prefix and itself.
+
+    The chunk's own KV is in the arena already. A tile sees only as far back as the mask reaches."""
 
     cache: PagedCache
-    first_query: int  # queries first..last of the step
+    first_query: int  # of the step's queries, as is the next
     end_query: int
     start_position: int  # position of query `first_query` in the blocks that are read
     page_rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
@@ -198,7 +203,8 @@ def plan_prefill(
     context: AttentionContext,  # ends with the chunk's last token
     mask: torch.Tensor,  # causal_mask with reach >= context.length, or window_mask
 ) -> AttentionOp:
-    """Attention of queries first .. first + count, the newest of one sequence, for every layer of a
-    step."""
+    """Plan the attention of `count` queries from `first` on, for every layer of a step.
+
+    They are the newest tokens of one sequence."""
     rows = compute_page_rows(cache, context.block_table[None])
     return TiledPrefillAttention(cache, first, first + count, context.length - count, rows, mask)

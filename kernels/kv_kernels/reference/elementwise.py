@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and SiLU-gating as plain torch: the oracle, and the path of the CPU."""
+"""RMSNorm, rotary embedding and SiLU gating in plain torch: the reference, run by every device."""
 
 import math
 
@@ -10,13 +10,15 @@ class RMSNorm:
     """Root-mean-square normalisation (Zhang and Sennrich, 2019), in fp32.
 
     x / sqrt(mean(x^2) + eps) * w  =  x / hypot(|x|, sqrt(n eps)) * (sqrt(n) w): four native calls,
-    where torch's own makes ten. Residuals are added by the linear layer before it, whose epilogue
-    does so for nothing.
+    where torch's own makes ten. The linear layer before it adds the residual, at no cost, in its
+    epilogue.
     """
 
     def __init__(
-        self, weight: torch.Tensor, eps: float
-    ) -> None:  # [width], or [heads, width]: each head its own
+        self,
+        weight: torch.Tensor,  # [width], or [heads, width] with one weight per head
+        eps: float,
+    ) -> None:
         width = weight.shape[-1]
         self._scaled_eps = torch.tensor(math.sqrt(width * eps), device=weight.device)
         self._weight = weight.to(torch.float32) * math.sqrt(width)

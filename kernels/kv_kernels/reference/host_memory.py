@@ -1,4 +1,4 @@
-"""A node's cache segment as a tensor of its device."""
+"""Wraps a node's cache segment as a tensor of its device."""
 
 import weakref
 from typing import Any
@@ -12,15 +12,15 @@ def memory_as_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def synchronize() -> None:
-    """Wait until what was computed is in memory: on the CPU it is when the call returns."""
+    """Wait until results are in memory. On the CPU they are when a call returns."""
 
 
 class MemoryPinError(RuntimeError):
-    """The driver refuses to pin it, as memory of a file that is in no tmpfs."""
+    """The driver refuses to pin the memory, for example of a file that is not in a tmpfs."""
 
 
 class _CudaMapping:
-    """Host memory as CUDA sees it, in the form that torch adopts without a copy."""
+    """Host memory mapped for CUDA, in the form that torch wraps without a copy."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host  # kept alive as long as the view
@@ -33,11 +33,11 @@ class _CudaMapping:
 
 
 def memory_as_cuda_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read
-    and write the segment itself, so that what a peer wrote there is seen, and what is computed can
-    be sent from there.
+    """The bytes of `memory` as a writable CUDA tensor, pinned and mapped into the GPU's addresses.
 
-    The memory stays pinned until the last tensor over it is gone. Raises CannotPin.
+    Kernels read and write the segment itself: they see what a peer wrote there, and what they
+    compute can be sent from there. The memory stays pinned until the last tensor over it is gone.
+    Raises MemoryPinError.
     """
     host = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
@@ -46,9 +46,8 @@ def memory_as_cuda_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tenso
             f"cudaHostRegister of {host.nbytes} bytes: {_cuda_error_text(code)} ({code})"
         )
     mapped = _CudaMapping(host)
-    weakref.finalize(
-        mapped, _unregister, host
-    ).atexit = False  # the end of the process unpins what is left
+    finalizer = weakref.finalize(mapped, _unregister, host)
+    finalizer.atexit = False  # the end of the process unpins what is left
     return torch.as_tensor(mapped, device="cuda").view(dtype)
 
 
@@ -57,6 +56,6 @@ def _cuda_error_text(code: int) -> str:
 
 
 def _unregister(host: torch.Tensor) -> None:
-    """Pages that stayed registered would be seen through any later mapping at their address."""
+    """Unpin the memory. Pages left registered would appear in later mappings at their address."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

@@ -21,6 +21,8 @@ class Linear(Protocol):
 
 
 class PlainLinear:
+    """Multiplies with the weight as it is stored."""
+
     def __init__(
         self,
         weight: torch.Tensor,  # [out, in]
@@ -34,8 +36,9 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's blocked weight format, chosen once: torch's bf16 linear packs the weight again at
-    every call."""
+    """Multiplies with oneDNN's blocked weight format, packed once.
+
+    torch's own bf16 linear packs the weight again at every call."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class PackedLinear:
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The faster of the two for this weight on this processor."""
+    """A PackedLinear or a PlainLinear, whichever is faster for this weight on this processor."""
     if not torch.backends.mkldnn.is_available():
         return PlainLinear(weight, bias)
     if weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,4 +1,4 @@
-"""The paged arena and what is done to it besides attention, as plain torch.
+"""The paged arena and its operations besides attention, in plain torch.
 
 The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A
 *slab* is one layer of one block, a *page* one head of K or V in a slab.
@@ -11,14 +11,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """The arena with the views of each layer made once: a view per call and layer adds up in a
-    decode step."""
+    """The arena and the views of each layer, made once: making them costs time in a decode step."""
 
     arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, dim]
     layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
-    layer_pages: tuple[
-        torch.Tensor, ...
-    ]  # per layer [rows, block_size * dim]; row numbers as in page_rows
+    # Per layer [rows, block_size * dim]; compute_page_rows has the row numbers.
+    layer_pages: tuple[torch.Tensor, ...]
 
     @staticmethod
     def from_arena(arena: torch.Tensor) -> "PagedCache":
@@ -44,8 +42,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where the tokens of a step go: token i into block `blocks[i]`, at place `offsets[i]` of
-    it."""
+    """Where the KV of a step's tokens is written: token i into place offsets[i] of blocks[i]."""
 
     blocks: torch.Tensor  # int64 [tokens]
     offsets: torch.Tensor  # int64 [tokens]
@@ -57,6 +54,7 @@ def write_kv(
     layer: int,
     slots: SlotMapping,
 ) -> None:
+    """Write keys and values of a step's tokens into one layer of the arena."""
     slab = cache.layer_slabs[layer]
     slab[slots.blocks, :, :, slots.offsets] = kv.unflatten(1, slab.shape[1:3])
 
@@ -78,7 +76,7 @@ def scatter_slabs(
     blocks: torch.Tensor,  # int64 [n], no two equal
     source: torch.Tensor,  # [n, ...], contiguous
 ) -> None:
-    """The inverse of gather_slabs."""
+    """Copy `source` into one layer of `blocks`: the inverse of gather_slabs."""
     rows, index = _slab_rows(arena, layer, blocks)
     rows.index_copy_(0, index, source.view(len(blocks), -1))
 
@@ -86,7 +84,7 @@ def scatter_slabs(
 def _slab_rows(
     arena: torch.Tensor, layer: int, blocks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arena with one row per slab, and the rows of `blocks`: each moves as one memcpy."""
+    """The arena with one row per slab, and the rows of `blocks`. A row is copied by one memcpy."""
     num_blocks, num_layers = arena.shape[:2]
     return arena.view(num_blocks * num_layers, -1), blocks * num_layers + layer
 
@@ -105,6 +103,8 @@ def clear_blocks(
     arena: torch.Tensor,  # [blocks, ...]
     blocks: torch.Tensor,  # int64 [n]
 ) -> None:
-    """Zero whole blocks. A block that a step begins but does not fill is cleared first: attention
-    over padded lengths weighs its unwritten tail with 0, and 0 times a stale NaN would be NaN."""
+    """Zero whole blocks.
+
+    A block that a step begins but does not fill is cleared first: attention over padded lengths
+    multiplies its unwritten tail by 0, and 0 times a stale NaN would be NaN."""
     arena.index_fill_(0, blocks, 0.0)

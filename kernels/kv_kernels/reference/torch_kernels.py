@@ -1,10 +1,10 @@
-"""The kernels as plain torch: the oracle of every other implementation, and the path of the CPU."""
+"""The kernels in plain torch: the reference of every other implementation, and what a CPU runs."""
 
 from kv_kernels.reference import attention, elementwise, host_memory, linear, paged_cache
 
 
 class TorchKernels:
-    """Shapes stand at the functions. What a device does better, its own class overrides."""
+    """A table of operations. Each function documents its shapes; devices override single ones."""
 
     memory_as_tensor = staticmethod(host_memory.memory_as_tensor)
     synchronize = staticmethod(host_memory.synchronize)

@@ -1,8 +1,8 @@
-"""Paged decode attention in Triton: one query per sequence, keys and values read where they lie.
+"""Paged decode attention in Triton: one query per sequence, keys and values read in place.
 
-Split-KV ("flash decoding", Dao et al., 2023): programs take a few pages each and keep an online
-softmax; a second kernel joins them. The loop in plain Python is `PaddedDecodeAttention` in
-attention.py.
+Split-KV ("flash decoding", Dao et al., 2023): each program processes a few pages with an online
+softmax, and a second kernel combines the results. `PaddedDecodeAttention` in
+reference/attention.py computes the same in torch.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -17,8 +17,8 @@ import triton.language as tl
 from kv_kernels.reference.attention import AttentionContext, AttentionOp
 from kv_kernels.reference.paged_cache import PagedCache
 
-PAGES_PER_SPLIT = 16
-_DOT_ROWS = 16  # the least number of rows that tl.dot takes
+PAGES_PER_SPLIT = 16  # pages that one program processes
+_DOT_ROWS = 16  # the fewest rows that tl.dot takes
 
 
 # grid: [sequences, kv_heads, splits]
@@ -116,8 +116,8 @@ class TritonDecodeAttention:
 
     cache: PagedCache
     block_tables: torch.Tensor  # int64 [sequences, width], unused places 0
-    visible_spans: torch.Tensor  # int64 [sequences, 2]
-    upcast: bool
+    visible_spans: torch.Tensor  # int64 [sequences, 2]: first and end token that a query sees
+    upcast: bool  # multiply in fp32, for Triton's interpreter
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         sequences, width = self.block_tables.shape
@@ -164,8 +164,9 @@ def plan_decode(
     *,
     upcast: bool = False,
 ) -> list[AttentionOp]:
-    """Attention of one query per sequence, for every layer of a step. Fills the first rows of
-    `out`."""
+    """Plan the attention of one query per sequence, for every layer of a step.
+
+    It fills the first rows of `out`."""
     if not contexts:
         return []
     tables = np.zeros(

@@ -1,4 +1,4 @@
-"""KV write in Triton. The loop in plain torch is `write_kv` in paged_cache.py."""
+"""KV write in Triton. `write_kv` in reference/paged_cache.py does the same in torch."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
@@ -35,6 +35,7 @@ def write_kv(
     layer: int,
     slots: SlotMapping,
 ) -> None:
+    """Write keys and values of a step's tokens into one layer of the arena."""
     tokens, heads, dim = kv.shape
     slab = cache.layer_slabs[layer]
     _write_kv_kernel[(tokens, heads)](

@@ -1,5 +1,4 @@
-"""The torch kernels of attention against attention written out, sequence by sequence, in double
-precision."""
+"""The torch attention kernels, compared with dense attention in double precision."""
 
 import itertools
 
@@ -11,6 +10,7 @@ from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.reference import attention
 from kv_kernels.reference.attention import (
     AttentionContext,
+    PaddedDecodeAttention,
     TiledPrefillAttention,
     causal_mask,
     clip_to_window,
@@ -27,8 +27,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 def make_cache(
     lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
 ) -> tuple[PagedCache, list[AttentionContext]]:
-    """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold
-    NaN."""
+    """A cache of shuffled blocks: zeros behind each sequence's end, NaN in unused blocks."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // block_size) for length in lengths]
     total = sum(widths)
@@ -47,7 +46,7 @@ def make_cache(
 def dense_attention(
     query: torch.Tensor, cache: PagedCache, context: AttentionContext, window: int | None = None
 ) -> torch.Tensor:
-    """query [n, heads, dim], the newest n tokens of the whole context -> [n, heads, dim]."""
+    """Attention of `query` [n, heads, dim], the newest n tokens of a context: [n, heads, dim]."""
     blocks = cache.arena[torch.from_numpy(context.block_table), LAYER].double()
     key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
     group = query.shape[1] // cache.kv_heads
@@ -57,7 +56,8 @@ def dense_attention(
     scores.masked_fill_(torch.arange(context.length) > position[:, None], -torch.inf)
     if window is not None:
         scores.masked_fill_(torch.arange(context.length) <= position[:, None] - window, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+    attended: torch.Tensor = (scores.softmax(-1) @ value).transpose(0, 1)
+    return attended
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,23 +79,24 @@ def test_decode_equals_dense_attention(lengths: list[int], dtype: torch.dtype) -
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
+def group_bounds(cache: PagedCache, contexts: list[AttentionContext]) -> list[tuple[int, int]]:
+    groups = plan_decode(cache, contexts, torch.float32)
+    return [
+        (group.first_query, group.end_query)
+        for group in groups
+        if isinstance(group, PaddedDecodeAttention)
+    ]
+
+
 def test_groups_end_with_similar_lengths_and_with_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, contexts = make_cache(
         [100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32
     )
-    sizes = [
-        (group.first_query, group.end_query)
-        for group in plan_decode(cache, contexts, torch.float32)
-    ]
-    assert sizes == [(0, 2), (2, 5)]
+    assert group_bounds(cache, contexts) == [(0, 2), (2, 5)]
     monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
-    sizes = [
-        (group.first_query, group.end_query)
-        for group in plan_decode(cache, contexts, torch.float32)
-    ]
-    assert sizes == [(0, 1), (1, 2), (2, 4), (4, 5)]
+    assert group_bounds(cache, contexts) == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,11 +130,9 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
 def poison_outside_window(
     cache: PagedCache, context: AttentionContext, window: int, queries: int
 ) -> AttentionContext:
-    """What is seen of the context; the blocks that no query sees are NaN from here on."""
+    """The visible part of a context. Fills the blocks that no query sees with NaN."""
     seen = clip_to_window(context, window, queries, cache.block_size)
-    oldest = (
-        context.length - queries - window + 1
-    )  # position of the oldest token that the first query sees
+    oldest = context.length - queries - window + 1  # position of the first query's oldest token
     assert len(context.block_table) - len(seen.block_table) == max(0, oldest) // cache.block_size
     cache.arena[context.block_table[: -len(seen.block_table)]] = torch.nan
     return seen

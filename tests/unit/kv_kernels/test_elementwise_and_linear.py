@@ -1,3 +1,5 @@
+"""RMSNorm, rotary embedding, SiLU gating and linear layers, compared with their definitions."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""The operations of the paged cache, on small arenas."""
+
 import pytest
 import torch
 

@@ -37,14 +37,14 @@ def errors() -> dict[str, float]:
 @pytest.mark.parametrize(
     "case", ["grouped", "several splits", "odd sizes", "windowed", "windowed over splits"]
 )
-def test_paged_decode_equals_its_twin(errors: dict[str, float], case: str, kind: str) -> None:
+def test_paged_decode_equals_the_reference(errors: dict[str, float], case: str, kind: str) -> None:
     assert errors[f"decode {case} {kind}"] < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-def test_kv_write_equals_its_twin(errors: dict[str, float], kind: str) -> None:
+def test_kv_write_equals_the_reference(errors: dict[str, float], kind: str) -> None:
     assert errors[f"write {kind}"] == 0.0
 
 
-def test_the_cpu_gets_the_twins() -> None:
+def test_the_cpu_gets_the_reference() -> None:
     assert type(kernels_for(torch.device("cpu"))) is TorchKernels

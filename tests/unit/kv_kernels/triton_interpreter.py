@@ -1,7 +1,7 @@
 """Runs the Triton kernels in Triton's interpreter and prints their largest errors as JSON.
 
-A process of its own: TRITON_INTERPRET has to be set before a kernel is defined, and stays for the
-process.
+It is a program of its own, because TRITON_INTERPRET must be set before a kernel is defined and then
+holds for the whole process.
 """
 
 import json
@@ -16,18 +16,25 @@ import torch
 from kv_kernels.reference import attention, paged_cache
 from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
-from kv_kernels.triton import decode_attention as triton_decode
-from kv_kernels.triton import kv_write as triton_write
+from kv_kernels.triton import decode_attention, kv_write
 
 KINDS = ("float32", "float16", "bfloat16")
-# (name, kv_heads, heads per kv_head, dim, block_size, context lengths, window)
-SHAPES = [
-    ("grouped", 2, 3, 16, 4, (5, 8, 1), None),
-    ("several splits", 1, 2, 16, 1, (triton_decode.PAGES_PER_SPLIT + 3, 2), None),
-    ("odd sizes", 1, 1, 24, 6, (11,), None),
-    ("windowed", 2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
-    ("windowed over splits", 1, 1, 16, 2, (50, 3), 2 * triton_decode.PAGES_PER_SPLIT + 3),
-]
+# kv_heads, heads per kv_head, dim, block_size, context lengths, window
+Shape = tuple[int, int, int, int, tuple[int, ...], int | None]
+SHAPES: dict[str, Shape] = {
+    "grouped": (2, 3, 16, 4, (5, 8, 1), None),
+    "several splits": (1, 2, 16, 1, (decode_attention.PAGES_PER_SPLIT + 3, 2), None),
+    "odd sizes": (1, 1, 24, 6, (11,), None),
+    "windowed": (2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
+    "windowed over splits": (
+        1,
+        1,
+        16,
+        2,
+        (50, 3),
+        2 * decode_attention.PAGES_PER_SPLIT + 3,
+    ),
+}
 
 
 def max_decode_error(
@@ -39,7 +46,7 @@ def max_decode_error(
     window: int | None,
     kind: str,
 ) -> float:
-    """Largest difference between the Triton kernel and its twin in fp32."""
+    """Largest difference between the Triton kernel and the torch reference in fp32."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, kind)
     widths = [-(-length // block_size) for length in lengths]
@@ -55,19 +62,18 @@ def max_decode_error(
     ]
     exact = torch.zeros(query.shape)
     longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
-    twin = attention.plan_decode(
+    reference = attention.plan_decode(
         PagedCache.from_arena(arena.float()), [contexts[i] for i in longest_first], torch.float32
     )
-    for part in twin:
+    for part in reference:
         part(query[longest_first].float(), 1, exact)
-    for whole, context in zip(
-        wholes, contexts, strict=True
-    ):  # what lies outside of what is seen may be anything
+    # Slots that no query sees may hold anything.
+    for whole, context in zip(wholes, contexts, strict=True):
         arena[context.block_table[-1], :, :, :, (context.length - 1) % block_size + 1 :] = torch.nan
         arena[context.block_table[0], :, :, :, : context.hidden_tokens] = torch.nan
         arena[whole.block_table[: -len(context.block_table)]] = torch.nan
     out = torch.full(query.shape, torch.nan, dtype=dtype)
-    for part in triton_decode.plan_decode(
+    for part in decode_attention.plan_decode(
         PagedCache.from_arena(arena), contexts, dtype, upcast=True
     ):
         part(query, 1, out)
@@ -75,22 +81,22 @@ def max_decode_error(
 
 
 def max_write_error(kind: str) -> float:
-    """Largest difference of the whole arena after the Triton write and after its twin."""
+    """Largest difference between the arenas that the Triton write and the reference leave."""
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(1)
     arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
-    twin = arena.clone()
+    expected = arena.clone()
     kv = torch.randn(3, 5, 12, generator=generator).to(dtype)[:, 1:]
     slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
-    triton_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
-    paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
-    return float((arena.float() - twin.float()).abs().max())
+    kv_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
+    paged_cache.write_kv(kv, PagedCache.from_arena(expected), 1, slots)
+    return float((arena.float() - expected.float()).abs().max())
 
 
 def main() -> None:
     errors = {
         f"decode {name} {kind}": max_decode_error(*shape, kind)
-        for name, *shape in SHAPES
+        for name, shape in SHAPES.items()
         for kind in KINDS
     }
     errors |= {f"write {kind}": max_write_error(kind) for kind in KINDS}

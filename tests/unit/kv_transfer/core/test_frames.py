@@ -1,5 +1,4 @@
-"""Whatever bytes arrive, decoding ends in a frame of the union or in BadFrame; and every field has
-its bound."""
+"""Any bytes parse to a frame of the union or raise BadFrame, and every field is bounded."""
 
 from typing import Any
 
@@ -93,11 +92,11 @@ def _raw_fields(frame: frames.Frame) -> list[Any]:
 
 @pytest.mark.parametrize("frame", [*TO_DECODE, *TO_WRITER], ids=lambda frame: type(frame).__name__)
 def test_every_field_has_a_bound(frame: frames.Frame) -> None:
-    """Each field in turn is made too large, negative, or of another type: none gets through."""
+    """Each field in turn is too large, negative or of another type: BadFrame is raised."""
     tag, *values = _raw_fields(frame)
     decode = (
         parse_frame_to_decode
-        if isinstance(frame, tuple(type(one) for one in TO_DECODE))
+        if isinstance(frame, tuple(type(known) for known in TO_DECODE))
         else parse_frame_to_writer
     )
     names = frame.__struct_fields__
@@ -125,9 +124,9 @@ def _out_of_bounds_values(name: str, value: Any) -> list[Any]:
         case str():
             return ["x" * 600, 5, None, b"x"]
         case list() if name == "top":
-            most = [[1, -1.0]] * (MAX_LOGPROBS + 1)
+            too_many = [[1, -1.0]] * (MAX_LOGPROBS + 1)
             return [
-                most,
+                too_many,
                 [[-1, -1.0]],
                 [[2**40, -1.0]],
                 [[1, 0.5]],

@@ -1,3 +1,5 @@
+"""LeaseTable, compared with a dictionary of deadlines."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +10,7 @@ _STEP = st.tuples(st.sampled_from(["set", "drop", "sweep"]), st.integers(0, 7), 
 
 @given(st.lists(_STEP, max_size=300))
 def test_pop_expired_returns_exactly_the_expired_leases(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever the order of grants, renewals and ends; against a plain dictionary."""
+    """In any order of grants, renewals and removals, compared with a dictionary."""
     leases: LeaseTable[int] = LeaseTable()
     model: dict[int, float] = {}
     now = 0.0
@@ -22,13 +24,13 @@ def test_pop_expired_returns_exactly_the_expired_leases(steps: list[tuple[str, i
                 model.pop(key, None)
             case "sweep":
                 now += amount
-                over = {held for held, deadline in model.items() if deadline <= now}
-                assert sorted(leases.pop_expired(now)) == sorted(over)
-                for held in over:
-                    del model[held]
+                expired = {lease for lease, deadline in model.items() if deadline <= now}
+                assert sorted(leases.pop_expired(now)) == sorted(expired)
+                for lease in expired:
+                    del model[lease]
         assert leases.next_deadline() == min(model.values(), default=None)
         assert len(leases) == len(model)
-        assert all(held in leases for held in model)
+        assert all(lease in leases for lease in model)
 
 
 def test_endless_renewals_of_one_lease_do_not_hide_expired_ones() -> None:

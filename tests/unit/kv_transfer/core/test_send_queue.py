@@ -1,3 +1,5 @@
+"""How ready slabs are cut into messages."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,14 +31,14 @@ def test_every_slab_is_sent_once_within_message_bounds(
     expected = [slab for ready in queue for slab in _slabs(ready)]
     sent = []
     while queue:
-        outgoing, queue = split_next_write(queue, slabs, layers)
-        assert outgoing.slab_range.num_slabs <= slabs
-        assert outgoing.slab_range.num_layers <= (layers or slabs)
-        assert len(outgoing.source_blocks) == outgoing.slab_range.num_blocks
-        for layer in range(outgoing.slab_range.first_layer, outgoing.slab_range.end_layer):
+        write, queue = split_next_write(queue, slabs, layers)
+        assert write.slab_range.num_slabs <= slabs
+        assert write.slab_range.num_layers <= (layers or slabs)
+        assert len(write.source_blocks) == write.slab_range.num_blocks
+        for layer in range(write.slab_range.first_layer, write.slab_range.end_layer):
             sent += [
-                (layer, outgoing.slab_range.first_block + n, source)
-                for n, source in enumerate(outgoing.source_blocks)
+                (layer, write.slab_range.first_block + n, source)
+                for n, source in enumerate(write.source_blocks)
             ]
     assert sorted(sent) == sorted(expected)
 
@@ -51,8 +53,8 @@ def test_blocks_held_by_decode_are_not_sent(queue: tuple[ReadySlabs, ...], first
 def test_layers_of_one_chunk_share_a_message_and_those_of_two_do_not() -> None:
     source, other = (BlockIndex(1), BlockIndex(2)), (BlockIndex(3),)
     queue = (ReadySlabs(0, 0, source), ReadySlabs(1, 0, source), ReadySlabs(0, 2, other))
-    outgoing, rest = split_next_write(queue, 100, 0)
-    assert (outgoing.slab_range.num_layers, outgoing.slab_range.num_blocks, rest) == (
+    write, rest = split_next_write(queue, 100, 0)
+    assert (write.slab_range.num_layers, write.slab_range.num_blocks, rest) == (
         2,
         2,
         queue[2:],

@@ -1,3 +1,5 @@
+"""Sets of slabs, the manifest digest and the rows of an arena."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,11 +16,11 @@ slab_ranges = st.builds(
 )
 
 
-def _members(area: SlabRange) -> set[tuple[int, int]]:
+def _members(slab_range: SlabRange) -> set[tuple[int, int]]:
     return {
         (layer, block)
-        for layer in range(area.first_layer, area.end_layer)
-        for block in range(area.first_block, area.end_block)
+        for layer in range(slab_range.first_layer, slab_range.end_layer)
+        for block in range(slab_range.first_block, slab_range.end_block)
     }
 
 
@@ -26,8 +28,10 @@ def _members(area: SlabRange) -> set[tuple[int, int]]:
 def test_bitmasks_behave_as_sets_of_slabs(one: SlabRange, other: SlabRange) -> None:
     grid = SlabGrid(num_layers=4, first_block=2, end_block=8)
     inside = {(layer, block) for layer in range(4) for block in range(2, 8)}
-    for area in (one, other):
-        assert grid.contains(area) == (bool(_members(area)) and _members(area) <= inside)
+    for slab_range in (one, other):
+        assert grid.contains(slab_range) == (
+            bool(_members(slab_range)) and _members(slab_range) <= inside
+        )
     if grid.contains(one) and grid.contains(other):
         both = grid.bitmask(one) & grid.bitmask(other)
         assert both.bit_count() == len(_members(one) & _members(other))
@@ -44,11 +48,11 @@ def test_a_manifest_does_not_depend_on_the_order_of_arrival(
     writes: list[tuple[SlabRange, int]],
 ) -> None:
     digest = 0
-    for area, checksum in writes:
-        digest = extend_manifest_digest(digest, area, checksum)
+    for slab_range, checksum in writes:
+        digest = extend_manifest_digest(digest, slab_range, checksum)
     in_order = 0
-    for area, checksum in sorted(writes, key=lambda write: write[1]):
-        in_order = extend_manifest_digest(in_order, area, checksum)
+    for slab_range, checksum in sorted(writes, key=lambda write: write[1]):
+        in_order = extend_manifest_digest(in_order, slab_range, checksum)
     assert digest == in_order
     assert digest != extend_manifest_digest(in_order, SlabRange(9, 1, 0, 2), 0)
     assert 0 <= digest < 2**64

@@ -10,8 +10,9 @@ from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 
 
 def explore_all_states(scenario: Scenario, limit: int = 1_000_000) -> int:
-    """Visit every reachable state, nearest first. Returns how many there are; raises Violation with
-    a shortest way to it."""
+    """Visit every reachable state, nearest first. Returns how many there are.
+
+    Raises InvariantViolation with a shortest sequence of steps that leads to it."""
     start = HandoffWorld.create(scenario)
     seen = {start.identity_key()}
     frontier: list[tuple[HandoffWorld, Any]] = [(start, ())]
@@ -31,7 +32,7 @@ def explore_all_states(scenario: Scenario, limit: int = 1_000_000) -> int:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A third of the time would go into looking for it among the many worlds that are kept."""
+    """Among the many worlds that are kept, garbage collection would take a third of the time."""
     gc.disable()
     try:
         yield
@@ -40,16 +41,16 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _next_worlds(world: HandoffWorld, trail: Any) -> list[tuple[HandoffWorld, str]]:
-    step = "nothing more"
+    step = "no action left"
     try:
         actions = world.list_actions()
         if not actions:
             world.check_quiescent()
         reached = []
-        for name, who in actions:
-            step = f"{name}({who})"
+        for name, subject in actions:
+            step = f"{name}({subject})"
             following = world.clone()
-            following.apply_action(name, who)
+            following.apply_action(name, subject)
             reached.append((following, step))
         return reached
     except InvariantViolation as violation:

@@ -1,5 +1,4 @@
-"""What is explored: the size of the world, what may go wrong in it, and which machines live
-there."""
+"""What is explored: the size of the world, its faults, and the classes of its machines."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,8 +9,8 @@ from kv_transfer.core.inbound_handoff import InboundHandoff
 from kv_transfer.core.outbound_handoff import OutboundHandoff
 from kv_transfer.core.send_queue import SendSettings
 
-SLAB_BYTES = 8  # bytes
-AFTER_EVERY_LEASE = 1e9  # after every lease
+SLAB_BYTES = 8
+AFTER_EVERY_LEASE = 1e9  # a time at which every lease has expired
 DECODE_INCARNATION = Incarnation("decode")
 
 SlabTag = tuple[int, int, int]  # writer, layer, logical block
@@ -27,39 +26,35 @@ TORN_SLAB: SlabTag = (-2, -2, -2)
 
 
 class InvariantViolation(AssertionError):
-    """Something happened that must never happen."""
+    """The world has reached a state that must be unreachable."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is explored. `max_faults` is how many of crash, link loss, duplicate, corrupt and drop
-    may happen in all."""
+    """The world to explore."""
 
     num_layers: int = 2
     num_blocks: int = 2
     max_attempts: int = 2
     is_one_sided: bool = True
-    max_faults: int = 1
+    max_faults: int = 1  # of all kinds together
     fault_kinds: frozenset[str] = frozenset({"crash", "cut", "duplicate", "corrupt", "drop"})
-    has_ghost_writer: bool = False  # a life of writer 0 that should be dead has the ticket too
-    blocks_held_by_decode: int = 0  # blocks at the front that decode has already
+    has_ghost_writer: bool = False  # an earlier incarnation of writer 0 has the ticket too
+    blocks_held_by_decode: int = 0  # first blocks of the context that decode has already
     send_settings: SendSettings = ONE_SLAB_PER_MESSAGE
     inbound_class: type[InboundHandoff] = InboundHandoff
     outbound_class: type[OutboundHandoff] = OutboundHandoff
     blocks_per_chunk: tuple[int, ...] = ()  # blocks per chunk; one chunk of all by default
-    max_endings: int = (
-        2  # how often a role aborts or revokes, a lease passes or a writer gives up waiting, in all
-    )
-    has_slow_acks: bool = (
-        False  # Credit and Landed travel like any frame, instead of arriving at once
-    )
+    # How many aborts, revocations, expired leases and time-outs of writers may happen in all.
+    max_endings: int = 2
+    has_slow_acks: bool = False  # Credit and Landed take time to arrive, like other frames
 
 
 class FrameInFlight(NamedTuple):
-    """A frame under way; `content` is the inline payload, slab by slab."""
+    """A frame on its way."""
 
     frame: frames.Frame
-    content: tuple[SlabTag, ...] | None = None
+    content: tuple[SlabTag, ...] | None = None  # of the inline payload, slab by slab
 
 
-GHOST_WRITER = 9  # a life of writer 0 that should be dead
+GHOST_WRITER = 9  # the number of writer 0's earlier incarnation

@@ -1,5 +1,7 @@
-"""Both machines against every interleaving of a small world: two layers, two blocks, two attempts,
-one crash. And the same search over machines with a planted bug, which it must find."""
+"""Both hand-off machines in every interleaving of a small world: two attempts and one crash.
+
+The same search over machines with a planted bug must find the bug.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -110,10 +112,10 @@ class HonoursAnExpiredTicket(InboundHandoff):
 
 class CountsADuplicate(InboundHandoff):
     def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
-        held, self.landed_slabs = self.landed_slabs, 0
-        admitted = super().check_write(frame, now)
-        self.landed_slabs = held
-        return admitted
+        landed, self.landed_slabs = self.landed_slabs, 0
+        result = super().check_write(frame, now)
+        self.landed_slabs = landed
+        return result
 
 
 class ReleasesAQuarantineByMessage(InboundHandoff):
@@ -126,9 +128,9 @@ class ReleasesAQuarantineByMessage(InboundHandoff):
 
 class SealsUnfenced(InboundHandoff):
     def _seal_if_fenced(self) -> list[InboundOutput]:
-        held, self.try_fence = self.try_fence, lambda: True
+        original, self.try_fence = self.try_fence, lambda: True
         outputs = super()._seal_if_fenced()
-        self.try_fence = held
+        self.try_fence = original
         return outputs
 
 

@@ -1,6 +1,8 @@
-"""Random walks through larger worlds than exploration can exhaust: the same rules, the same bugs to
-be found. More of everything: blocks, chunks and faults, messages of many sizes, a narrow window,
-and acknowledgements that take their time."""
+"""Random walks through worlds that are too large to explore exhaustively, with the same invariants.
+
+They have more blocks, chunks and faults, messages of many sizes, narrow windows and slow
+acknowledgements.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,20 +12,20 @@ from kv_transfer.core.send_queue import SendSettings
 from tests.unit.kv_transfer.model_checking.scenario import SLAB_BYTES, Scenario
 from tests.unit.kv_transfer.model_checking.world import HandoffWorld
 
-_MAX_DRAIN_STEPS = 5_000  # steps: more than any walk needs to come to its end
+_MAX_DRAIN_STEPS = 5_000  # more than any walk needs to end
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    held, blocks = draw(st.integers(0, 2)), draw(st.integers(1, 5))
-    chunks, left = [], held + blocks
+    held_blocks, blocks = draw(st.integers(0, 2)), draw(st.integers(1, 5))
+    chunks, left = [], held_blocks + blocks
     while left:
         chunks.append(draw(st.integers(1, left)))
         left -= chunks[-1]
     return Scenario(
         num_layers=draw(st.integers(1, 4)),
         num_blocks=blocks,
-        blocks_held_by_decode=held,
+        blocks_held_by_decode=held_blocks,
         blocks_per_chunk=tuple(chunks),
         is_one_sided=draw(st.booleans()),
         max_faults=draw(st.integers(0, 4)),
@@ -54,7 +56,7 @@ class RandomWalk(RuleBasedStateMachine):
                 self.world.apply_action(*actions[choice % len(actions)])
 
     def teardown(self) -> None:
-        """Whatever happened: left alone, everything ends, and nothing is held."""
+        """Without further faults every hand-off ends, and no blocks are held."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -65,7 +67,7 @@ class RandomWalk(RuleBasedStateMachine):
                 world.check_quiescent()
                 return
             world.apply_action(*actions[step % len(actions)])
-        raise AssertionError(f"no end after {_MAX_DRAIN_STEPS} steps; still possible: {actions}")
+        raise AssertionError(f"not ended after {_MAX_DRAIN_STEPS} steps; possible: {actions}")
 
 
 RandomWalk.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

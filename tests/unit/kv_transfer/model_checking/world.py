@@ -1,10 +1,12 @@
-"""A small world around the two machines: writers, decode's block pool, fence bytes, an ordered
-network, crashes. Every moment at which something else could happen in the real system is an action
-of its own, so a search over actions is a search over interleavings. What must never be is checked
-at the moment it would happen: `InvariantViolation`.
+"""A small world around the two state machines: writers, decode's blocks, fence bytes, ordered links
+and crashes.
 
-Contents are modelled by tags: (writer, layer, block) in a slab means that this writer's KV of that
-logical slab lies there.
+Every moment at which something else could happen in the real system is an action of its own, so a
+search over actions is a search over interleavings. Invariants are checked at each action; a broken
+one raises InvariantViolation.
+
+Contents are modelled by tags: the tag (writer, layer, block) in a slab means that the slab holds
+this writer's KV of that layer and logical block.
 """
 
 from dataclasses import replace
@@ -50,6 +52,8 @@ from tests.unit.kv_transfer.model_checking.world_state import (
 
 
 class HandoffWorld(WorldActions):
+    """The world, with a method `do_NAME` for each action NAME."""
+
     __slots__ = ()
 
     @classmethod
@@ -74,14 +78,11 @@ class HandoffWorld(WorldActions):
         )
         self.machine_state_ids[f"outbound {writer}"] = -1
         self.announced_steps[writer] = 0
-        (
-            self.frames_to_decode[writer],
-            self.frames_to_writer[writer],
-            self.writes_in_flight[writer],
-        ) = (), (), None
-        if (
-            attempt > 0
-        ):  # a search that also spread out the second attempt's layers would learn nothing new
+        self.frames_to_decode[writer] = ()
+        self.frames_to_writer[writer] = ()
+        self.writes_in_flight[writer] = None
+        if attempt > 0:
+            # Interleaving the second attempt's layers too would find nothing new.
             for _ in self._announce_steps():
                 self.do_announce(writer)
 
@@ -136,22 +137,22 @@ class HandoffWorld(WorldActions):
         self._apply_outbound_outputs(writer, outputs)
         self.writes_in_flight[writer] = write
 
-    def do_finish_write(self, writer: int, damage: bool = False) -> None:
-        """The bytes are read and, one-sided, written: all of it between begin and here."""
+    def do_finish_write(self, writer: int, is_damaged: bool = False) -> None:
+        """The bytes were read and, if one-sided, written since the write began."""
         write = self.writes_in_flight[writer]
         assert write is not None
         self.writes_in_flight[writer] = None
         if f"outbound {writer}" in self.ended_machines:
             raise InvariantViolation("source blocks were released under a read")
         content = self._expected_tags(writer, write.slab_range)
-        arrives = (TORN_SLAB,) * len(content) if damage else content
+        landed = (TORN_SLAB,) * len(content) if is_damaged else content
         if self.scenario.is_one_sided:
-            self._write_tags(writer, write.slab_range, arrives)
+            self._write_tags(writer, write.slab_range, landed)
         outputs = self._own_outbound(writer).finish_write(
             write, checksum(content), not self.scenario.is_one_sided, 0.0
         )
         self._apply_outbound_outputs(
-            writer, outputs, None if self.scenario.is_one_sided else arrives
+            writer, outputs, None if self.scenario.is_one_sided else landed
         )
 
     def do_abort(self, writer: int) -> None:
@@ -227,8 +228,7 @@ class HandoffWorld(WorldActions):
     # faults
 
     def do_crash_writer(self, writer: int) -> None:
-        """Whatever it was writing is torn, and the kernel drops its locks. What it sent may still
-        arrive."""
+        """A write in progress is torn, and the kernel drops the locks. Sent frames may arrive."""
         self.faults += 1
         if (write := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
             self._write_tags(writer, write.slab_range, (TORN_SLAB,) * write.slab_range.num_slabs)
@@ -239,7 +239,7 @@ class HandoffWorld(WorldActions):
         self.machine_state_ids[f"outbound {writer}"], self.announced_steps[writer] = -1, 0
 
     def do_crash_decode(self, _: int) -> None:
-        """Its arena is nobody's any more; the writers' links are lost."""
+        """Decode's arena is gone, and its writers lose their links."""
         self.faults += 1
         self.dead_processes |= {"decode"}
         self.arena, self.times_landed = (
@@ -256,7 +256,7 @@ class HandoffWorld(WorldActions):
                 self.cut_links |= {writer}
 
     def do_cut_link(self, writer: int) -> None:
-        """What is still under way is lost, either way."""
+        """Frames on their way are lost, in both directions."""
         self.faults += 1
         self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
         self.cut_links |= {writer}
@@ -270,11 +270,11 @@ class HandoffWorld(WorldActions):
         self.frames_to_decode[writer] = self.frames_to_decode[writer][1:]
 
     def do_corrupt(self, writer: int) -> None:
-        """What lands is not what was read."""
+        """Finish a write whose bytes change on their way."""
         self.faults += 1
-        self.do_finish_write(writer, damage=True)
+        self.do_finish_write(writer, is_damaged=True)
 
-    # what machines say
+    # outputs of the machines
 
     def _deliver_frame_to_decode(self, writer: int, sent: FrameInFlight) -> None:
         frame = sent.frame
@@ -297,25 +297,25 @@ class HandoffWorld(WorldActions):
     def _deliver_write(
         self, machine: InboundHandoff, frame: frames.WriteFrame, sent: FrameInFlight, now: float
     ) -> list[inbound_handoff.InboundOutput]:
-        admitted, outputs = machine.check_write(frame, now)
-        if not admitted:
+        is_accepted, outputs = machine.check_write(frame, now)
+        if not is_accepted:
             return outputs
         if now == AFTER_EVERY_LEASE:
             raise InvariantViolation("a slab landed under an expired ticket")
         content = sent.content
         if content is None:
             content = tuple(self.arena[place] for place in self._arena_positions(frame.slab_range))
-        right = checksum(content) == frame.checksum
-        if right and sent.content is not None:
+        is_right = checksum(content) == frame.checksum
+        if is_right and sent.content is not None:
             self._write_tags(int(machine.ticket.id, 16), frame.slab_range, content)
-        if right:
+        if is_right:
             times = list(self.times_landed)
             for place in self._arena_positions(frame.slab_range):
                 times[place] += 1
                 if times[place] > 1:
                     raise InvariantViolation("a slab was counted twice")
             self.times_landed = tuple(times)
-        return machine.finish_write(frame, right, now)
+        return machine.finish_write(frame, is_right, now)
 
     def _apply_outbound_outputs(
         self,
@@ -325,21 +325,21 @@ class HandoffWorld(WorldActions):
         renewals: bool = True,
     ) -> None:
         machine = self.outbound[writer]
-        over = machine.state in outbound_handoff.TERMINAL_STATES
+        is_over = machine.state in outbound_handoff.TERMINAL_STATES
         self.machine_state_ids[f"outbound {writer}"] = intern_state(
-            machine.state if over else outbound_state_key(machine)
+            machine.state if is_over else outbound_state_key(machine)
         )
         for output in outputs:
             match output:
                 case events.OutboundCommitted() | events.OutboundAborted():
                     self._mark_ended(f"outbound {writer}")
                     if self.writes_in_flight[writer] is not None:
-                        raise InvariantViolation("the end was told under a read")
-                    if any(who == f"writer {writer}" for _, who in self.locks):
-                        raise InvariantViolation("the end was told under a lock")
+                        raise InvariantViolation("an end was reported under a read")
+                    if any(holder == f"writer {writer}" for _, holder in self.locks):
+                        raise InvariantViolation("an end was reported under a lock")
                 case frames.Frame():
                     if isinstance(output, frames.SealFrame) and any(
-                        w == f"writer {writer}" for _, w in self.locks
+                        holder == f"writer {writer}" for _, holder in self.locks
                     ):
                         raise InvariantViolation("sealed under a lock")
                     renewal = isinstance(output, frames.RenewFrame)
@@ -352,14 +352,13 @@ class HandoffWorld(WorldActions):
                             output, content if isinstance(output, frames.WriteFrame) else None
                         )
                         if self._ticket_is_over(writer) and not self.frames_to_decode[writer]:
-                            self._deliver_frame_to_decode(
-                                writer, sent
-                            )  # when it arrives makes no difference any more
+                            # When it arrives makes no difference any more.
+                            self._deliver_frame_to_decode(writer, sent)
                         else:
                             self.frames_to_decode[writer] += (sent,)
                 case IgnoredInput() | events.LayerLanded():
                     pass
-        if over:
+        if is_over:
             self.announced_steps[writer] = len(self._announce_steps())
             self.frames_to_writer[writer] = ()
 
@@ -370,9 +369,9 @@ class HandoffWorld(WorldActions):
         reply_to: int | None = None,
     ) -> None:
         machine = self.inbound[attempt]
-        over = machine.state in inbound_handoff.TERMINAL_STATES
+        is_over = machine.state in inbound_handoff.TERMINAL_STATES
         self.machine_state_ids[f"inbound {attempt}"] = intern_state(
-            machine.state if over else inbound_state_key(machine)
+            machine.state if is_over else inbound_state_key(machine)
         )
         for output in outputs:
             match output:
@@ -406,5 +405,5 @@ class HandoffWorld(WorldActions):
                         self.frames_to_writer[to] += (output,)
                 case IgnoredInput() | events.InboundStarted():
                     pass
-        if over:
+        if is_over:
             self.expired_attempts -= {attempt}

@@ -1,4 +1,4 @@
-"""What can happen next in a world."""
+"""The actions that are possible in a state of the world."""
 
 from collections.abc import Iterator
 
@@ -10,19 +10,22 @@ from tests.unit.kv_transfer.model_checking.world_state import WorldState
 
 
 class WorldActions(WorldState):
+    """Lists the possible actions, and checks that everything has ended when none is left."""
+
     __slots__ = ()
 
     def list_actions(self) -> list[tuple[str, int]]:
-        """What goes on by itself; the faults; as often as `endings` says, a change of mind or the
-        end of a lease; and, when nothing of all that is left, the time-outs. So whatever ends only
-        by a time-out does end by it."""
+        """Every possible action, as its name and the writer or attempt that it concerns.
+
+        Progress and faults; up to `max_endings` aborts, revocations and expired leases; and
+        time-outs, once nothing else is left: what can end only by a time-out does end by it."""
         found = [*self._progress(), *self._faults()]
         if self.endings < self.scenario.max_endings:
             found += [*self._voluntary_endings(), *self._leases()]
         return found or [*self._leases(), *self._timeouts()]
 
-    def apply_action(self, name: str, who: int) -> None:
-        getattr(self, f"do_{name}")(who)
+    def apply_action(self, name: str, subject: int) -> None:
+        getattr(self, f"do_{name}")(subject)
 
     def _progress(self) -> Iterator[tuple[str, int]]:
         yield from self._writers_progress()
@@ -75,11 +78,11 @@ class WorldActions(WorldState):
 
     def _voluntary_endings(self) -> Iterator[tuple[str, int]]:
         for writer, machine in self.outbound.items():
-            over = (
+            is_over = (
                 machine.state in outbound_handoff.TERMINAL_STATES
                 or machine.state is OutboundState.ABORTING
             )
-            if not over and not self._is_dead(writer):
+            if not is_over and not self._is_dead(writer):
                 yield "abort", writer
         for attempt, inbound_machine in self.inbound.items():
             if (
@@ -102,10 +105,7 @@ class WorldActions(WorldState):
             if machine.is_answer_overdue(AFTER_EVERY_LEASE) and not self._is_dead(writer):
                 yield "give_up_waiting", writer
             elif machine.state is OutboundState.UNTICKETED and not self._is_dead(writer):
-                yield (
-                    "abort",
-                    writer,
-                )  # its role gives it up: there is no clock for work without a ticket
+                yield "abort", writer  # by its role: work without a ticket has no time-out
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         if self.faults >= self.scenario.max_faults:
@@ -135,7 +135,7 @@ class WorldActions(WorldState):
             yield "crash_decode", 0
 
     def check_quiescent(self) -> None:
-        """No action is left: everything must have ended, once, and nothing may be held."""
+        """No action is left: every hand-off must have ended, and no blocks may be held."""
         for writer in self.outbound:
             if not self._is_dead(writer) and f"outbound {writer}" not in self.ended_machines:
                 raise InvariantViolation(f"writer {writer} never ended")

@@ -1,6 +1,8 @@
-"""The state of the small world: the machines, decode's blocks, fence bytes, what is under way.
-Worlds are compared by `key()` and copied by `clone()`; machines are shared between copies until
-they change."""
+"""The state of the small world: machines, decode's blocks, fence bytes, frames on their way.
+
+Worlds are compared by `identity_key` and copied by `clone`. Copies share machines until one of them
+changes a machine.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -23,12 +25,11 @@ from tests.unit.kv_transfer.model_checking.scenario import (
 
 Key = tuple[Any, ...]
 
-
 _state_ids: dict[Any, int] = {}
 
 
 def intern_state(value: Any) -> int:
-    """A small number for a value, equal for equal values: states are compared by these."""
+    """A small number for a value, equal for equal values and quick to compare."""
     return _state_ids.setdefault(value, len(_state_ids))
 
 
@@ -66,15 +67,14 @@ def _clone(machine: Any, names: tuple[str, ...]) -> Any:
 
 @dataclass(slots=True)
 class WorldState:
+    """Writers and attempts are known by their number; a ticket by that of its attempt."""
+
     scenario: Scenario
-    outbound: dict[int, OutboundHandoff] = field(
-        default_factory=dict
-    )  # by writer; shared between worlds: see `_own_outbound`
-    inbound: dict[int, InboundHandoff] = field(default_factory=dict)  # by attempt; shared likewise
-    machine_state_ids: dict[str, int] = field(default_factory=dict)  # of each machine's state
-    announced_steps: dict[int, int] = field(
-        default_factory=dict
-    )  # (chunk, layer) steps done by each writer
+    # Machines by writer and by attempt, shared between worlds: see `_own_outbound`.
+    outbound: dict[int, OutboundHandoff] = field(default_factory=dict)
+    inbound: dict[int, InboundHandoff] = field(default_factory=dict)
+    machine_state_ids: dict[str, int] = field(default_factory=dict)  # "outbound N", "inbound N"
+    announced_steps: dict[int, int] = field(default_factory=dict)  # (chunk, layer) by writer
     frames_to_decode: dict[int, tuple[FrameInFlight, ...]] = field(default_factory=dict)
     frames_to_writer: dict[int, tuple[frames.Frame, ...]] = field(default_factory=dict)
     writes_in_flight: dict[int, OutgoingWrite | None] = field(default_factory=dict)
@@ -82,21 +82,18 @@ class WorldState:
     arena: tuple[SlabTag, ...] = ()
     times_landed: tuple[int, ...] = ()
     owning_attempt: int | None = None  # attempt that holds the blocks
-    is_committed: bool = False  # ... since its commit
+    is_committed: bool = False  # and has committed
     expired_attempts: frozenset[int] = frozenset()  # tickets whose lease has passed
     dead_processes: frozenset[str] = frozenset()
-    ended_machines: frozenset[str] = (
-        frozenset()
-    )  # "outbound N", "inbound N": machines that have reported their end
+    ended_machines: frozenset[str] = frozenset()  # "outbound N", "inbound N"
     faults: int = 0
     endings: int = 0
-    cut_links: frozenset[int] = (
-        frozenset()
-    )  # writers that have yet to notice that their link was lost
+    cut_links: frozenset[int] = frozenset()  # writers that have not noticed the loss yet
 
     # identity
 
     def identity_key(self) -> Key:
+        """The state as a hashable value, equal for worlds in the same state."""
         return (
             *self.machine_state_ids.values(),
             *self.announced_steps.values(),
@@ -140,7 +137,7 @@ class WorldState:
         )
 
     def _own_outbound(self, writer: int) -> OutboundHandoff:
-        """The machine, to be changed: a copy of this world's own."""
+        """The machine, to be changed: a copy that only this world has."""
         machine: OutboundHandoff = _clone(self.outbound[writer], _ALL_OUTBOUND_FIELDS)
         self.outbound[writer] = machine
         if isinstance(machine.lock, ModelWriterLock):
@@ -153,7 +150,7 @@ class WorldState:
         machine.try_fence = self._fence(attempt)
         return machine
 
-    # what is where
+    # queries and changes
 
     def _fence(self, attempt: int) -> Callable[[], bool]:
         if not self.scenario.is_one_sided:
@@ -161,7 +158,7 @@ class WorldState:
         return lambda: self._try_lock_byte(attempt, "decode")
 
     def _try_lock_byte(self, byte: int, holder: str) -> bool:
-        if any(held == byte and who != holder for held, who in self.locks):
+        if any(locked == byte and other != holder for locked, other in self.locks):
             return False
         self.locks |= {(byte, holder)}
         return True
@@ -194,60 +191,61 @@ class WorldState:
         lost = self.inbound[0].state in (InboundState.LOST, InboundState.QUARANTINED)
         return lost or self.outbound[0].state is OutboundState.ABORTED or self._is_dead(0)
 
-    def _expected_tags(self, writer: int, area: SlabRange) -> tuple[SlabTag, ...]:
+    def _expected_tags(self, writer: int, slab_range: SlabRange) -> tuple[SlabTag, ...]:
         return tuple(
             (writer, layer, block)
-            for layer in range(area.first_layer, area.end_layer)
-            for block in range(area.first_block, area.end_block)
+            for layer in range(slab_range.first_layer, slab_range.end_layer)
+            for block in range(slab_range.first_block, slab_range.end_block)
         )
 
-    def _arena_positions(self, area: SlabRange) -> list[int]:
+    def _arena_positions(self, slab_range: SlabRange) -> list[int]:
         scenario = self.scenario
         return [
             layer * scenario.num_blocks + block - scenario.blocks_held_by_decode
-            for layer in range(area.first_layer, area.end_layer)
-            for block in range(area.first_block, area.end_block)
+            for layer in range(slab_range.first_layer, slab_range.end_layer)
+            for block in range(slab_range.first_block, slab_range.end_block)
         ]
 
-    def _write_tags(self, writer: int, area: SlabRange, content: tuple[SlabTag, ...]) -> None:
-        """Bytes reach the arena. They may only reach blocks that are this writer's to write."""
+    def _write_tags(self, writer: int, slab_range: SlabRange, content: tuple[SlabTag, ...]) -> None:
+        """Bytes reach the arena, which must be in blocks that this writer may write."""
         if "decode" in self.dead_processes:
             return
         if self.owning_attempt != self._attempt(writer) or self.is_committed:
             raise InvariantViolation(
-                f"writer {writer} wrote blocks of {self.owning_attempt} (in use: {self.is_committed})"
+                f"writer {writer} wrote blocks of {self.owning_attempt} "
+                f"(in use: {self.is_committed})"
             )
         arena = list(self.arena)
-        for place, tag in zip(self._arena_positions(area), content, strict=True):
+        for place, tag in zip(self._arena_positions(slab_range), content, strict=True):
             arena[place] = tag
         self.arena = tuple(arena)
 
     def _check_arena_contents(self, attempt: int) -> None:
         scenario = self.scenario
-        wanted = self._expected_tags(
+        expected = self._expected_tags(
             attempt,
             SlabRange(0, scenario.num_layers, scenario.blocks_held_by_decode, scenario.num_blocks),
         )
-        if self.arena != wanted:
+        if self.arena != expected:
             raise InvariantViolation(f"ticket {attempt} is sealed over {self.arena}")
 
-    def _release_blocks(self, attempt: int, fenced: bool) -> None:
+    def _release_blocks(self, attempt: int, is_fenced: bool) -> None:
         if self.owning_attempt != attempt or self.is_committed:
             raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owning_attempt}")
-        if fenced:
+        if is_fenced:
             self._mark_ended(f"inbound {attempt}")
             self.owning_attempt = None
             self.arena = (EMPTY_SLAB,) * len(self.arena)
             self.times_landed = (0,) * len(self.times_landed)
 
-    def _mark_ended(self, what: str) -> None:
-        if what in self.ended_machines:
-            raise InvariantViolation(f"{what} ended twice")
-        self.ended_machines |= {what}
+    def _mark_ended(self, machine: str) -> None:
+        if machine in self.ended_machines:
+            raise InvariantViolation(f"{machine} ended twice")
+        self.ended_machines |= {machine}
 
 
 class ModelWriterLock:
-    """A writer's byte of the fence file."""
+    """A writer's lock on its byte of the fence file."""
 
     def __init__(self, world: WorldState, writer: int) -> None:
         self._world = world

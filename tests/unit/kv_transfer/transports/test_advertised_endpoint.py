@@ -1,4 +1,4 @@
-"""Where writers are told to dial, behind addresses that are not the ones bound."""
+"""The endpoint that writers dial when it differs from the address that decode binds."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kv_transfer.transports.zmq_link import ZmqDecodeLink
 
 
 def advertised_and_bound(advertise: str) -> tuple[str, str]:
-    """What is told, and the port that is bound."""
+    """The endpoint that decode advertises, and the port that it binds."""
     plain = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings())
     bound = plain.endpoint.rpartition(":")[2]
     plain.close()
@@ -24,8 +24,8 @@ def advertised_and_bound(advertise: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "decode-0.example", "[fe80::1]"])
 def test_a_host_gets_the_bound_port(host: str) -> None:
-    told, bound = advertised_and_bound(host)
-    assert told == f"tcp://{host}:{bound}"
+    advertised, bound = advertised_and_bound(host)
+    assert advertised == f"tcp://{host}:{bound}"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7:7000", "decode-0.example:7000", "[fe80::1]:7000"])
@@ -34,5 +34,5 @@ def test_host_with_a_port_is_advertised_unchanged(address: str) -> None:
 
 
 def test_without_advertise_the_bound_address_is_used() -> None:
-    told, bound = advertised_and_bound("")
-    assert told == f"tcp://127.0.0.1:{bound}"
+    advertised, bound = advertised_and_bound("")
+    assert advertised == f"tcp://127.0.0.1:{bound}"
