@@ -8,8 +8,7 @@ import pytest
 
 from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
-from kv_pool.memory.pending_publications import MAX_WAIT_SECONDS
-from kv_pool.memory.pending_publications import PendingPublications
+from kv_pool.memory.pending_publications import MAX_WAIT_SECONDS, PendingPublications
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.pool.harness import TIMEOUT_SECONDS

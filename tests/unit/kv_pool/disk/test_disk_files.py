@@ -15,8 +15,7 @@ from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry, record_size
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile, open_disk_file
-from kv_pool.disk.journal_file import JOURNAL_FILE_NAME
-from kv_pool.disk.journal_file import DiskJournalFile
+from kv_pool.disk.journal_file import JOURNAL_FILE_NAME, DiskJournalFile
 from kv_pool.disk.mount import DiskSettings, mount_disk
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -111,7 +110,7 @@ def test_file_writable_by_others_is_recreated(filled: Path) -> None:
 
 def test_file_locked_by_another_pool_is_refused(file: DiskFile, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="is another pool's: choose another folder with --pool-disk-dir"
+        ConfigError, match="is in use by another pool: choose another folder with --pool-disk-dir"
     ):
         open_test_file(tmp_path)
 
@@ -119,7 +118,9 @@ def test_file_locked_by_another_pool_is_refused(file: DiskFile, tmp_path: Path) 
 def test_another_users_file_is_left_alone(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 4242)
-        with pytest.raises(ConfigError, match=r"is no file of user 4242 .*: choose another folder"):
+        with pytest.raises(
+            ConfigError, match=r"is not a regular file of user 4242 .*: choose another folder"
+        ):
             open_test_file(filled)
     assert read_slot_after_reopen(filled) == b"\7" * BLOCK
 
@@ -141,7 +142,7 @@ def test_hard_linked_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).hardlink_to(mine)
     memory = BlockRows(memoryview(bytearray(BLOCK)), BLOCK)
     with pytest.raises(
-        ConfigError, match="under this name alone: choose another folder with --pool-disk-dir"
+        ConfigError, match="without other hard links: choose another folder with --pool-disk-dir"
     ):
         mount_disk(
             DiskSettings(tmp_path, SIZE),

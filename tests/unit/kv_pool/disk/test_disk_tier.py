@@ -19,7 +19,8 @@ from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.ledger import PoolBlockState
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
-from kv_pool.service.pool_manager import AttachRequest, PoolClientSession, PoolManager, PrefixQuery
+from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.requests import AttachRequest, PoolClientSession, PrefixQuery
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio
@@ -112,7 +113,7 @@ async def open_rig(
     segments.mkdir(exist_ok=True)
     terms = DiskSettings(folder / "disk", HEADER_BYTES + slots * LAYOUT.block_bytes)
     host = PoolManager(
-        segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk=terms
+        segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk_settings=terms
     )
     try:
         desk = await host.attach_client(
