@@ -1,4 +1,4 @@
-"""Publishing of blocks: a background thread copies a node's blocks to blocks that the pool grants."""
+"""Publishing: a background thread copies a node's blocks to blocks that the pool grants."""
 
 import threading
 from collections.abc import Callable

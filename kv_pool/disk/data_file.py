@@ -43,7 +43,7 @@ class DiskFileHeader:
         return _HEAD.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
     def decode_generation(self, header: bytes) -> int | None:
-        """Return the generation in an encoded header; None if it is damaged or of other contents."""
+        """Return the generation in an encoded header; None if damaged or of other contents."""
         magic, length, check = _HEAD.unpack_from(header.ljust(_HEAD.size, b"\0"))
         body = header[_HEAD.size : _HEAD.size + length]
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(body) != check:

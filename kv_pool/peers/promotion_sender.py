@@ -124,7 +124,7 @@ class PromotionSender:
         return ticket, chain
 
     def _start_send(self, ticket: Ticket, chain: PromptChain) -> "asyncio.Future[None]":
-        """Pin the blocks and start writing them; the future ends when they are not read any more."""
+        """Pin the blocks and start writing them; the future ends when they are read no more."""
         if ticket.key in self._in_flight or len(self._in_flight) >= MAX_SENDS:
             raise Overloaded(
                 f"pool {self._identity.name} has {len(self._in_flight)} sends in flight, "

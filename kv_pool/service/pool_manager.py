@@ -258,7 +258,8 @@ class PoolManager:
         blocks = self._get_publication(session, publication).blocks
         if len(checksums) != len(blocks):
             raise InvalidRequest(
-                f"publication {publication} has {len(blocks)} blocks, got {len(checksums)} checksums"
+                f"publication {publication} has {len(blocks)} blocks, "
+                f"got {len(checksums)} checksums"
             )
         is_intact = await self._current.store.verify_blocks(blocks, checksums)
         if not self.block_pool.is_live(client_id):
