@@ -1,4 +1,4 @@
-"""`python -m kv_pool`: the pool of a host. See docs/design/0005-kv-pool.md."""
+"""`python -m kv_pool`: runs the shared KV pool of one host. See docs/design/0005-kv-pool.md."""
 
 import sys
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ POOL_SETTINGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until told to stop; returns the exit code of the process."""
+    """Run the pool until SIGTERM or SIGINT; returns the exit code of the process."""
 
     def settings() -> Config:
         description = "The pool of KV blocks of one host."

@@ -1,5 +1,4 @@
-"""The pool as a member of the cluster: nothing is placed on it, but it answers for itself as a node
-does."""
+"""The pool as a member of the cluster: it joins and reports like a node, but serves no requests."""
 
 import asyncio
 import os
@@ -21,19 +20,19 @@ POOL_ROLE = "pool"
 
 
 class PoolClusterMember:
-    """Of an open pool. `endpoint` is where nodes and other pools dial it."""
+    """The membership of an open pool; nodes and other pools dial it at `endpoint`."""
 
     def __init__(
         self,
         config: Config,
         name: str,
-        host: PoolManager,
+        manager: PoolManager,
         peers: PeerPools,
         endpoint: str,
         clock: Clock,
     ) -> None:
         self._name = name
-        self._manager = host
+        self._manager = manager
         self._peers = peers
         self._endpoint = endpoint
         self._clock = clock
@@ -45,7 +44,7 @@ class PoolClusterMember:
         )
 
     async def run(self) -> None:
-        """Until cancelled. Raises ConfigError when the coordinator refuses this pool."""
+        """Stay a member until cancelled. Raises ConfigError if the coordinator refuses the pool."""
         try:
             await self._link.run()
         finally:
@@ -57,13 +56,13 @@ class PoolClusterMember:
         self._link.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, leaving=leaving))
 
     def on_index_changed(self) -> None:
-        """The index is not what was told."""
+        """Send the changes of the index to the coordinator within FLUSH_INTERVAL_SECONDS."""
         if self._flush_timer is None and self._link.is_joined:
             self._flush_timer = asyncio.get_running_loop().call_later(
                 FLUSH_INTERVAL_SECONDS, self._send_changes
             )
 
-    # as a member
+    # callbacks of CoordinatorLink
 
     def build_join(self) -> cluster_pb2.Join:
         return cluster_pb2.Join(
@@ -94,7 +93,7 @@ class PoolClusterMember:
         self._start_snapshot()
 
     def on_coordinator_lost(self) -> None:
-        """Its nodes are none of its business."""
+        """Do nothing: the pool goes on serving the nodes of its host."""
 
     def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
         match message.WhichOneof("message"):
@@ -105,23 +104,22 @@ class PoolClusterMember:
             case _:
                 pass
 
-    # telling
+    # messages to the coordinator
 
     def _ledger_answer(self, query: int) -> cluster_pb2.NodeMessage:
-        told = self._ledger_message(
-            query, self._name, self._manager.block_pool.ledger(self._clock())
-        )
-        slots = self._manager.disk_ledger()
-        if slots is not None:
-            told.ledger.disk.CopyFrom(
-                self._ledger_message(query, f"{self._name} disk", slots).ledger.ledger
-            )
-        return told
+        ledger = self._manager.block_pool.ledger(self._clock())
+        message = self._ledger_message(query, self._name, ledger)
+        disk_ledger = self._manager.disk_ledger()
+        if disk_ledger is not None:
+            disk_message = self._ledger_message(query, f"{self._name} disk", disk_ledger)
+            message.ledger.disk.CopyFrom(disk_message.ledger.ledger)
+        return message
 
     def _ledger_message(self, query: int, name: str, ledger: PoolLedger) -> cluster_pb2.NodeMessage:
         counts = {state.value: count for state, count in ledger.counts.items()}
         owners = (
-            (one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in ledger.entries
+            (entry.owner, entry.state.value, entry.num_blocks, entry.age_seconds)
+            for entry in ledger.entries
         )
         return wire.ledger_to_pb(query, name, self._incarnation, ledger.num_blocks, counts, owners)
 
@@ -135,18 +133,21 @@ class PoolClusterMember:
         self._snapshot_task = asyncio.get_running_loop().create_task(self._send_snapshot())
 
     async def _send_snapshot(self) -> None:
-        """A million names are half a second of work: others have the loop after each part, and no
-        part is made before the last one is on its way."""
+        """Send all block hashes in parts, the next one only when the last one has been sent.
+
+        A million hashes take half a second to collect; the event loop runs other work after each
+        part.
+        """
         journal, total = self._manager.cache_journal, self._manager.block_pool.memory.num_blocks
         journal.begin_snapshot()
         for first in range(0, max(1, total), MAX_HASHES_PER_BATCH):
-            names = self._manager.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
+            hashes = self._manager.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
             self._send_cache_changes(
-                [journal.build_snapshot_part(names, self._clock(), first=first == 0)]
+                [journal.build_snapshot_part(hashes, self._clock(), first=first == 0)]
             )
             await self._link.wait_until_flushed()
         self._send_cache_changes(journal.end_snapshot(self._clock()))
 
-    def _send_cache_changes(self, changes: Iterable[CacheEventBatch]) -> None:
-        for change in changes:
-            self._link.send(wire.cache_events_to_pb(change, self._incarnation))
+    def _send_cache_changes(self, batches: Iterable[CacheEventBatch]) -> None:
+        for batch in batches:
+            self._link.send(wire.cache_events_to_pb(batch, self._incarnation))

@@ -1,5 +1,8 @@
-"""The process: the pool's port, health, and membership of the cluster. Stop: say so, answer what
-was asked, then take everything down. Readers go on reading what they have mapped."""
+"""The pool process: builds and runs the pool's port, health port and cluster membership.
+
+To stop, it announces the shutdown, answers the questions it has received, and then closes
+everything. Nodes keep reading the blocks that they have mapped.
+"""
 
 import asyncio
 import os
@@ -37,12 +40,15 @@ from kv_pool.service.link_service import PoolLinkService
 from kv_pool.service.pool_manager import PoolManager
 from kv_transfer.common.advertised_address import address_to_dial
 
-_SIZE_TOLERANCE = 0.25  # of a share of the disk: by less its file is not made anew
+# If `pool_disk` is a share of the free space, an existing file that differs by less is kept.
+_SIZE_TOLERANCE = 0.25
 
 
 async def run_pool(config: Config, stop: asyncio.Event) -> None:
-    """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would
-    not mend."""
+    """Run the pool of this host until `stop` is set.
+
+    Raises ConfigError for errors that a restart would not fix.
+    """
     name = config.name or f"{POOL_ROLE}-{mint_id(32)}"
     log.configure_logging(config.log_level, config.log_format, node=name)
     require_key_unless_loopback(
@@ -60,14 +66,18 @@ async def run_pool(config: Config, stop: asyncio.Event) -> None:
 
 
 def pool_memory_bytes(config: Config) -> int:
-    """Raises ConfigError unless the segment folder and the memory can hold so much now."""
+    """Return the size of the segment to create.
+
+    Raises ConfigError if the segment folder or the host's memory cannot hold it now.
+    """
     folder = Path(config.segment_dir)
     try:
         room = measure_available_memory(folder)
         promised = segments.unfilled_bytes(folder)
     except OSError as error:
         raise ConfigError(
-            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): "
+            "give --segment-dir a folder"
         ) from None
     size = resolve_memory_size(config.pool_memory, room, "pool_memory")
     if size > room.usable_bytes - promised:
@@ -76,28 +86,33 @@ def pool_memory_bytes(config: Config) -> int:
 
 
 def disk_settings(config: Config) -> DiskSettings | None:
-    """None if there is to be no disk. Raises ConfigError for a size that is none, or nowhere to put
-    it."""
+    """Return folder and size of the disk's files; None if the pool is to have no disk.
+
+    Raises ConfigError for an invalid size, and if no folder is configured.
+    """
     if not config.has_pool_disk:
         return None
     where = config.pool_disk_dir or config.state_dir
     if not where:
         raise ConfigError(
-            f"pool_disk is {config.pool_disk!r}, and there is no folder for it: give {DISK_FOLDER_FLAG}"
+            f"pool_disk is {config.pool_disk!r}, and there is no folder for it: "
+            f"give {DISK_FOLDER_FLAG}"
         )
     folder = Path(where)
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     used = (folder / DISK_FILE_NAME).stat().st_size if (folder / DISK_FILE_NAME).exists() else 0
-    room = segments.free_bytes(there) + used
-    size = parse_memory_size(config.pool_disk, room, "pool_disk")
+    available = segments.free_bytes(existing) + used
+    size = parse_memory_size(config.pool_disk, available, "pool_disk")
     is_share = parse_memory_size(config.pool_disk, 0, "pool_disk") == 0
     if is_share and abs(size - used) <= _SIZE_TOLERANCE * size:
-        # free space is never twice the same: what the file holds is worth more than a few blocks
+        # Free space varies between runs; the file's contents are worth more than a few more blocks.
         size = used
     return DiskSettings(folder, size)
 
 
 class _PoolProcess:
+    """The parts of a running pool process."""
+
     def __init__(
         self, config: Config, name: str, folder: Path, size: int, disk: DiskSettings | None
     ) -> None:
@@ -113,10 +128,10 @@ class _PoolProcess:
             EVICTION_POLICIES[config.pool_eviction],
             monotonic_clock,
             host_id=config.host_id,
-            disk=disk,
-            most_tokens=MAX_AUTO_POOL_TOKENS if config.pool_memory == AUTO else None,
-            opened=self._is_open.set,
-            changed=self._on_index_changed,
+            disk_settings=disk,
+            max_tokens=MAX_AUTO_POOL_TOKENS if config.pool_memory == AUTO else None,
+            on_opened=self._is_open.set,
+            on_changed=self._on_index_changed,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -160,8 +175,7 @@ class _PoolProcess:
             await self._manager.close()
 
     async def _run_member(self, port: str, stop: asyncio.Event) -> None:
-        """From the moment on at which there is something to tell. Without a coordinator, for ever
-        alone."""
+        """Join the cluster once the pool is open; without a coordinator, wait for ever."""
         await self._is_open.wait()
         if not self._config.coordinator:
             await asyncio.Event().wait()

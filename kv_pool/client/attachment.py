@@ -1,8 +1,8 @@
-"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file
-that it holds as long as anything reads or writes there.
+"""A node's attachment to its pool: the mapped segment and a locked byte of its fence file.
 
-It is over when its stream breaks, and then takes no new user. Its last user, of before, unlocks the
-byte and lets the mapping go: only then may the pool use what was pinned for something else.
+The node holds the lock as long as anything in it reads or writes the segment. When the stream to
+the pool ends, the attachment is detached and takes no new users. The last of its users unlocks the
+byte and unmaps the segment; only then may the pool reuse the blocks that were pinned.
 """
 
 import threading
@@ -21,8 +21,10 @@ POOL_MISS = PoolHit(None, ())
 
 
 class SegmentMappings:
-    """Pools' segments in the node's address space. Attachments to one segment share its mapping,
-    which goes with the last of them."""
+    """The segments of pools that are mapped in the node's address space.
+
+    Attachments to one segment share its mapping, which is removed with the last of them.
+    """
 
     def __init__(self, space: BlockAddressSpace, folder: Path, block_bytes: int) -> None:
         self.folder = folder
@@ -31,8 +33,10 @@ class SegmentMappings:
         self._mapped: WeakValueDictionary[str, BlockRows] = WeakValueDictionary()
 
     def map_segment(self, segment: str) -> tuple[BlockRows, int]:
-        """Its rows, and the global block index of the first. It may take a while. Raises PeerGone,
-        LayoutMismatch or ConfigError."""
+        """Map a segment, which may take a while; returns its rows and its first global block index.
+
+        Raises PeerUnreachable, LayoutMismatch or ConfigError.
+        """
         rows = self._mapped.get(segment)
         if rows is None:
             rows = self._mapped[segment] = BlockRows(
@@ -42,21 +46,25 @@ class SegmentMappings:
 
 
 class PoolAttachment:
-    """Thread-safe. `number` counts those of this node."""
+    """One attachment of this node. Thread-safe."""
 
-    def __init__(self, number: int, said: Attached, mappings: SegmentMappings) -> None:
-        """Lock, then map; it may take a while. Raises PeerGone, LayoutMismatch or ConfigError."""
-        self.number = number
-        self.rows: BlockRows | None
-        self._fences = WriterFences(mappings.folder, said.segment)
+    def __init__(self, number: int, attached: Attached, mappings: SegmentMappings) -> None:
+        """Lock the fence byte, then map the segment, which may take a while.
+
+        Raises PeerUnreachable, LayoutMismatch or ConfigError.
+        """
+        self.number = number  # counts the attachments of this node
+        self.rows: BlockRows | None  # None when the segment is unmapped
+        self._fences = WriterFences(mappings.folder, attached.segment)
         try:
-            if not self._fences.try_lock_byte(said.fence):
+            if not self._fences.try_lock_byte(attached.fence):
                 raise PeerUnreachable(
-                    f"byte {said.fence} of segment {said.segment} is the pool's again: it took too long"
+                    f"the pool has taken back byte {attached.fence} of segment "
+                    f"{attached.segment}: attaching took too long"
                 )
-            self.rows, self._first_global_block = mappings.map_segment(said.segment)
+            self.rows, self._first_global_block = mappings.map_segment(attached.segment)
         except BaseException:
-            # else nobody ever could: the pool would wait for its byte for as long as this lives
+            # Otherwise the byte would stay locked, and the pool wait for it, until this node ends.
             self._fences.close()
             raise
         self._lock = threading.Lock()
@@ -70,11 +78,11 @@ class PoolAttachment:
 
     @property
     def is_unmapped(self) -> bool:
-        """Over and without users: the byte is unlocked."""
+        """Whether the attachment is detached and has no users: its fence byte is unlocked."""
         return self.rows is None
 
     def register_hit(self, found: Found) -> PoolHit:
-        """What the pool found, with its pin as a user. A miss if the attachment is over."""
+        """Convert a match of the pool and hold its pin; a miss if the attachment is detached."""
         if not found.pin:
             return POOL_MISS
         with self._lock:
@@ -91,7 +99,10 @@ class PoolAttachment:
         )
 
     def release_pin(self, pin: PoolPin) -> bool:
-        """Whether the pool is to be told. Raises ValueError for a pin that is not held."""
+        """Release a pin; returns whether the pool has to be notified.
+
+        Raises ValueError for a pin that is not held.
+        """
         with self._lock:
             if pin.pin_number not in self._pins:
                 raise ValueError(f"{pin} is released and not held")
@@ -100,7 +111,7 @@ class PoolAttachment:
             return not self._is_detached
 
     def begin_copying(self) -> BlockRows | None:
-        """The segment, to write to until `end_copying`; None if the attachment is over."""
+        """Return the segment's rows, to write to until `end_copying`; None if detached."""
         with self._lock:
             if self._is_detached:
                 return None
@@ -113,7 +124,7 @@ class PoolAttachment:
             self._unmap_if_unused()
 
     def detach(self) -> bool:
-        """It is over. Whether it had no user: then its byte is unlocked by now."""
+        """End the attachment; returns whether it had no users, so that its byte is unlocked."""
         with self._lock:
             self._is_detached = True
             self._unmap_if_unused()

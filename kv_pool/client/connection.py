@@ -1,5 +1,4 @@
-"""A session and the attachment that it is about: what is asked here is about those blocks and no
-others."""
+"""A node's connection to its pool: one stream and the attachment that belongs to it."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,56 +15,59 @@ T = TypeVar("T")
 
 
 class PoolConnection:
-    """All of it may be called from other threads than that of `loop`."""
+    """One connection. Thread-safe; `loop` is the event loop that the stream belongs to."""
 
     def __init__(
-        self, session: PoolStream, attachment: PoolAttachment, loop: asyncio.AbstractEventLoop
+        self, stream: PoolStream, attachment: PoolAttachment, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self.stream = session
+        self.stream = stream
         self.attachment = attachment
         self._loop = loop
 
-    def send_and_wait(self, question: PoolQuestion, conclude: Callable[[PoolAnswer], T]) -> T:
-        """Called on another thread, which waits. What `conclude` makes of the answer; it is called
-        on the loop, in the order of the pool's answers. Raises what the pool answers, or
-        PeerGone."""
+    def send_and_wait(self, question: PoolQuestion, on_answer: Callable[[PoolAnswer], T]) -> T:
+        """Send a question and block until it is answered; not to be called on the event loop.
+
+        Returns what `on_answer` returns; it runs on the loop, in the order of the pool's answers.
+        Raises the error that the pool answers, or PeerUnreachable.
+        """
         result: Future[T] = Future()
         try:
-            self._loop.call_soon_threadsafe(self._send_question, question, conclude, result)
+            self._loop.call_soon_threadsafe(self._send_question, question, on_answer, result)
         except RuntimeError:
-            raise PeerUnreachable("this node is ending") from None
+            raise PeerUnreachable("this node is stopping") from None
         try:
             return result.result()
         finally:
-            # else an error, its traceback and this frame keep each other, and the mapping with them
+            # Breaks the reference cycle of an error, its traceback and this frame, which would
+            # keep the segment mapped.
             del result
 
     def call_on_loop(self, call: Callable[[], None]) -> None:
-        """On the loop. One that has ended has nobody left to tell."""
+        """Schedule `call` on the loop; dropped if the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 
     def send_oneway(self, question: PoolQuestion) -> None:
-        """From any thread."""
+        """Send a question that has no answer."""
         self.call_on_loop(lambda: self.stream.send_oneway(question))
 
     def release_pin(self, pin: PoolPin) -> None:
-        """From any thread. Raises ValueError for a pin that is not held."""
+        """Release a pin. Raises ValueError for a pin that is not held."""
         if self.attachment.release_pin(pin):
             self.send_oneway(PoolQuestion(release={"pins": [pin.pin_number]}))
 
     def _send_question(
-        self, question: PoolQuestion, conclude: Callable[[PoolAnswer], T], result: "Future[T]"
+        self, question: PoolQuestion, on_answer: Callable[[PoolAnswer], T], result: "Future[T]"
     ) -> None:
-        def done(answer: "asyncio.Future[PoolAnswer]") -> None:
+        def on_done(answer: "asyncio.Future[PoolAnswer]") -> None:
             error = answer.exception()
             if isinstance(error, BatonError):
                 result.set_exception(error)
                 return
             try:
-                result.set_result(conclude(answer.result()))
-            except Exception as failure:  # else the other thread would wait for ever
+                result.set_result(on_answer(answer.result()))
+            except Exception as failure:  # otherwise the other thread would wait for ever
                 result.set_exception(failure)
                 raise
 
-        self.stream.send_question(question).add_done_callback(done)
+        self.stream.send_question(question).add_done_callback(on_done)

@@ -1,4 +1,4 @@
-"""A node's client of its host's pool, from what the node has."""
+"""Builds a node's client of its host's pool."""
 
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +15,7 @@ _RATE_SETTING = "pool_publish_rate"
 
 
 class NodePoolContext(Protocol):
-    """The part of a node's parts that a client needs; `own_arena` is its arena, mapped in
-    `address_space`."""
+    """What a pool client needs of its node; `own_arena` is the arena, mapped in `address_space`."""
 
     @property
     def config(self) -> Config: ...
@@ -34,24 +33,24 @@ class NodePoolContext(Protocol):
     def own_arena(self) -> memoryview: ...
 
 
-def make_pool_client(parts: NodePoolContext) -> PoolClient:
-    """Raises ConfigError for a rate that is none."""
-    config = parts.config
+def make_pool_client(context: NodePoolContext) -> PoolClient:
+    """Build the client. Raises ConfigError for an invalid pool_publish_rate."""
+    config = context.config
     rate = parse_memory_size(config.pool_publish_rate, 0, _RATE_SETTING)
-    if not rate:  # a share, and of what?
+    if not rate:  # a share of the total, which has no meaning for a rate
         raise ConfigError(
             f"{_RATE_SETTING} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second",
             param=_RATE_SETTING,
         )
-    terms = PoolClientConfig(
+    client_config = PoolClientConfig(
         address=config.pool,
         token=config.cluster_token,
-        node=parts.name,
-        host_id=parts.host_id,
-        model_digest=parts.model_digest.hex(),
-        layout=parts.layout,
+        node=context.name,
+        host_id=context.host_id,
+        model_digest=context.model_digest.hex(),
+        layout=context.layout,
         segment_folder=Path(config.segment_dir),
         lookup_timeout_seconds=config.pool_patience,
         paced_bytes_per_second=float(rate),
     )
-    return PoolClient(terms, parts.address_space, parts.own_arena)
+    return PoolClient(client_config, context.address_space, context.own_arena)

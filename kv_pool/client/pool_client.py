@@ -1,10 +1,11 @@
-"""A node's side of the pool: attach, look up, publish, and attach again when the pool is gone.
+"""A node's client of its host's pool: attaches, looks up, publishes, and reconnects.
 
-    dial -> AttachPool -> Attached: lock the byte, map the segment -> questions ... -> broken -> dial again after RETRY
-                       -> refused: the pool serves another model; dialled again, and said once
+    dial -> AttachPool -> Attached: lock the fence byte, map the segment -> questions ... -> lost
+         ^             -> refused, for example because the pool serves another model       |
+         +------------------- after a delay, see RedialBackoff ----------------------------+
 
-What a pool does or lacks is never an error of the node's: a look-up is a miss, a publication is
-dropped.
+A pool that is missing or fails is never an error for the node: a look-up is then a miss, and a
+publication is dropped.
 """
 
 import asyncio
@@ -36,23 +37,20 @@ from kv_pool.common.protocol import (
 )
 from kv_pool.core.client.redial_backoff import RedialBackoff
 
-_GOODBYE_TIMEOUT_SECONDS = 1.0  # seconds
-_TRANSIENT_ERRORS = (
-    PeerUnreachable,
-    ShuttingDown,
-    TimeoutError,
-)  # and perhaps back at any moment; everything else is a refusal
+_GOODBYE_TIMEOUT_SECONDS = 1.0
+# After these the pool may be back at any moment; every other error is a refusal.
+_TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)
 
 
 class PoolClient:
-    """`run` belongs to an event loop; everything else may be called from any thread, and returns at
-    once. `own` is the node's arena; the pool's segment is mapped in `space`."""
+    """The client. `run` belongs to an event loop; all other methods are thread-safe and return at
+    once. The pool's segment is mapped in `space`, beside the node's own `arena`."""
 
     def __init__(
         self,
         config: PoolClientConfig,
         space: BlockAddressSpace,
-        own: memoryview,
+        arena: memoryview,
         *,
         clock: Clock = monotonic_clock,
     ) -> None:
@@ -65,20 +63,19 @@ class PoolClient:
         self._num_attachments = self._num_dials = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: PoolConnection | None = None
-        self._connections: dict[
-            int, PoolConnection
-        ] = {}  # by number of the attachment: those that are still used, too
-        self._last_complaint = ""
+        # By number of the attachment; includes detached ones that are still in use.
+        self._connections: dict[int, PoolConnection] = {}
+        self._last_error = ""  # logged once as long as it stays the same
         self._redial_backoff = RedialBackoff(RETRY_SECONDS, MAX_REFUSED_RETRY_SECONDS)
         self._redial_seconds = RETRY_SECONDS
         self._counters: dict[str, float] = {}
         self._publisher = Publisher(
-            own,
+            arena,
             config.layout,
             config.paced_bytes_per_second,
-            line=lambda: self._connection,
-            conclude=self._on_publication_ended,
-            soon=self._call_on_loop,
+            get_connection=lambda: self._connection,
+            on_concluded=self._on_publication_ended,
+            call_on_loop=self._call_on_loop,
             clock=clock,
         )
         self._log = log.get_logger("pool")
@@ -88,7 +85,7 @@ class PoolClient:
         return self._connection is not None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Stay attached to the pool until cancelled."""
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
@@ -98,37 +95,37 @@ class PoolClient:
                 try:
                     async with dialer.open_channel(self._config.address) as channel:
                         await self._run_stream(PoolStream(channel))
-                except (
-                    Exception
-                ) as error:  # a defect costs this attachment, not all that would follow
+                except Exception as error:  # a bug ends this attachment, not the later ones
                     self._log.error(
                         "attaching failed",
                         kind=type(error).__name__,
                         places=log.get_traceback_places(error),
                     )
                     self._redial_seconds = self._redial_backoff.delay_after_refusal()
-                await asyncio.sleep(self._redial_seconds)  # a redial's pause, not a poll
+                await asyncio.sleep(self._redial_seconds)  # the delay of a redial, not polling
         finally:
             await asyncio.to_thread(self._publisher.close)
 
     def find_prefix(
         self,
         root: BlockHash,
-        names: bytes,
-        tokens: bytes,
+        packed_hashes: bytes,
+        packed_tokens: bytes,
         max_tokens: int,
-        then: Callable[[PoolHit], None],
+        on_result: Callable[[PoolHit], None],
         *,
         partial: bool = True,
         token_seconds: float | None = None,
         elsewhere: RemotePrefix | None = None,
     ) -> None:
-        """Look a prompt up: `names` and `tokens` as in kv_pool/core/index/prompt_chain.py;
-        `token_seconds` is what this node takes to compute a token of a prompt, if it knows;
-        `elsewhere` is another host's pool that may have more. `then` is called once, on the loop:
-        within `find_patience`, or, if more is on its way to the pool's memory, by when computing
-        that would have been as quick, but within LOAD_PATIENCE."""
-        chain = pb.Chain(root=root, names=names, tokens=tokens)
+        """Look up the longest prefix of a prompt (see kv_pool/core/index/prompt_chain.py).
+
+        `token_seconds` is the time in which this node computes a token of a prompt, None if
+        unknown; `elsewhere` is another host's pool that may have a longer prefix. `on_result` is
+        called once, on the loop, within `lookup_timeout_seconds`; if more blocks are pending, after
+        the time in which they could be computed, or after MAX_LOAD_WAIT_SECONDS, at the latest.
+        """
+        chain = pb.Chain(root=root, names=packed_hashes, tokens=packed_tokens)
         find = pb.FindPrefix(
             chain=chain,
             max_tokens=max_tokens,
@@ -136,23 +133,26 @@ class PoolClient:
             token_seconds=token_seconds or 0.0,
             elsewhere=remote_prefix_to_pb(elsewhere),
         )
-        self._call_on_loop(lambda: self._start_lookup(pb.PoolQuestion(find=find), then))
+        self._call_on_loop(lambda: self._start_lookup(pb.PoolQuestion(find=find), on_result))
 
     def release_pin(self, pin: PoolPin) -> None:
-        """Nothing that it pins is read any more. Raises ValueError for a pin that is not held."""
-        line = self._connections.get(pin.attachment_number)
-        if line is None:
+        """Release a pin, when its blocks are not read any more.
+
+        Raises ValueError for a pin that is not held.
+        """
+        connection = self._connections.get(pin.attachment_number)
+        if connection is None:
             raise ValueError(f"{pin} is released and not held")
-        line.release_pin(pin)
-        if line.attachment.is_unmapped:
+        connection.release_pin(pin)
+        if connection.attachment.is_unmapped:
             self._connections.pop(pin.attachment_number, None)
 
-    def publish_blocks(self, job: PublishRequest) -> bool:
-        """False: it is dropped, and `job.then` is not called."""
-        taken = self.is_attached and self._publisher.add_request(job)
-        if not taken:
+    def publish_blocks(self, request: PublishRequest) -> bool:
+        """Queue a publication; returns False if it is dropped, and `on_done` is not called."""
+        is_queued = self.is_attached and self._publisher.add_request(request)
+        if not is_queued:
             self._count("baton_pool_publish_dropped_total")
-        return taken
+        return is_queued
 
     def counters(self) -> dict[str, float]:
         return self._counters | {
@@ -163,28 +163,29 @@ class PoolClient:
 
     # attaching
 
-    async def _run_stream(self, session: PoolStream) -> None:
-        """One stream, to its end."""
-        running = asyncio.create_task(session.run())
+    async def _run_stream(self, stream: PoolStream) -> None:
+        """Attach over a stream and wait until the stream ends."""
+        running = asyncio.create_task(stream.run())
         self._redial_seconds = self._redial_backoff.delay_after_disconnect()
         try:
-            line = await self._attach(session)
-            if line is None:
+            connection = await self._attach(stream)
+            if connection is None:
                 return
-            self._connection = line
-            self._log.info("attached to the pool", attachment=line.attachment.number)
-            self._last_complaint = ""
+            self._connection = connection
+            self._log.info("attached to the pool", attachment=connection.attachment.number)
+            self._last_error = ""
             self._redial_backoff.reset()
             await asyncio.wait({running})
         except asyncio.CancelledError:
-            await self._send_goodbye(session)
+            await self._send_goodbye(stream)
             raise
         finally:
             self._drop_connection()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _attach(self, session: PoolStream) -> PoolConnection | None:
+    async def _attach(self, stream: PoolStream) -> PoolConnection | None:
+        """Attach; returns None, and logs the reason, if that fails."""
         config = self._config
         question = pb.AttachPool(
             protocol_version=POOL_PROTOCOL_VERSION,
@@ -196,51 +197,53 @@ class PoolClient:
         )
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_SECONDS):
-                answer = await session.send_question(pb.PoolQuestion(attach=question))
+                answer = await stream.send_question(pb.PoolQuestion(attach=question))
             number = self._num_attachments = self._num_attachments + 1
             attachment = await asyncio.to_thread(
                 PoolAttachment, number, answer.attached, self._segment_mappings
             )
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {ATTACH_TIMEOUT_SECONDS:g} s"
-            if reason != self._last_complaint:  # once, as long as it stays the same
-                self._log.warning("no pool", address=config.address, reason=reason)
-            self._last_complaint = reason
+            if reason != self._last_error:
+                self._log.warning("attach failed", address=config.address, reason=reason)
+            self._last_error = reason
             if not isinstance(error, _TRANSIENT_ERRORS):
                 self._redial_seconds = self._redial_backoff.delay_after_refusal()
             return None
-        for old in [
-            one for one, line in list(self._connections.items()) if line.attachment.is_unmapped
-        ]:
-            self._connections.pop(old, None)  # whose last user was a publication
-        line = self._connections[number] = PoolConnection(
-            session, attachment, asyncio.get_running_loop()
-        )
-        return line
+        # Connections whose last user was a publication are still listed.
+        for old, connection in list(self._connections.items()):
+            if connection.attachment.is_unmapped:
+                self._connections.pop(old, None)
+        connection = PoolConnection(stream, attachment, asyncio.get_running_loop())
+        self._connections[number] = connection
+        return connection
 
     def _drop_connection(self) -> None:
-        line, self._connection = self._connection, None
-        if line is not None:
-            if line.attachment.detach():
-                self._connections.pop(line.attachment.number, None)
-            self._log.warning("the pool is gone, or gives this node up")
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if connection.attachment.detach():
+                self._connections.pop(connection.attachment.number, None)
+            self._log.warning("pool connection lost")
 
-    async def _send_goodbye(self, session: PoolStream) -> None:
-        """With a word, if nothing of the pool's is used here any more."""
-        line, self._connection = self._connection, None
-        if line is not None and line.attachment.detach():
+    async def _send_goodbye(self, stream: PoolStream) -> None:
+        """Detach, with a goodbye if this node does not use the segment any more."""
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.attachment.detach():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_SECONDS):
-                    await session.send_goodbye()
+                    await stream.send_goodbye()
 
     # looking up, on the loop
 
-    def _start_lookup(self, question: pb.PoolQuestion, then: Callable[[PoolHit], None]) -> None:
-        line = self._connection
-        if line is None:
-            then(POOL_MISS)
+    def _start_lookup(
+        self, question: pb.PoolQuestion, on_result: Callable[[PoolHit], None]
+    ) -> None:
+        connection = self._connection
+        if connection is None:
+            on_result(POOL_MISS)
             return
-        PrefixLookup(line, question, then, self._count, self._config.lookup_timeout_seconds)
+        timeout = self._config.lookup_timeout_seconds
+        PrefixLookup(connection, question, on_result, self._count, timeout)
 
     # publishing, on the loop
 
@@ -254,7 +257,7 @@ class PoolClient:
             self._count("baton_pool_publications_late_total", lag > LATE_PUBLICATION_SECONDS)
         job.request.on_done(hit)
 
-    # inside
+    # internal
 
     def _call_on_loop(self, call: Callable[[], None]) -> None:
         loop = self._loop

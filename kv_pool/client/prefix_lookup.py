@@ -1,4 +1,4 @@
-"""One question of a node to its pool: answered in time, or a miss."""
+"""One look-up of a prefix in the pool: answered in time, or a miss."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,30 +13,35 @@ _AnswerFuture = asyncio.Future[PoolAnswer]
 
 
 class PrefixLookup:
-    """`then` is called once, on the loop. If more is on its way to the pool's memory, that is
-    waited for as long as it pays; after that, what was found at first counts. What comes later is
-    released at once. `count` counts by metric; `patience`: seconds for the first answer."""
+    """One look-up, which calls `on_result` once, on the event loop.
+
+    If the first answer says that more blocks are pending, the look-up waits for a second answer as
+    long as that pays off; on a time-out the first answer is the result. Pins of answers that come
+    too late are released at once.
+    """
 
     def __init__(
         self,
-        line: PoolConnection,
+        connection: PoolConnection,
         question: PoolQuestion,
-        then: Callable[[PoolHit], None],
+        on_result: Callable[[PoolHit], None],
         count: Callable[[str], None],
-        patience: float,
+        timeout_seconds: float,
     ) -> None:
-        self._connection = line
-        self._on_result = then
+        """`count` increments a metric; `timeout_seconds` is that of the first answer."""
+        self._connection = connection
+        self._on_result = on_result
         self._count = count
         self._is_open = True
-        self._first_hit = POOL_MISS  # what is there, while more is waited for
+        self._first_hit = POOL_MISS  # result of the first answer, while a second one is expected
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(
-            patience, self._on_timeout, "baton_pool_lookups_late_total"
+            timeout_seconds, self._on_timeout, "baton_pool_lookups_late_total"
         )
-        more: _AnswerFuture = self._loop.create_future()
-        more.add_done_callback(self._on_second_answer)
-        line.stream.send_question(question, more).add_done_callback(self._on_first_answer)
+        second_answer: _AnswerFuture = self._loop.create_future()
+        second_answer.add_done_callback(self._on_second_answer)
+        first_answer = connection.stream.send_question(question, second_answer)
+        first_answer.add_done_callback(self._on_first_answer)
 
     def _on_first_answer(self, answer: _AnswerFuture) -> None:
         hit = self._register_hit(answer)
@@ -46,13 +51,12 @@ class PrefixLookup:
             return
         self._first_hit = hit
         self._timer.cancel()
-        patience = min(found.patience, MAX_LOAD_WAIT_SECONDS)
+        wait_seconds = min(found.patience, MAX_LOAD_WAIT_SECONDS)
         self._timer = self._loop.call_later(
-            patience, self._on_timeout, "baton_pool_loads_late_total"
+            wait_seconds, self._on_timeout, "baton_pool_loads_late_total"
         )
 
     def _on_second_answer(self, answer: _AnswerFuture) -> None:
-        """The second answer."""
         hit = self._register_hit(answer)
         if self._is_open and hit.pin is None:
             self._finish(self._first_hit)

@@ -1,5 +1,4 @@
-"""Publishing: a thread of its own copies a node's blocks into places that the pool gives, and
-nobody waits for it."""
+"""Publishing: a background thread copies a node's blocks to blocks that the pool grants."""
 
 import threading
 from collections.abc import Callable
@@ -18,45 +17,47 @@ from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.client.publish_queue import PublishQueue
 
 _MAX_JOBS = 256
-_PIECE_BYTES = 64 << 20  # bytes published at once: what has been copied is found before the rest is
+_PIECE_BYTES = 64 << 20  # per publication, so that the first blocks are findable before the rest
 
+# Gets a job that has ended, with its blocks in the pool, or None if they were not published.
 OnConcluded = Callable[["PublishJob", PoolHit | None], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishJob:
-    """`queued_at`: when it came. `written` is how many blocks it has put into the pool, in the
-    end."""
+    """A request in the publisher's queue."""
 
     request: PublishRequest
-    queued_at: float
+    queued_at: float  # seconds
 
     @property
     def end_block(self) -> int:
+        """The number of blocks in the chain, up to the last one to publish."""
         return len(self.request.packed_hashes) // HASH_BYTES
 
 
 class Publisher:
-    """`own` is the node's arena. `line` is asked for the current one before each job. `conclude` is
-    called on the loop, once for each job; `soon` is how to get there."""
+    """Publishes the blocks of a node's arena on a thread of its own."""
 
     def __init__(
         self,
-        own: memoryview,
+        arena: memoryview,
         layout: KVLayout,
-        rate: float,
-        line: Callable[[], PoolConnection | None],
-        conclude: OnConcluded,
-        soon: Callable[[Callable[[], None]], None],
+        bytes_per_second: float,
+        get_connection: Callable[[], PoolConnection | None],
+        on_concluded: OnConcluded,
+        call_on_loop: Callable[[Callable[[], None]], None],
         clock: Clock,
     ) -> None:
-        self._own_rows = BlockRows(own, layout.block_bytes)
+        """`bytes_per_second` limits paced jobs; `get_connection` is called before each job;
+        `on_concluded` is called once for each job, on the loop, by way of `call_on_loop`."""
+        self._own_rows = BlockRows(arena, layout.block_bytes)
         self._layout = layout
         self._blocks_per_piece = max(1, _PIECE_BYTES // layout.block_bytes)
-        self._queue: PublishQueue[PublishJob] = PublishQueue(_MAX_JOBS, rate)
-        self._get_connection = line
-        self._on_concluded = conclude
-        self._call_on_loop = soon
+        self._queue: PublishQueue[PublishJob] = PublishQueue(_MAX_JOBS, bytes_per_second)
+        self._get_connection = get_connection
+        self._on_concluded = on_concluded
+        self._call_on_loop = call_on_loop
         self._clock = clock
         self._changed = threading.Condition()
         self._closing = False
@@ -66,25 +67,27 @@ class Publisher:
 
     @property
     def written_blocks(self) -> int:
-        """Blocks so far."""
+        """Blocks published so far."""
         return self._written_blocks
 
     def start(self) -> None:
         self._thread.start()
 
-    def add_request(self, order: PublishRequest) -> bool:
-        """From any thread. False if there is no room."""
-        size = len(order.source_blocks) * self._layout.block_bytes
+    def add_request(self, request: PublishRequest) -> bool:
+        """Queue a request, from any thread; returns False if the queue is full."""
+        size = len(request.source_blocks) * self._layout.block_bytes
         with self._changed:
-            taken = not self._closing and self._queue.add_job(
-                PublishJob(order, self._clock()), size, paced=order.is_rate_limited
+            is_queued = not self._closing and self._queue.add_job(
+                PublishJob(request, self._clock()), size, paced=request.is_rate_limited
             )
             self._changed.notify()
-        return taken
+        return is_queued
 
     def close(self) -> None:
-        """Let the block that is being copied end, and the thread with it. It waits for nothing if
-        its line is over."""
+        """Drop the queue and stop the thread after the block that it is copying.
+
+        The thread does not wait for the pool once its connection is closed.
+        """
         with self._changed:
             self._closing = True
             dropped = self._queue.clear()
@@ -96,19 +99,24 @@ class Publisher:
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
-            line = self._get_connection()
-            rows = line.attachment.begin_copying() if line is not None else None
-            if line is None or rows is None:
+            connection = self._get_connection()
+            rows = connection.attachment.begin_copying() if connection is not None else None
+            if connection is None or rows is None:
                 self._conclude_job(job, None)
                 continue
             try:
                 _PublishTask(
-                    self._own_rows, self._blocks_per_piece, self._on_concluded, job, line, rows
+                    self._own_rows,
+                    self._blocks_per_piece,
+                    self._on_concluded,
+                    job,
+                    connection,
+                    rows,
                 ).run(self._count_written)
             except BatonError as error:
                 self._log.info("not published", code=error.code, reason=error.message)
                 self._conclude_job(job, None)
-            except Exception as error:  # a defect costs this publication, not all that would follow
+            except Exception as error:  # a bug fails this publication, not the later ones
                 self._log.error(
                     "publishing failed",
                     kind=type(error).__name__,
@@ -116,8 +124,8 @@ class Publisher:
                 )
                 self._conclude_job(job, None)
             finally:
-                del rows  # the mapping goes with its last user
-                line.attachment.end_copying()
+                del rows  # a segment is unmapped with its last user
+                connection.attachment.end_copying()
 
     def _next_job(self) -> PublishJob | None:
         with self._changed:
@@ -136,61 +144,60 @@ class Publisher:
 
 
 class _PublishTask:
-    """One job on its way, piece by piece."""
+    """One job in progress, published in pieces of limited size."""
 
     def __init__(
         self,
-        own: BlockRows,
-        piece: int,
-        conclude: OnConcluded,
+        own_rows: BlockRows,
+        blocks_per_piece: int,
+        on_concluded: OnConcluded,
         job: PublishJob,
-        line: PoolConnection,
-        rows: BlockRows,
+        connection: PoolConnection,
+        pool_rows: BlockRows,
     ) -> None:
-        self._own_rows = own
-        self._blocks_per_piece = piece
-        self._on_concluded = conclude
+        self._own_rows = own_rows
+        self._blocks_per_piece = blocks_per_piece
+        self._on_concluded = on_concluded
         self._job = job
-        self._connection = line
-        self._pool_rows = rows
-        self._held_hit: PoolHit | None = (
-            None  # what is published so far, pinned so that the rest can follow
-        )
+        self._connection = connection
+        self._pool_rows = pool_rows
+        # The blocks published so far, pinned so that later pieces can follow them.
+        self._held_hit: PoolHit | None = None
 
     def run(self, count: Callable[[int], None]) -> None:
-        """Concludes the job, or raises."""
+        """Publish the blocks and conclude the job, or raise; `count` gets numbers of blocks."""
         try:
-            upto = self._job.request.first_block
-            while upto < self._job.end_block:
-                upto = min(upto + self._blocks_per_piece, self._job.end_block)
+            end = self._job.request.first_block
+            while end < self._job.end_block:
+                end = min(end + self._blocks_per_piece, self._job.end_block)
                 granted = self._connection.send_and_wait(
-                    self._reserve_question(upto), lambda answer: answer.granted
+                    self._reserve_question(end), lambda answer: answer.granted
                 )
                 if granted.publication:
                     written = granted.first + len(granted.blocks)
-                    self._copy_and_seal(granted, last=written < upto or upto == self._job.end_block)
+                    self._copy_and_seal(granted, last=written < end or end == self._job.end_block)
                     count(len(granted.blocks))
-                    if written < upto:
+                    if written < end:
                         return
-                elif granted.first < upto:  # no room, or what precedes is gone
+                elif granted.first < end:  # no room, or a block before them was evicted
                     return self._conclude_early()
-                elif upto == self._job.end_block:
+                elif end == self._job.end_block:
                     return self._find_published()
-        except Exception:  # of whatever kind: a pin that nobody names again would stay for ever
+        except Exception:  # of any kind: otherwise the pin would stay until this node ends
             self._release_held()
             raise
 
-    def _reserve_question(self, upto: int) -> pb.PoolQuestion:
-        reserve = pb.ReservePlaces(chain=self._chain(upto), first=self._job.request.first_block)
+    def _reserve_question(self, end: int) -> pb.PoolQuestion:
+        reserve = pb.ReservePlaces(chain=self._chain(end), first=self._job.request.first_block)
         return pb.PoolQuestion(reserve=reserve)
 
-    def _chain(self, upto: int) -> pb.Chain:
-        order = self._job.request
-        tokens = len(order.packed_tokens) // self._job.end_block
+    def _chain(self, end: int) -> pb.Chain:
+        request = self._job.request
+        block_bytes = len(request.packed_tokens) // self._job.end_block
         return pb.Chain(
-            root=order.root_hash,
-            names=order.packed_hashes[: upto * HASH_BYTES],
-            tokens=order.packed_tokens[: upto * tokens],
+            root=request.root_hash,
+            names=request.packed_hashes[: end * HASH_BYTES],
+            tokens=request.packed_tokens[: end * block_bytes],
         )
 
     def _copy_and_seal(self, granted: pb.Granted, *, last: bool) -> None:
@@ -198,7 +205,7 @@ class _PublishTask:
         try:
             for number, block in enumerate(granted.blocks, granted.first):
                 checksums.append(self._copy_block(number, block))
-        except Exception:  # of whatever kind: the pool would keep the places until this node ends
+        except Exception:  # of any kind: otherwise the blocks stay reserved until this node ends
             self._connection.send_oneway(
                 pb.PoolQuestion(withdraw={"publication": granted.publication})
             )
@@ -209,10 +216,10 @@ class _PublishTask:
         self._send_and_hold(question, last=last)
 
     def _copy_block(self, number: int, block: int) -> int:
-        """The checksum of what was to be copied."""
+        """Copy one block to the pool; returns the checksum of the source."""
         action = FAILPOINTS.hit("pool.copy.before")
         if self._connection.attachment.is_detached:
-            raise PeerUnreachable("the attachment is over")
+            raise PeerUnreachable("the attachment has ended")
         source = self._job.request.source_blocks[number - self._job.request.first_block]
         self._pool_rows.copy_block(block, self._own_rows, source)
         if action is FailpointAction.CORRUPT:
@@ -220,13 +227,13 @@ class _PublishTask:
         return self._own_rows.checksum(source)
 
     def _find_published(self) -> None:
-        """Others have published all of it."""
+        """Look up blocks that other nodes have published already, to conclude with them."""
         tokens = len(self._job.request.packed_tokens) // TOKEN_BYTES
         find = pb.FindPrefix(chain=self._chain(self._job.end_block), max_tokens=tokens)
         self._send_and_hold(pb.PoolQuestion(find=find), last=True)
 
     def _conclude_early(self) -> None:
-        """What is published is published."""
+        """Conclude with the blocks that are published; the rest is not."""
         held, self._held_hit = self._held_hit, None
         self._connection.call_on_loop(lambda: self._on_concluded(self._job, held))
 
@@ -238,7 +245,7 @@ class _PublishTask:
         self._held_hit = None if last else hit
 
     def _on_answer(self, answer: pb.PoolAnswer, *, last: bool) -> PoolHit:
-        """On the loop."""
+        """Register the pool's answer, on the loop, and conclude the job if it is the last."""
         hit = self._connection.attachment.register_hit(answer.found)
         if last:
             self._on_concluded(self._job, hit if hit.blocks else None)

@@ -1,4 +1,4 @@
-"""One stream to the pool, as questions and answers. Belongs to one event loop."""
+"""A node's stream to its pool: questions and their answers. Belongs to one event loop."""
 
 import asyncio
 from dataclasses import dataclass
@@ -12,19 +12,21 @@ from baton.errors import BatonError, PeerUnreachable
 from baton.pb import pool_pb2_grpc
 from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 
-_MAX_UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
-_MAX_UNANSWERED = 4096
+_MAX_UNSENT = 256  # questions; with so many queued, new questions fail
+_MAX_UNANSWERED = 4096  # questions; likewise
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingAnswer:
-    """A question without its answer."""
+    """A question that has no answer yet."""
 
     answer: "asyncio.Future[PoolAnswer]"
-    second_answer: "asyncio.Future[PoolAnswer] | None"
+    second_answer: "asyncio.Future[PoolAnswer] | None"  # if the first one announces it
 
 
 class PoolStream:
+    """One gRPC stream to the pool, from its opening to its end."""
+
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call: Any = pool_pb2_grpc.PoolLinkStub(channel).Attach()
         self._ids = count(1)
@@ -33,12 +35,14 @@ class PoolStream:
         self._is_closed = False
 
     def send_question(
-        self, question: PoolQuestion, more: "asyncio.Future[PoolAnswer] | None" = None
+        self, question: PoolQuestion, second_answer: "asyncio.Future[PoolAnswer] | None" = None
     ) -> "asyncio.Future[PoolAnswer]":
-        """The answers' futures are done in the order in which the pool gave them; with PeerGone
-        when the stream ends first, or is too slow to take the question, and with what the pool says
-        if it refuses. `more` is for a second answer, if the first one says that there will be
-        one."""
+        """Send a question; returns the future of its answer.
+
+        Futures complete in the order of the pool's answers. They fail with the error that the pool
+        answers, or with PeerUnreachable when the stream ends first or cannot take the question.
+        `second_answer` gets a second answer, if the first one announces it.
+        """
         answer: asyncio.Future[PoolAnswer] = asyncio.get_running_loop().create_future()
         question.id = next(self._ids)
         if (
@@ -46,44 +50,46 @@ class PoolStream:
             or len(self._pending) >= _MAX_UNANSWERED
             or not self._queue_question(question)
         ):
-            answer.set_exception(PeerUnreachable("the pool is gone or too slow"))
+            answer.set_exception(PeerUnreachable("pool connection lost or too slow"))
         else:
-            self._pending[question.id] = _PendingAnswer(answer, more)
+            self._pending[question.id] = _PendingAnswer(answer, second_answer)
         return answer
 
     def send_oneway(self, question: PoolQuestion) -> None:
-        """What has no answer. A stream that cannot take it is given up: the pool learns all from
-        the byte then."""
+        """Send a question that has no answer.
+
+        A stream that cannot take it is closed; the pool then learns from the fence byte that the
+        attachment has ended.
+        """
         question.id = next(self._ids)
         if not self._is_closed and not self._queue_question(question):
             self._call.cancel()
 
     async def run(self) -> None:
-        """Until the stream ends."""
+        """Read answers until the stream ends."""
         writer = asyncio.create_task(self._write())
-        reason = "the pool is gone"
+        reason = "pool connection lost"
         try:
             while (answer := await self._call.read()) is not grpc.aio.EOF:
                 self._on_answer(answer)
         except grpc.aio.AioRpcError as error:
-            reason = f"the pool is gone ({error.code().name}: {error.details()})"
+            reason = f"pool connection lost ({error.code().name}: {error.details()})"
         finally:
             writer.cancel()
             self.close(reason)
 
     async def send_goodbye(self) -> None:
-        """After everything that was told; returns when the pool has heard it, or the stream is
-        broken anyway."""
+        """Detach after all that was sent; returns when the pool has ended the stream."""
         self.send_oneway(PoolQuestion(goodbye={}))
         await self._call.code()
 
     def close(self, reason: str) -> None:
-        """Idempotent."""
+        """Cancel the stream and fail all unanswered questions. Idempotent."""
         self._is_closed = True
         self._call.cancel()
-        waiting, self._pending = self._pending, {}
-        for question in waiting.values():
-            _fail(question.answer, PeerUnreachable(reason))
+        unanswered, self._pending = self._pending, {}
+        for pending in unanswered.values():
+            _fail(pending.answer, PeerUnreachable(reason))
 
     def _queue_question(self, question: PoolQuestion) -> bool:
         try:
@@ -97,25 +103,22 @@ class PoolStream:
             question = await self._unsent.get()
             try:
                 await self._call.write(question)
-            except (
-                asyncio.InvalidStateError,
-                grpc.RpcError,
-            ):  # the stream has ended: the reader is told how
-                return
+            except (asyncio.InvalidStateError, grpc.RpcError):
+                return  # the stream has ended; `run` reports the reason
 
     def _on_answer(self, answer: PoolAnswer) -> None:
-        question = self._pending.pop(answer.id, None)
-        if question is None:
+        pending = self._pending.pop(answer.id, None)
+        if pending is None:
             return
-        if question.second_answer is not None and answer.found.loading:
-            self._pending[answer.id] = _PendingAnswer(question.second_answer, None)
+        if pending.second_answer is not None and answer.found.loading:
+            self._pending[answer.id] = _PendingAnswer(pending.second_answer, None)
         if answer.HasField("error"):
-            _fail(question.answer, error_from_pb(answer.error))
-        elif not question.answer.done():
-            question.answer.set_result(answer)
+            _fail(pending.answer, error_from_pb(answer.error))
+        elif not pending.answer.done():
+            pending.answer.set_result(answer)
 
 
 def _fail(answer: "asyncio.Future[PoolAnswer]", error: BatonError) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # whoever asked may have gone: then nobody else looks at it
+        answer.exception()  # mark as retrieved: the caller may not wait for it any more

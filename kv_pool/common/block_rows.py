@@ -1,4 +1,4 @@
-"""A segment as rows, one for each block. Copying and hashing a row release Python's lock."""
+"""A segment as rows of one block each; copying and hashing a row release the GIL."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import xxhash
 
 class BlockRows:
     def __init__(self, memory: memoryview, block_bytes: int) -> None:
-        """A tail shorter than a block is left alone."""
+        """View `memory` as rows of `block_bytes`; a shorter rest at its end is ignored."""
         count = len(memory) // block_bytes
         self._rows = np.frombuffer(memory, dtype=np.uint8, count=count * block_bytes).reshape(
             count, block_bytes
@@ -18,24 +18,25 @@ class BlockRows:
         return len(self._rows)
 
     def row(self, block: int) -> memoryview:
-        """Its memory."""
+        """Return the memory of one block."""
         memory: memoryview = self._rows[block].data
         return memory
 
-    def copy_block(self, block: int, source: "BlockRows", of: int) -> None:
-        np.copyto(self._rows[block], source._rows[of])
+    def copy_block(self, block: int, source: "BlockRows", source_block: int) -> None:
+        """Copy `source_block` of `source` to `block`."""
+        np.copyto(self._rows[block], source._rows[source_block])
 
     def checksum(self, block: int) -> int:
-        """XXH3, 64 bits."""
+        """Return the 64-bit XXH3 of a block."""
         return xxhash.xxh3_64_intdigest(self._rows[block].data)
 
     def count_intact(self, blocks: Sequence[int], checksums: Sequence[int]) -> int:
-        """How many leading blocks are what their checksums say."""
+        """Return how many of the first blocks match their checksums, up to the first mismatch."""
         for number, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
             if self.checksum(block) != checksum:
                 return number
         return len(blocks)
 
     def flip_bit(self, block: int) -> None:
-        """Damage it: the `corrupt` failpoint."""
+        """Corrupt a block, for the `corrupt` action of failpoints."""
         self._rows[block, 0] ^= 1

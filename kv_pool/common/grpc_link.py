@@ -1,6 +1,8 @@
-"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate
-that only the cluster token can make (baton/network/cluster_certificates.py), so that neither a
-process without the token nor one that took a dead pool's port is believed."""
+"""gRPC connections between a node and its pool, and between pools.
+
+Both ends have a certificate derived from the cluster token (baton/network/cluster_certificates.py),
+so that neither a process without the token nor one that took over a dead pool's port is trusted.
+"""
 
 from collections import OrderedDict
 
@@ -17,13 +19,13 @@ from baton.network.connection_limits import PortLimit
 from baton.network.grpc_options import grpc_server_options
 from baton.pb import pool_pb2_grpc
 
-_MAX_STREAMS = 256  # at a time
-_MAX_STREAMS_PER_CONNECTION = 64  # a node has one; between two pools there is one a promotion
-_IDLE_SECONDS = 60.0  # without a stream
+_MAX_STREAMS = 256  # open at the same time
+_MAX_STREAMS_PER_CONNECTION = 64  # a node has one; between two pools there is one per promotion
+_IDLE_SECONDS = 60.0  # a connection without a stream is closed after this
 _SERVER_OPTIONS = (*LINK_CHANNEL_OPTIONS, ("grpc.max_metadata_size", 1 << 12))
 _CLIENT_OPTIONS = (
     *LINK_CHANNEL_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel gets the connection of the last one
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel reuses the old connection
     ("grpc.enable_http_proxy", 0),
     ("grpc.ssl_target_name_override", DECODE_CERTIFICATE_NAME),
 )
@@ -36,8 +38,10 @@ def make_server(
     peers: pool_pb2_grpc.PoolPeersServicer,
     limit: PortLimit,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that is not started yet, and its port. Raises ConfigError when `where`, HOST:PORT,
-    cannot be bound."""
+    """Build a server that is not started yet; returns it with its port.
+
+    Raises ConfigError when `where` (HOST:PORT) cannot be bound.
+    """
     options = (
         *_SERVER_OPTIONS,
         *grpc_server_options(limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS),
@@ -55,21 +59,20 @@ def make_server(
 
 
 class PoolDialer:
-    """Its certificate is made once."""
+    """Opens channels to pools, with one certificate for all of them."""
 
     def __init__(self, token: str) -> None:
         self._credentials = writer_channel_credentials(token)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """The pool at `address`, HOST:PORT."""
+        """Open a channel to the pool at `address`, HOST:PORT."""
         return grpc.aio.secure_channel(address, self._credentials, options=_CLIENT_OPTIONS)
 
 
 class PeerChannels:
-    """To other pools, by address: one each, made when it is wanted and kept until it fails, at most
-    MOST."""
+    """Channels to other pools, one per address, opened on demand and kept until they fail."""
 
-    MAX_CHANNELS = 64
+    MAX_CHANNELS = 64  # beyond this the least recently used one is closed
 
     def __init__(self, dialer: PoolDialer) -> None:
         self._dialer = dialer
@@ -85,7 +88,7 @@ class PeerChannels:
         return channel
 
     async def close_channel(self, address: str, channel: grpc.aio.Channel) -> None:
-        """It has failed: the next one is dialled anew, without a pause."""
+        """Close a channel that has failed; the next `get_channel` dials at once."""
         if self._open.get(address) is channel:
             del self._open[address]
         await channel.close()

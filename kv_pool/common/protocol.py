@@ -1,4 +1,4 @@
-"""What both ends of a PoolLink agree on."""
+"""Constants and data that a pool shares with its clients and with other pools."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,46 +8,37 @@ from baton.types import NodeName
 
 POOL_PROTOCOL_VERSION = 1
 PEER_PROTOCOL_VERSION = 1  # between pools
-MAX_LOAD_WAIT_SECONDS = (
-    5.0  # seconds a lookup waits at most for what is on its way to the pool's memory
-)
-REMOTE_TIER = "remote"  # the tier of what comes from another host's pool
-# seconds between two attempts to attach, and between two to prove that an attachment is over
+MAX_LOAD_WAIT_SECONDS = 5.0  # a look-up waits at most so long for pending blocks
+REMOTE_TIER = "remote"  # tier of blocks that come from another host's pool
+# Between two attempts to attach, and between two attempts to show that an attachment has ended.
 RETRY_SECONDS = 0.2
-MAX_REFUSED_RETRY_SECONDS = (
-    10.0  # seconds, at most, between two attempts to attach to a pool that refuses
-)
-LATE_PUBLICATION_SECONDS = (
-    1.0  # seconds from when a publication is wanted until it is found; more is counted
-)
-ATTACH_TIMEOUT_SECONDS = (
-    60.0  # seconds for the first answer: the pool makes its segment when its first node comes
-)
+MAX_REFUSED_RETRY_SECONDS = 10.0  # longest delay before dialling a pool that refuses the node
+LATE_PUBLICATION_SECONDS = 1.0  # a publication that takes longer is counted as late
+# Until the first answer: the pool creates its segment when the first node attaches.
+ATTACH_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolIdentity:
-    """A pool as other pools see it. `segment_name`: the name of its segment; `model_digest` in
-    hex."""
+    """A pool as other pools see it."""
 
     name: NodeName
     host_id: str
     segment_name: str
-    model_digest: str
+    model_digest: str  # hex
     layout: KVLayout
 
 
 @dataclass(frozen=True, slots=True)
 class PoolClientConfig:
-    """`address`: HOST:PORT of the pool; `token`: the cluster's; `model_digest` in hex;
-    `lookup_timeout_seconds`: seconds until a look-up is a miss."""
+    """What a node's pool client needs to know of the node and of the pool."""
 
-    address: str
-    token: str
-    node: str
+    address: str  # of the pool, HOST:PORT
+    token: str  # the cluster token
+    node: str  # name of the node
     host_id: str
-    model_digest: str
+    model_digest: str  # hex
     layout: KVLayout
     segment_folder: Path
-    lookup_timeout_seconds: float
-    paced_bytes_per_second: float = 256.0 * (1 << 20)
+    lookup_timeout_seconds: float  # without an answer until then, a look-up is a miss
+    paced_bytes_per_second: float = 256.0 * (1 << 20)  # of publications that are rate limited

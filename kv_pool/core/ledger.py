@@ -1,4 +1,4 @@
-"""The ledger of a pool: the states of its blocks, and a balanced snapshot that names every owner."""
+"""The ledger of a pool: states of its blocks, and a balanced snapshot that names every owner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,11 +1,13 @@
-"""The pool's disk, as its event loop sees it: what goes there, what comes back, and the account.
+"""The disk tier on the pool's event loop: demotions, loads and the ledger of the disk.
 
-    memory evicts a block that was hit -> `carry_out`: copied to a free row at once, written some time
-    a look-up goes on where memory ends -> `offer`: read back, if that is quicker than computing
+    Memory evicts a block that was used: `stage_demotions` copies it to a free staging row at once;
+    the I/O thread writes it later.
+    A look-up continues beyond memory: `plan_load` offers to read the next blocks back, if that is
+    faster than computing them.
 
-The checksum that a publisher gave stays with its block: in memory, in the journal, and when it is
-read back. So nothing is hashed on the way out, and what is wrong on the disk, or was damaged in
-memory before, does not come back.
+The checksum that a publisher gave stays with its block in memory, in the journal and when it is
+read back. So demotions need no hashing, and a block that was damaged on disk, or in memory before,
+is never loaded.
 """
 
 import asyncio
@@ -29,19 +31,17 @@ from kv_pool.memory.block_loader import LoadPlan, LoadRequest
 from kv_pool.memory.segment_store import SegmentStore
 
 DISK_TIER = "disk"
-_MAX_LOAD_BYTES = 64 << 20  # bytes read at once: what has come is found before the rest is
-_MAX_DEMOTIONS_PER_GRANT = (
-    128  # blocks that one grant may send to disk: some milliseconds of the event loop
-)
+_MAX_LOAD_BYTES = 64 << 20  # per read, so that the first blocks are findable before the rest
+_MAX_DEMOTIONS_PER_GRANT = 128  # blocks: planning them takes some milliseconds of the event loop
 
 
 class DiskTier:
-    """Opened in the background: until then, and after a failure, there is no disk."""
+    """The disk of an open pool. It is mounted in the background; after a failure there is none."""
 
     def __init__(
         self,
-        terms: DiskSettings,
-        eviction: EvictorFactory,
+        disk_settings: DiskSettings,
+        make_evictor: EvictorFactory,
         pool: SharedBlockPool,
         store: SegmentStore,
         digest: str,
@@ -52,23 +52,23 @@ class DiskTier:
         self._checksums = array("Q", bytes(8 * pool.memory.num_blocks))  # by block of memory
         self._load_cost = LoadCostModel()
         self._disk: MountedDisk | None = None
-        self._failed_disk: MountedDisk | None = None  # it has failed
+        self._failed_disk: MountedDisk | None = None
         self._closing = False
         self._loads: set[_DiskLoad] = set()
         self._copying: asyncio.Future[None] | None = None
         self._counters: dict[str, float] = {}
         self._log = log.get_logger("pool")
         self._loop = asyncio.get_running_loop()
-        self._opening = self._loop.create_task(self._open(terms, eviction, digest))
+        self._opening = self._loop.create_task(self._open(disk_settings, make_evictor, digest))
 
     def counters(self) -> dict[str, float]:
         disk = self._disk
-        told = self._counters | {
+        counters = self._counters | {
             "baton_pool_disk_dropped_blocks_total": float(self._pool.dropped_demotions)
         }
         if disk is None:
-            return told
-        return told | {
+            return counters
+        return counters | {
             "baton_pool_disk_slots": float(disk.tier.num_blocks),
             "baton_pool_disk_slots_used": float(len(disk.tier.index)),
             "baton_pool_disk_written_bytes_total": float(
@@ -78,14 +78,14 @@ class DiskTier:
         }
 
     def ledger(self, now: float) -> PoolLedger | None:
-        """Of its slots; None if there is no disk."""
+        """Return the ledger of the slots; None if there is no disk."""
         if self._disk is None:
             return None
         loads = {load.last_slot: load.started_at for load in self._loads}
         return build_slot_ledger(self._disk.tier, loads, self._disk.io_thread.unwritten_slots, now)
 
     async def close(self) -> None:
-        """When everything is written."""
+        """Close the disk when everything is written."""
         self._closing = True
         await asyncio.gather(self._opening, return_exceptions=True)
         if self._copying is not None:
@@ -97,16 +97,19 @@ class DiskTier:
     # from memory
 
     def on_blocks_sealed(self, blocks: Sequence[int], checksums: Sequence[int]) -> None:
-        """These are in memory now, and are what their publisher says."""
+        """Remember the checksums of blocks that were verified in memory."""
         for block, checksum in zip(blocks, checksums, strict=True):
             self._checksums[block] = checksum
 
-    def stage_demotions(self, moves: Sequence[Demotion]) -> Awaitable[None] | None:
-        """Copy what goes to disk before its memory is used for anything else: that is what is to be
-        waited for, if anything is being copied."""
+    def stage_demotions(self, demotions: Sequence[Demotion]) -> Awaitable[None] | None:
+        """Start copying demoted blocks to staging rows.
+
+        Returns an awaitable that ends when the memory of these and of all earlier ones may be
+        reused; None if no copy is running.
+        """
         disk = self._disk
-        if disk is not None and moves:
-            staged = [self._stage_block(disk, move) for move in moves]
+        if disk is not None and demotions:
+            staged = [self._stage_block(disk, demotion) for demotion in demotions]
 
             def copy() -> None:
                 for memory, row, entry in staged:
@@ -118,97 +121,99 @@ class DiskTier:
             return None
         return asyncio.shield(self._copying)
 
-    def _stage_block(self, disk: MountedDisk, move: Demotion) -> tuple[int, int, JournalEntry]:
-        checksum = disk.checksums[move.disk_slot] = self._checksums[move.memory_block]
-        return (
-            move.memory_block,
-            disk.io_thread.reserve_row(move.disk_slot),
-            make_journal_entry(disk.tier, move.disk_slot, checksum),
-        )
+    def _stage_block(self, disk: MountedDisk, demotion: Demotion) -> tuple[int, int, JournalEntry]:
+        """Reserve a staging row; returns memory block, row and journal entry."""
+        slot = demotion.disk_slot
+        checksum = disk.checksums[slot] = self._checksums[demotion.memory_block]
+        entry = make_journal_entry(disk.tier, slot, checksum)
+        return demotion.memory_block, disk.io_thread.reserve_row(slot), entry
 
     # to memory
 
-    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
-        disk = self._disk
+    def plan_load(self, load_request: LoadRequest, now: float) -> LoadPlan | None:
+        """Offer to read the blocks back; None if they are not on disk or computing is faster."""
+        disk, first_block = self._disk, load_request.first_block
         if disk is None:
             return None
-        slots = self._pool.find_on_disk(wanted.chain, wanted.first_block, wanted.end_block, now)
+        slots = self._pool.find_on_disk(
+            load_request.chain, first_block, load_request.end_block, now
+        )
         if not slots:
             return None
-        tokens, size = self._layout.block_size, self._layout.block_bytes
-        first, count = wanted.first_block * tokens, len(slots) * tokens
-        patience = self._load_cost.max_wait_seconds(
-            first, count, len(slots) * size, wanted.compute_seconds_per_token, now
+        block_tokens, block_bytes = self._layout.block_size, self._layout.block_bytes
+        max_wait = self._load_cost.max_wait_seconds(
+            first_block * block_tokens,
+            len(slots) * block_tokens,
+            len(slots) * block_bytes,
+            load_request.compute_seconds_per_token,
+            now,
         )
-        if patience is None:
+        if max_wait is None:
             self._count("baton_pool_loads_declined_total")
             return None
-        load = _DiskLoad(
-            disk,
-            wanted.first_block,
-            slots[: max(1, _MAX_LOAD_BYTES // size)],
-            now,
-            ended=self._loads.discard,
-        )
+        slots = slots[: max(1, _MAX_LOAD_BYTES // block_bytes)]
+        load = _DiskLoad(disk, first_block, slots, now, on_released=self._loads.discard)
         self._loads.add(load)
 
         async def fetch(publication: Publication) -> Sequence[int]:
             return await self._fetch(load, publication)
 
-        return LoadPlan(
-            DISK_TIER, wanted.first_block + len(load.slots), patience, fetch, load.release_slots
-        )
+        end_block = first_block + len(slots)
+        return LoadPlan(DISK_TIER, end_block, max_wait, fetch, load.release_slots)
 
     async def _fetch(self, load: "_DiskLoad", publication: Publication) -> Sequence[int]:
+        """Read the slots of a publication's blocks; returns the checksums of the intact ones."""
         slots = load.slots_for(publication)
-        sums = [load.disk.checksums[slot] for slot in slots]
-        done = await asyncio.wrap_future(
-            load.disk.io_thread.queue_read(slots, sums, publication.blocks)
+        checksums = [load.disk.checksums[slot] for slot in slots]
+        result = await asyncio.wrap_future(
+            load.disk.io_thread.queue_read(slots, checksums, publication.blocks)
         )
-        size = done.intact_blocks * self._layout.block_bytes
-        if done.intact_blocks:
+        size = result.intact_blocks * self._layout.block_bytes
+        if result.intact_blocks:
             self._load_cost.rate.record_load(
-                size, done.wait_seconds, done.read_seconds, self._clock()
+                size, result.wait_seconds, result.read_seconds, self._clock()
             )
         self._count("baton_pool_disk_read_bytes_total", size)
-        self._count("baton_pool_disk_read_seconds_total", done.read_seconds)
-        if done.intact_blocks < len(slots) and self._disk is not None:
+        self._count("baton_pool_disk_read_seconds_total", result.read_seconds)
+        if result.intact_blocks < len(slots) and self._disk is not None:
             self._count("baton_pool_disk_bad_blocks_total")
-            load.bad_slot = slots[done.intact_blocks]
-        return sums[: done.intact_blocks]
+            load.bad_slot = slots[result.intact_blocks]
+        return checksums[: result.intact_blocks]
 
     # the disk itself
 
-    async def _open(self, terms: DiskSettings, eviction: EvictorFactory, digest: str) -> None:
-        def failed(error: OSError) -> None:
+    async def _open(
+        self, disk_settings: DiskSettings, make_evictor: EvictorFactory, digest: str
+    ) -> None:
+        def on_failed(error: OSError) -> None:
             self._loop.call_soon_threadsafe(self._on_disk_failed, error)
 
         try:
             disk = await asyncio.to_thread(
                 mount_disk,
-                terms,
-                eviction,
+                disk_settings,
+                make_evictor,
                 digest,
                 self._layout,
                 self._store.rows,
                 self._clock,
-                failed,
+                on_failed,
                 lambda: not self._closing,
             )
         except (ConfigError, ShuttingDown) as error:
-            self._log.warning("the pool has no disk", reason=error.message)
+            self._log.warning("disk not mounted", reason=error.message)
             return
         self._disk = disk
         self._pool.mount_disk(
             disk.tier, lambda: min(disk.io_thread.num_free_rows, _MAX_DEMOTIONS_PER_GRANT)
         )
         self._log.info(
-            "disk ready", slots=disk.tier.num_blocks, used=len(disk.tier.index), fresh=disk.is_new
+            "disk ready", slots=disk.tier.num_blocks, used=len(disk.tier.index), is_new=disk.is_new
         )
 
     def _on_disk_failed(self, error: OSError) -> None:
-        """The pool goes on without."""
-        self._log.warning("the disk has failed and is not used any more", reason=error.strerror)
+        """Go on without a disk."""
+        self._log.warning("disk failed, continuing without it", reason=error.strerror)
         self._pool.mount_disk(None, lambda: 0)
         self._failed_disk, self._disk = self._disk, None
 
@@ -217,21 +222,21 @@ class DiskTier:
 
 
 class _DiskLoad:
-    """Slots of one prompt, from chain block `first` on, that are being read; their path is pinned.
-    `bad_slot`: a slot that is not what it should be, and goes with all behind it."""
+    """A load of consecutive blocks of one prompt; their slots are pinned until it ends."""
 
     def __init__(
         self,
         disk: MountedDisk,
-        first: int,
+        first_block: int,
         slots: "array[int]",
-        since: float,
-        ended: Callable[["_DiskLoad"], None],
+        started_at: float,
+        on_released: Callable[["_DiskLoad"], None],
     ) -> None:
-        self.disk, self.slots, self.started_at = disk, slots, since
+        self.disk, self.slots, self.started_at = disk, slots, started_at
+        # A slot that failed its checksum: it is removed in the end, with all blocks after it.
         self.bad_slot: int | None = None
-        self._first_block = first
-        self._on_released = ended
+        self._first_block = first_block  # number in the chain of the block in the first slot
+        self._on_released = on_released
         disk.tier.pin(self.last_slot)
 
     @property
@@ -239,7 +244,7 @@ class _DiskLoad:
         return self.slots[-1]
 
     def slots_for(self, publication: Publication) -> "array[int]":
-        """The slots that fill the publication's blocks."""
+        """Return the slots that fill the publication's blocks."""
         start = publication.first_block - self._first_block
         return self.slots[start : start + len(publication.blocks)]
 

@@ -1,6 +1,8 @@
-"""The one thread that waits for the disk. What it is to write has been copied out of the pool's
-memory before, to rows of its own; there are only so many, so a disk that is behind costs memory of
-a known size. Reads go first."""
+"""The I/O thread of the pool's disk, the only one that waits for it. Reads go before writes.
+
+Blocks to write have been copied to staging rows before, so that their memory can be reused. The
+number of rows is fixed, so a slow disk takes a bounded amount of memory.
+"""
 
 import errno
 import mmap
@@ -19,19 +21,18 @@ from kv_pool.core.disk.journal_records import JournalEntry
 from kv_pool.disk.data_file import DiskFile
 from kv_pool.disk.journal_file import DiskJournalFile
 
-_STAGING_BYTES = 64 << 20  # bytes
+_STAGING_BYTES = 64 << 20
 _MAX_STAGING_ROWS = 1024
-_CLOSE_TIMEOUT_SECONDS = 5.0  # seconds
+_CLOSE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class DiskReadResult:
-    """How many leading blocks were what their checksums say; seconds until it was their turn, and
-    of reading."""
+    """The outcome of one read."""
 
-    intact_blocks: int
-    wait_seconds: float
-    read_seconds: float
+    intact_blocks: int  # blocks that matched their checksums, up to the first mismatch
+    wait_seconds: float  # in the queue
+    read_seconds: float  # on the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,11 @@ class _ReadJob:
 
 
 class DiskIOThread:
-    """Reads into the rows of `memory`. `failed` is called on this thread, once, when the disk
-    fails: then nothing is read or written any more."""
+    """Reads slots into the rows of `memory` and writes staging rows to slots.
+
+    `on_failed` is called on this thread, once, when the disk fails; from then on nothing is read or
+    written.
+    """
 
     def __init__(
         self,
@@ -60,20 +64,20 @@ class DiskIOThread:
         memory: BlockRows,
         block_bytes: int,
         clock: Clock,
-        failed: Callable[[OSError], None],
+        on_failed: Callable[[OSError], None],
     ) -> None:
         self._file, self._journal, self._memory = file, journal, memory
         rows = max(1, min(_MAX_STAGING_ROWS, _STAGING_BYTES // block_bytes))
         self.staging = BlockRows(memoryview(mmap.mmap(-1, rows * block_bytes)), block_bytes)
         self._free_rows = deque(range(rows))
         self._clock = clock
-        self._on_failed = failed
+        self._on_failed = on_failed
         self._changed = threading.Condition()
         self._writes: deque[_WriteJob] = deque()
         self._reads: deque[_ReadJob] = deque()
-        self._writes_by_slot: Counter[int] = Counter()  # slots with writes to come
+        self._writes_by_slot: Counter[int] = Counter()  # number of queued writes
         self._closing = self._has_failed = False
-        self.written_blocks = 0  # blocks
+        self.written_blocks = 0
         self._thread = threading.Thread(target=self._run, name="pool-disk", daemon=True)
         self._thread.start()
 
@@ -81,40 +85,42 @@ class DiskIOThread:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that are free."""
+        """Staging rows that are free."""
         return len(self._free_rows)
 
     @property
     def unwritten_slots(self) -> set[int]:
-        """Slots that are not written yet."""
+        """Slots with a write that has not finished."""
         with self._changed:
             return set(self._writes_by_slot)
 
     def reserve_row(self, slot: int) -> int:
-        """A free row of `staging`, for what `queue_write` then brings to `slot`."""
+        """Take a free row of `staging`, which `queue_write` later writes to `slot`."""
         with self._changed:
             self._writes_by_slot[slot] += 1
         return self._free_rows.popleft()
 
     def queue_write(self, entry: JournalEntry, row: int) -> None:
-        """Bring a row to its slot and say so in the journal, some time; then the row is free."""
+        """Queue the write of a staging row to its slot and journal; the row is free afterwards."""
         with self._changed:
             self._writes.append(_WriteJob(entry, row))
             self._changed.notify()
 
     def queue_read(
-        self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]
+        self, slots: Sequence[int], checksums: Sequence[int], memory_blocks: Sequence[int]
     ) -> "Future[DiskReadResult]":
-        """Bring slots to blocks of memory, up to the first that is not what its checksum says. What
-        is to be written to them before is written before."""
-        job = _ReadJob(slots, checksums, places, self._clock(), Future())
+        """Queue a read of slots into blocks of memory, up to the first that fails its checksum.
+
+        Writes of these slots that were queued before are done first.
+        """
+        job = _ReadJob(slots, checksums, memory_blocks, self._clock(), Future())
         with self._changed:
             self._reads.append(job)
             self._changed.notify()
         return job.result
 
     def close(self) -> None:
-        """When everything is written, or the disk takes too long."""
+        """Stop when everything is written, or the disk takes too long."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -134,15 +140,13 @@ class DiskIOThread:
                     self._run_read(job)
             except OSError as error:
                 self._fail(error)
-            except (
-                Exception
-            ) as error:  # a defect costs the disk, not those who wait for this thread
+            except Exception as error:  # a bug disables the disk; no reader waits for ever
                 log.get_logger("pool").error(
-                    "the disk's thread failed",
+                    "disk thread failed",
                     kind=type(error).__name__,
                     places=log.get_traceback_places(error),
                 )
-                self._fail(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
+                self._fail(OSError(errno.EIO, f"{type(error).__name__} in the disk thread"))
 
     def _next_job(self) -> _WriteJob | _ReadJob | None:
         with self._changed:
@@ -174,20 +178,21 @@ class DiskIOThread:
 
     def _run_read(self, job: _ReadJob) -> None:
         if not job.result.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        began, whole = self._clock(), 0
+            return  # the reader has cancelled it
+        started_at, num_intact = self._clock(), 0
         try:
             if not self._has_failed:
-                whole = self._read_blocks(job)
+                num_intact = self._read_blocks(job)
         finally:
-            ended = self._clock()
-            job.result.set_result(DiskReadResult(whole, began - job.queued_at, ended - began))
+            wait_seconds, read_seconds = started_at - job.queued_at, self._clock() - started_at
+            job.result.set_result(DiskReadResult(num_intact, wait_seconds, read_seconds))
 
     def _read_blocks(self, job: _ReadJob) -> int:
-        for number, (slot, place) in enumerate(zip(job.slots, job.memory_blocks, strict=True)):
+        """Read blocks up to the first that fails its checksum; returns how many were intact."""
+        for number, (slot, block) in enumerate(zip(job.slots, job.memory_blocks, strict=True)):
             _hit_disk_failpoint("pool.disk.read")
-            whole = self._file.read_slot(slot, self._memory.row(place))
-            if not whole or self._memory.checksum(place) != job.checksums[number]:
+            is_read = self._file.read_slot(slot, self._memory.row(block))
+            if not is_read or self._memory.checksum(block) != job.checksums[number]:
                 return number
         return len(job.memory_blocks)
 
@@ -198,7 +203,7 @@ class DiskIOThread:
 
 
 def _hit_disk_failpoint(name: str) -> FailpointAction | None:
-    """A failpoint's error is the disk's."""
+    """Hit a failpoint; its error is raised as an OSError of the disk."""
     try:
         return FAILPOINTS.hit(name)
     except BatonError as error:

@@ -1,5 +1,8 @@
-"""The journal beside the disk's file: what kv_pool/core/disk/journal_records.py says, appended, and
-compacted when more than half of it is out of date. Belongs to one thread."""
+"""The journal file beside the disk's data file. Belongs to one thread.
+
+Records (kv_pool/core/disk/journal_records.py) are appended. The journal is compacted when it has
+more than two records per slot, so that more than half of them are out of date.
+"""
 
 import os
 from array import array
@@ -16,12 +19,12 @@ from kv_pool.core.disk.journal_records import (
 from kv_pool.disk.data_file import DiskFile, open_private_file, write_all
 
 JOURNAL_FILE_NAME = "pool-disk.journal"
-_SLACK_RECORDS = 1024  # records beyond two for each slot
-_READ_BYTES = 1 << 20  # bytes at a time
+_SLACK_RECORDS = 1024  # allowed on top of two for each slot
+_READ_BYTES = 1 << 20  # per read
 
 
 class DiskJournalFile:
-    """Of `file`. All of it raises OSError when the disk fails."""
+    """The journal of a data file. Every method raises OSError when the disk fails."""
 
     def __init__(self, folder: Path, file: DiskFile, block_size: int) -> None:
         self._path = folder / JOURNAL_FILE_NAME
@@ -29,24 +32,25 @@ class DiskJournalFile:
         self._record_size = record_size(block_size)
         self._generation = file.generation
         self._max_records = 2 * file.num_slots + _SLACK_RECORDS
-        self._last_record = array("q", [-1]) * file.num_slots  # by slot: its last record
+        self._last_record = array("q", [-1]) * file.num_slots  # number by slot
         self._num_records = 0
         self._last_checksum = file.generation
         self._fd = open_private_file(self._path, os.O_CREAT)
-        if (
-            file.is_new or os.fstat(self._fd).st_mode & 0o077
-        ):  # anybody may have written what it says
+        is_private = not os.fstat(self._fd).st_mode & 0o077  # else any user may have written it
+        if file.is_new or not is_private:
             os.ftruncate(self._fd, 0)
         os.fchmod(self._fd, 0o600)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes."""
+        """The size of the valid part of the journal."""
         return self._num_records * self._record_size
 
     def replay_entries(self) -> Iterator[JournalEntry]:
-        """What was written in earlier lives, to its end; once, before anything is appended. What
-        follows the last record that verifies is cut off."""
+        """Yield the entries of earlier runs; call it once, before the first append.
+
+        The journal is truncated after the last record that verifies.
+        """
         for entry, check in decode_records(
             self._records(self._max_records), self._block_size, self._generation
         ):
@@ -55,7 +59,7 @@ class DiskJournalFile:
         os.ftruncate(self._fd, self.size_bytes)
 
     def append_entry(self, entry: JournalEntry) -> None:
-        """The slot has been written."""
+        """Record that a slot has been written."""
         if self._num_records >= self._max_records:
             self._compact()
         record = encode_record(entry, self._last_checksum)
@@ -71,19 +75,19 @@ class DiskJournalFile:
         self._num_records += 1
         self._last_checksum = check
 
-    def _records(self, most: int) -> Iterator[bytes]:
-        at_once = max(1, _READ_BYTES // self._record_size) * self._record_size
-        for start in range(0, most * self._record_size, at_once):
-            read_now = os.pread(self._fd, at_once, start)
+    def _records(self, max_records: int) -> Iterator[bytes]:
+        """Yield the records of the file; the last one may be cut off."""
+        chunk_bytes = max(1, _READ_BYTES // self._record_size) * self._record_size
+        for start in range(0, max_records * self._record_size, chunk_bytes):
+            chunk = os.pread(self._fd, chunk_bytes, start)
             yield from (
-                read_now[at : at + self._record_size]
-                for at in range(0, len(read_now), self._record_size)
+                chunk[at : at + self._record_size] for at in range(0, len(chunk), self._record_size)
             )
-            if len(read_now) < at_once:
+            if len(chunk) < chunk_bytes:
                 return
 
     def _compact(self) -> None:
-        """Write what is up to date to another file, which takes this one's place in one step."""
+        """Write each slot's last record to a new file, and atomically replace the journal by it."""
         path = self._path.with_suffix(".new")
         path.unlink(missing_ok=True)
         fresh = open_private_file(path, os.O_CREAT | os.O_EXCL)

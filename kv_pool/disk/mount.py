@@ -1,5 +1,4 @@
-"""A disk that is ready: its file, its journal, the thread that waits for both, and the index over
-its slots."""
+"""Mounting of the pool's disk: data file, journal, I/O thread and the index over the slots."""
 
 from array import array
 from collections.abc import Callable
@@ -20,55 +19,55 @@ from kv_pool.disk.journal_file import DiskJournalFile
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """Where the file is, and about how many bytes it has."""
+    """Where the data file is and how large it should be."""
 
     folder: Path
-    size_bytes: int
+    size_bytes: int  # of the data file; rounded down to whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class MountedDisk:
-    """`checksums`: by slot, the XXH3 that its block had when it was published. `is_new`: begun
-    anew."""
+    """A disk that is ready for use."""
 
-    tier: CacheTier
-    checksums: "array[int]"
+    tier: CacheTier  # its blocks are the slots of the data file
+    checksums: "array[int]"  # by slot: XXH3 of the block when it was published
     io_thread: DiskIOThread
-    is_new: bool
+    is_new: bool  # the data file was created anew
 
 
 def mount_disk(
-    terms: DiskSettings,
-    eviction: EvictorFactory,
+    disk_settings: DiskSettings,
+    make_evictor: EvictorFactory,
     digest: str,
     layout: KVLayout,
     memory: BlockRows,
     clock: Clock,
-    failed: Callable[[OSError], None],
-    wanted: Callable[[], bool],
+    on_failed: Callable[[OSError], None],
+    should_continue: Callable[[], bool],
 ) -> MountedDisk:
-    """It may take a while. Raises ConfigError, with the setting that mends it, and Draining once it
-    is not `wanted` any more. `failed`: see DiskThread."""
-    file = open_disk_file(terms.folder, terms.size_bytes, digest, layout, wanted)
+    """Open the disk's files and restore its index, which may take a while.
+
+    `on_failed` is that of DiskIOThread. Raises ConfigError, which names the setting to change, and
+    ShuttingDown once `should_continue` returns False.
+    """
+    folder = disk_settings.folder
+    file = open_disk_file(folder, disk_settings.size_bytes, digest, layout, should_continue)
     try:
-        journal = DiskJournalFile(terms.folder, file, layout.block_size)
+        journal = DiskJournalFile(folder, file, layout.block_size)
         tier = CacheTier(
-            file.num_slots, layout.block_size, eviction(file.num_slots, layout.block_size)
+            file.num_slots, layout.block_size, make_evictor(file.num_slots, layout.block_size)
         )
-        sums = array("Q", bytes(8 * file.num_slots))
+        checksums = array("Q", bytes(8 * file.num_slots))
         for entry in restore_tier(tier, journal.replay_entries(), clock()):
-            sums[entry.slot] = entry.checksum
+            checksums[entry.slot] = entry.checksum
     except OSError as error:
         file.close()
         raise ConfigError(
-            f"the journal in {terms.folder}: {error.strerror}: choose another folder with {DISK_FOLDER_FLAG}"
+            f"the journal in {folder}: {error.strerror}: "
+            f"choose another folder with {DISK_FOLDER_FLAG}"
         ) from None
     except BaseException:
         file.close()
         raise
-    return MountedDisk(
-        tier,
-        sums,
-        DiskIOThread(file, journal, memory, layout.block_bytes, clock, failed),
-        file.is_new,
-    )
+    io_thread = DiskIOThread(file, journal, memory, layout.block_bytes, clock, on_failed)
+    return MountedDisk(tier, checksums, io_thread, file.is_new)

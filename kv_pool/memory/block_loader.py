@@ -1,9 +1,9 @@
-"""What is on its way into the pool's memory, from disk or from another pool, and who waits for it.
+"""Loads of blocks into the pool's memory, from disk or from another pool.
 
-An arrival is a publication: places are reserved, filled, verified and sealed. It belongs to an
-attachment of the pool's own, because no node writes there: neither does it end with whoever asked
-first, nor must its places be used for anything else while it is under way. Two prompts that lack
-the same block wait for the same arrival.
+A load is a publication: blocks are reserved, filled, verified and sealed. It belongs to a client of
+the pool itself, because no node writes the blocks: so it does not end when the node that requested
+it first goes away, and its blocks are not reused while it runs. Two prompts that lack the same
+block wait for the same load.
 """
 
 import asyncio
@@ -20,80 +20,79 @@ from kv_pool.core.blocks.demotion import Demotion
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.index.prompt_chain import PromptChain
 
-_MAX_LOADS = 16  # at a time
-LOADER_CLIENT_ID = PoolClientId("arrivals")
+_MAX_LOADS = 16  # at the same time
+LOADER_CLIENT_ID = PoolClientId("arrivals")  # as operators see it in ledgers
 
-# Fills the places of a publication. Returns the XXH3 of those of its first blocks that are whole,
-# and are what they should be; until it returns or raises it may write to the places, and then never
-# again.
+# Fills the blocks of a publication. Returns the checksums (XXH3) of its first blocks, as many as
+# were fetched and verified. It must not write to the blocks after it has returned or raised.
 FetchBlocks = Callable[[Publication], Awaitable[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Blocks `first_block` to `end_block` of `chain`, which are not in memory.
-    `compute_seconds_per_token`: what the node that asks takes to compute a token, None if it has
-    not said. `remote_prefix`: another host's pool that may have them."""
+    """A request to load blocks of a prompt that are not in memory."""
 
     chain: PromptChain
-    first_block: int
-    end_block: int
-    compute_seconds_per_token: float | None
-    remote_prefix: RemotePrefix | None = None
+    first_block: int  # number in the chain
+    end_block: int  # number in the chain, exclusive
+    compute_seconds_per_token: float | None  # of the node that looks up; None if unknown
+    remote_prefix: RemotePrefix | None = None  # another host's pool that may have the blocks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """To bring the wanted blocks up to `end_block` here, from `tier`. `max_wait_seconds`: seconds
-    after which computing them would have been as quick. `on_done` is called once, when it has been
-    fetched, or was not taken."""
+    """A source's offer to load the requested blocks up to `end_block`."""
 
-    tier: str
-    end_block: int
-    max_wait_seconds: float
+    tier: str  # where the blocks come from
+    end_block: int  # number in the chain, exclusive
+    max_wait_seconds: float  # waiting longer than this is slower than computing the blocks
     fetch: FetchBlocks
-    on_done: Callable[[], None] = lambda: None
+    on_done: Callable[[], None] = lambda: None  # called once: fetched, failed, or not accepted
 
 
 class BlockSource(Protocol):
-    """Where blocks can come from."""
+    """A place that blocks can be loaded from."""
 
-    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
-        """None if it has none of them, or computing them is quicker."""
+    def plan_load(self, load_request: LoadRequest, now: float) -> LoadPlan | None:
+        """Offer a load; None if the source has none of the blocks or computing is faster."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class PendingBlocks:
-    """`num_blocks`: how many come from `tier`. `done_event`: they are findable, or will not be."""
+    """Blocks that are on their way into memory."""
 
-    tier: str
+    tier: str  # where they come from
     num_blocks: int
-    max_wait_seconds: float
-    started_at: float
+    max_wait_seconds: float  # after `started_at`
+    started_at: float  # seconds
+    # Set when the blocks are findable, or when it is known that they will not be.
     done_event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class BlockLoader:
-    """`carry_out` is told what goes to disk to make room for an arrival, and returns what is to be
-    waited for before its places are written to, if anything; `sealed` is told the blocks that have
-    come, with their checksums."""
+    """Starts loads and completes them. Belongs to the pool's event loop.
+
+    `stage_demotions` gets the demotions that make room for a load; it returns an awaitable if
+    something must finish before the load may write to its blocks. `on_blocks_sealed` gets the
+    loaded blocks and their checksums.
+    """
 
     def __init__(
         self,
         pool: SharedBlockPool,
         clock: Clock,
         *,
-        carry_out: Callable[[Sequence[Demotion]], Awaitable[None] | None],
-        sealed: Callable[[Sequence[int], Sequence[int]], None],
+        stage_demotions: Callable[[Sequence[Demotion]], Awaitable[None] | None],
+        on_blocks_sealed: Callable[[Sequence[int], Sequence[int]], None],
     ) -> None:
-        self.sources: list[BlockSource] = []  # asked in this order
+        self.sources: list[BlockSource] = []  # tried in this order
         self.counters = {"baton_pool_loads_total": 0.0, "baton_pool_load_failures_total": 0.0}
         self._pool = pool
         self._clock = clock
-        self._stage_demotions = carry_out
-        self._on_blocks_sealed = sealed
-        self._in_flight: dict[bytes, PendingBlocks] = {}  # by the name of the first block
+        self._stage_demotions = stage_demotions
+        self._on_blocks_sealed = on_blocks_sealed
+        self._in_flight: dict[bytes, PendingBlocks] = {}  # by hash of the first block
         self._tasks: set[asyncio.Task[None]] = set()
         pool.attach_client(LOADER_CLIENT_ID, clock())
 
@@ -101,27 +100,30 @@ class BlockLoader:
         self,
         chain: PromptChain,
         found: PoolMatch,
-        most: int,
+        max_blocks: int,
         token_seconds: float | None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> PendingBlocks | None:
-        """What brings the block that goes on where `found`, a match of `chain`, ends: under way
-        already, or begun now, of at most `most` blocks of the chain. None if nothing does."""
-        wanted = LoadRequest(chain, len(found.blocks), most, token_seconds, elsewhere)
-        if wanted.first_block >= wanted.end_block:
+        """Return the load of the first block after `found`, a match of `chain`; None if none.
+
+        A load of that block in flight is shared, otherwise one is started from the first source
+        that offers it, of blocks up to number `max_blocks` of the chain.
+        """
+        load_request = LoadRequest(
+            chain, len(found.blocks), max_blocks, token_seconds, remote_prefix
+        )
+        if load_request.first_block >= load_request.end_block:
             return None
         now = self._clock()
-        arrival = self._in_flight.get(chain.block_hash(wanted.first_block))
-        if (
-            arrival is not None
-        ):  # one that takes longer than it should is not waited for by anybody else
-            return arrival if now < arrival.started_at + arrival.max_wait_seconds else None
+        pending = self._in_flight.get(chain.block_hash(load_request.first_block))
+        if pending is not None:  # no more look-ups wait for a load that is late
+            return pending if now < pending.started_at + pending.max_wait_seconds else None
         if len(self._in_flight) >= _MAX_LOADS:
             return None
         for source in self.sources:
-            offer = source.plan_load(wanted, now)
-            if offer is not None:
-                return self._start_load(wanted, offer)
+            plan = source.plan_load(load_request, now)
+            if plan is not None:
+                return self._start_load(load_request, plan)
         return None
 
     async def close(self) -> None:
@@ -129,67 +131,62 @@ class BlockLoader:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start_load(self, wanted: LoadRequest, offer: LoadPlan) -> PendingBlocks | None:
+    def _start_load(self, load_request: LoadRequest, plan: LoadPlan) -> PendingBlocks | None:
+        chain, first_block = load_request.chain, load_request.first_block
         granted = self._pool.reserve_blocks(
-            LOADER_CLIENT_ID, wanted.chain, wanted.first_block, self._clock(), end=offer.end_block
+            LOADER_CLIENT_ID, chain, first_block, self._clock(), end=plan.end_block
         )
-        room_made = self._stage_demotions(self._pool.take_demotions())
+        demoted = self._stage_demotions(self._pool.take_demotions())
         if granted.publication_id is None:
-            offer.on_done()
+            plan.on_done()
             return None
-        arrival = PendingBlocks(
-            offer.tier, len(granted.blocks), offer.max_wait_seconds, self._clock()
+        pending = PendingBlocks(
+            plan.tier, len(granted.blocks), plan.max_wait_seconds, self._clock()
         )
-        self._in_flight[wanted.chain.block_hash(wanted.first_block)] = arrival
-        task = asyncio.create_task(self._run_load(arrival, wanted, granted, room_made, offer))
+        self._in_flight[chain.block_hash(first_block)] = pending
+        task = asyncio.create_task(self._run_load(pending, load_request, granted, demoted, plan))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return arrival
+        return pending
 
     async def _run_load(
         self,
-        arrival: PendingBlocks,
-        wanted: LoadRequest,
+        pending: PendingBlocks,
+        load_request: LoadRequest,
         granted: PublicationGrant,
-        room_made: Awaitable[None] | None,
-        offer: LoadPlan,
+        demoted: Awaitable[None] | None,
+        plan: LoadPlan,
     ) -> None:
         assert granted.publication_id is not None
-        written = self._pool.get_publication(LOADER_CLIENT_ID, granted.publication_id)
-        whole: Sequence[int] = ()
+        publication = self._pool.get_publication(LOADER_CLIENT_ID, granted.publication_id)
+        checksums: Sequence[int] = ()  # of the blocks that were fetched
         try:
-            if room_made is not None:
-                await room_made
-            whole = await offer.fetch(written)
+            if demoted is not None:
+                await demoted
+            checksums = await plan.fetch(publication)
         except BatonError as error:
-            log.get_logger("pool").info(
-                "blocks did not come", code=error.code, reason=error.message
-            )
-        # a defect of a source costs a computation, not places that are never free again
+            log.get_logger("pool").info("load failed", code=error.code, reason=error.message)
+        # A bug in a source must not leave the reserved blocks unusable for ever.
         except Exception as error:
             log.get_logger("pool").error(
-                "a source of blocks failed",
+                "block source failed",
                 kind=type(error).__name__,
                 places=log.get_traceback_places(error),
             )
         finally:
-            offer.on_done()
-        self._on_blocks_sealed(granted.blocks[: len(whole)], whole)
-        found = self._pool.seal_publication(
-            LOADER_CLIENT_ID, granted.publication_id, len(whole), self._clock()
+            plan.on_done()
+        self._on_blocks_sealed(granted.blocks[: len(checksums)], checksums)
+        sealed = self._pool.seal_publication(
+            LOADER_CLIENT_ID, granted.publication_id, len(checksums), self._clock()
         )
-        self._count(
-            "baton_pool_loads_total"
-            if len(whole) == len(granted.blocks)
-            else "baton_pool_load_failures_total"
-        )
-        del self._in_flight[wanted.chain.block_hash(wanted.first_block)]
-        arrival.done_event.set()
-        if (
-            found.pin_id is not None
-        ):  # until those who wait, and are called before this, have pins of their own
+        is_complete = len(checksums) == len(granted.blocks)
+        self._count("baton_pool_loads_total" if is_complete else "baton_pool_load_failures_total")
+        del self._in_flight[load_request.chain.block_hash(load_request.first_block)]
+        pending.done_event.set()
+        if sealed.pin_id is not None:
+            # Released only after the waiting look-ups, which run first, have pins of their own.
             asyncio.get_running_loop().call_soon(
-                self._pool.release_pin, LOADER_CLIENT_ID, found.pin_id
+                self._pool.release_pin, LOADER_CLIENT_ID, sealed.pin_id
             )
 
     def _count(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Nodes' publications that are under way, and who waits for them: a prompt that another node has
-just computed is not computed again while it is being copied.
+"""Publications that nodes are writing, so that look-ups can wait for them.
 
-Nobody waits for longer than computing the blocks would take, nor than PATIENCE; a publication waits
-for nobody.
+A node that looks up a prompt which another node has just computed waits for its publication instead
+of computing the prompt again, but never longer than computing it would take, nor longer than
+MAX_WAIT_SECONDS. Publications never wait for look-ups.
 """
 
 import asyncio
@@ -14,20 +14,20 @@ from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, Publ
 from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.memory.block_loader import PendingBlocks
 
-MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS  # seconds
+MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS
 _TIER = "memory"
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingPublication:
     publisher: PoolClientId
-    block_hash: bytes  # of its first block
+    block_hash: bytes  # of the first block that is written
     pending: PendingBlocks
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle  # ends all waits after MAX_WAIT_SECONDS
 
 
 class PendingPublications:
-    """On the pool's event loop."""
+    """The unfinished publications of all nodes. Belongs to the pool's event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,16 +40,18 @@ class PendingPublications:
     def add_publication(
         self, publisher: PoolClientId, chain: PromptChain, granted: PublicationGrant
     ) -> None:
-        """Places have been granted, or none. Of two publications of one block the first is waited
-        for."""
+        """Record a publication, unless no blocks were granted.
+
+        If two publications write the same block, look-ups wait for the first of them.
+        """
         if granted.publication_id is None:
             return
-        name = chain.block_hash(granted.first_block)
-        arrival = PendingBlocks(_TIER, len(granted.blocks), MAX_WAIT_SECONDS, self._clock())
-        timer = asyncio.get_running_loop().call_later(MAX_WAIT_SECONDS, arrival.done_event.set)
-        found = _PendingPublication(publisher, name, arrival, timer)
-        self._by_publication[publisher, granted.publication_id] = found
-        self._by_block_hash.setdefault(name, found)
+        block_hash = chain.block_hash(granted.first_block)
+        pending = PendingBlocks(_TIER, len(granted.blocks), MAX_WAIT_SECONDS, self._clock())
+        timer = asyncio.get_running_loop().call_later(MAX_WAIT_SECONDS, pending.done_event.set)
+        publication = _PendingPublication(publisher, block_hash, pending, timer)
+        self._by_publication[publisher, granted.publication_id] = publication
+        self._by_block_hash.setdefault(block_hash, publication)
 
     def find_pending(
         self,
@@ -59,34 +61,36 @@ class PendingPublications:
         end: int,
         token_seconds: float | None,
     ) -> PendingBlocks | None:
-        """What brings block `first` of `chain`, if `reader` had better wait for it than compute.
-        Its own publications are of blocks that it has."""
-        found = self._by_block_hash.get(chain.block_hash(first)) if first < end else None
-        if found is None or found.publisher == reader or found.pending.done_event.is_set():
+        """Return the pending blocks from block `first` to `end` of `chain`, if worth waiting for.
+
+        They are if `reader` would take longer to compute them, at `token_seconds` per token.
+        `reader` never waits for its own publications, because it has their blocks.
+        """
+        publication = self._by_block_hash.get(chain.block_hash(first)) if first < end else None
+        if publication is None or publication.publisher == reader:
             return None
-        blocks = min(found.pending.num_blocks, end - first)
-        patience = (
-            MAX_WAIT_SECONDS
-            if token_seconds is None
-            else min(MAX_WAIT_SECONDS, token_seconds * blocks * chain.block_size)
-        )
-        left = found.pending.started_at + patience - self._clock()
-        if left <= 0:
+        pending = publication.pending
+        if pending.done_event.is_set():
             return None
-        return PendingBlocks(
-            _TIER, blocks, left, found.pending.started_at, found.pending.done_event
-        )
+        num_blocks = min(pending.num_blocks, end - first)
+        max_wait = MAX_WAIT_SECONDS
+        if token_seconds is not None:
+            max_wait = min(max_wait, token_seconds * num_blocks * chain.block_size)
+        wait_left = pending.started_at + max_wait - self._clock()
+        if wait_left <= 0:
+            return None
+        return PendingBlocks(_TIER, num_blocks, wait_left, pending.started_at, pending.done_event)
 
     def remove_publication(self, publisher: PoolClientId, publication: PublicationId) -> None:
-        """Sealed or withdrawn. Idempotent."""
-        found = self._by_publication.pop((publisher, publication), None)
-        if found is not None:
-            found.timer.cancel()
-            found.pending.done_event.set()
-            if self._by_block_hash.get(found.block_hash) is found:
-                del self._by_block_hash[found.block_hash]
+        """End all waits for a publication that was sealed or withdrawn. Idempotent."""
+        removed = self._by_publication.pop((publisher, publication), None)
+        if removed is not None:
+            removed.timer.cancel()
+            removed.pending.done_event.set()
+            if self._by_block_hash.get(removed.block_hash) is removed:
+                del self._by_block_hash[removed.block_hash]
 
     def remove_publisher(self, publisher: PoolClientId) -> None:
-        """Its stream has ended: nobody waits for what it was writing."""
-        for one in [key for key in self._by_publication if key[0] == publisher]:
-            self.remove_publication(*one)
+        """End all waits for the publications of a client whose stream has ended."""
+        for key in [key for key in self._by_publication if key[0] == publisher]:
+            self.remove_publication(*key)

@@ -1,5 +1,8 @@
-"""The pool's memory: the segment, its fence file, and the one thread that reads it: to verify what
-publishers copied, and to copy what goes to disk."""
+"""The pool's memory: the segment, its fence file, and the one thread that reads the segment.
+
+That thread, the verifier, checks the blocks that publishers have copied and copies demoted blocks
+to staging rows.
+"""
 
 import asyncio
 import os
@@ -14,43 +17,53 @@ from baton.shared_memory.fence import ArenaFences
 from kv_pool.common.block_rows import BlockRows
 
 MEMORY_SIZE_FLAG = "--pool-memory"
-_NICE = 10  # of the thread that fills the memory in, while the nodes serve already
+_NICE = 10  # priority of the thread that fills the memory while the nodes serve already
 
 
 async def make_store(
-    folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool]
+    folder: Path, size: int, layout: KVLayout, should_continue: Callable[[], bool]
 ) -> "SegmentStore":
-    """A Store, made on a thread that gives way to others. Raises what Store does."""
+    """Create a SegmentStore on a thread of low priority. Raises what SegmentStore does."""
     maker = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_lower_priority)
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            maker, SegmentStore, folder, size, layout, wanted
+            maker, SegmentStore, folder, size, layout, should_continue
         )
     finally:
         maker.shutdown(wait=False)
 
 
 def _lower_priority() -> None:
-    os.setpriority(
-        os.PRIO_PROCESS, threading.get_native_id(), _NICE
-    )  # on Linux, of this thread alone
+    # On Linux this is the priority of the calling thread alone.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class SegmentStore:
+    """The segment of one pool, as rows of one block each."""
+
     def __init__(
-        self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True
+        self,
+        folder: Path,
+        size: int,
+        layout: KVLayout,
+        should_continue: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder
-        cannot hold it, and Draining once it is not `wanted` any more."""
-        whole = segments.round_up_segment_bytes(size, layout.block_bytes)
-        self._segment = segments.create_segment(folder, "pool", whole, MEMORY_SIZE_FLAG, wanted)
+        """Create and fill a segment of about `size` bytes, which may take a while.
+
+        Raises ConfigError when the folder cannot hold it, and ShuttingDown once `should_continue`
+        returns False.
+        """
+        num_bytes = segments.round_up_segment_bytes(size, layout.block_bytes)
+        self._segment = segments.create_segment(
+            folder, "pool", num_bytes, MEMORY_SIZE_FLAG, should_continue
+        )
         self.fences = ArenaFences(self._segment.path)
         self.rows = BlockRows(self._segment.view, layout.block_bytes)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="pool-verifier")
 
     @property
     def name(self) -> str:
-        """Of the segment."""
+        """The name of the segment."""
         return self._segment.name
 
     @property
@@ -59,27 +72,26 @@ class SegmentStore:
         return self._segment.view
 
     async def compute_checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Of what is in them now."""
+        """Compute the checksums of blocks, on the verifier thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._verifier, lambda: [self.rows.checksum(block) for block in blocks]
         )
 
     async def verify_blocks(self, blocks: Sequence[int], checksums: Sequence[int]) -> bool:
-        """Whether all of them are what their checksums say. Reading takes its time, on a thread of
-        its own."""
+        """Return whether all blocks match their checksums; reads them on the verifier thread."""
         loop = asyncio.get_running_loop()
-        whole = await loop.run_in_executor(
+        num_intact = await loop.run_in_executor(
             self._verifier, self.rows.count_intact, blocks, checksums
         )
-        return whole == len(blocks)
+        return num_intact == len(blocks)
 
     def run_on_verifier(self, call: Callable[[], None]) -> "asyncio.Future[None]":
-        """After what is being verified, and before what will be."""
+        """Run `call` on the verifier thread, in the order of all its work."""
         return asyncio.get_running_loop().run_in_executor(self._verifier, call)
 
     def close(self) -> None:
-        """Those who map the segment keep it until they let go."""
+        """Remove the segment; nodes that have mapped it keep their mapping."""
         self._verifier.shutdown()
         self.fences.close()
         self._segment.close()

@@ -1,4 +1,4 @@
-"""A pool among those of other hosts: it fetches from them, and sends them what they ask for."""
+"""A pool's exchange of blocks with the pools of other hosts: fetching, sending and promotion."""
 
 import asyncio
 from dataclasses import replace
@@ -19,63 +19,69 @@ from kv_transfer.factory import NOT_JOINED, build_kv_receiver, build_kv_sender, 
 
 
 class PeerPools:
-    """Of an open pool that is, or will be, a member."""
+    """Receiver, sender and promotions of an open pool that is, or will be, a cluster member."""
 
     def __init__(
-        self, config: Config, host: PoolManager, name: str, dialer: PoolDialer, clock: Clock
+        self, config: Config, manager: PoolManager, name: str, dialer: PoolDialer, clock: Clock
     ) -> None:
         settings = peer_transfer_settings(config)
-        me = PoolIdentity(
-            NodeName(name), host.host_id, host.segment_name, host.model_digest, host.layout
+        identity = PoolIdentity(
+            NodeName(name),
+            manager.host_id,
+            manager.segment_name,
+            manager.model_digest,
+            manager.layout,
         )
         parts: dict[str, Any] = {
-            "arena": host.segment_memory,
-            "layout": host.layout,
+            "arena": manager.segment_memory,
+            "layout": manager.layout,
             "incarnation": NOT_JOINED,
             "token": config.cluster_token,
             "settings": settings,
-            "host_id": host.host_id,
+            "host_id": manager.host_id,
             "clock": clock,
         }
         self.receiver = PromotionReceiver(
             lambda emit: build_kv_receiver(fences=None, emit=emit, **parts),
-            me,
+            identity,
             PeerChannels(dialer),
             settings.ticket_ttl,
         )
         self.sender = PromotionSender(
-            lambda emit: build_kv_sender(emit=emit, **parts), me, host.block_pool, clock
+            lambda emit: build_kv_sender(emit=emit, **parts), identity, manager.block_pool, clock
         )
         self.promotions = promotions = PromotionSource(
-            self.receiver, host.layout, host.compute_checksums, clock
+            self.receiver, manager.layout, manager.compute_checksums, clock
         )
-        host.add_block_source(promotions)
+        manager.add_block_source(promotions)
 
     def rejoin(self, incarnation: Incarnation) -> None:
-        """This pool's new one: what was under way with the old one fails."""
+        """Adopt this pool's new incarnation; transfers of the old one fail."""
         self.receiver.rejoin(incarnation)
         self.sender.rejoin(incarnation)
 
     def counters(self) -> dict[str, float]:
-        moved: dict[str, float] = {}
+        transfer_counters: dict[str, float] = {}
         for plane in (self.receiver, self.sender):
             for name, value in plane.counters().items():
-                moved[f"baton_transfer_{name}_total"] = (
-                    moved.get(f"baton_transfer_{name}_total", 0.0) + value
-                )
-        return self.promotions.counters | self.sender.block_counters | moved
+                metric = f"baton_transfer_{name}_total"
+                transfer_counters[metric] = transfer_counters.get(metric, 0.0) + value
+        return self.promotions.counters | self.sender.block_counters | transfer_counters
 
     async def close(self) -> None:
         await asyncio.gather(self.receiver.close(), self.sender.close())
 
 
 def peer_transfer_settings(config: Config) -> TransferSettings:
-    """Between hosts there is no shared memory, whatever nodes of one host use. The port is
-    ephemeral: that of `listen` is for the pool's own protocol."""
-    host, given = config.listen.rpartition(":")[0], config.advertise
+    """Return the transfer settings between pools.
+
+    The transport is zmq or grpc, because there is no shared memory between hosts. The port is
+    ephemeral, because that of `listen` belongs to the pool's own protocol.
+    """
+    host, advertised = config.listen.rpartition(":")[0], config.advertise
     return replace(
         settings_from_config(config),
         transport="grpc" if config.transport == "grpc" else "zmq",
         listen=f"{host}:0",
-        advertise=given.rpartition(":")[0] if has_port(given) else given,
+        advertise=advertised.rpartition(":")[0] if has_port(advertised) else advertised,
     )

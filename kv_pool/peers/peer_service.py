@@ -1,4 +1,4 @@
-"""PoolPeers: what other hosts' pools may ask of this one."""
+"""The gRPC service PoolPeers, with which other hosts' pools request blocks of this one."""
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import BatonError, StaleMessage
@@ -9,17 +9,17 @@ from kv_pool.peers.promotion_sender import PromotionSender
 
 
 class PoolPeerService(pool_pb2_grpc.PoolPeersServicer):
-    """`sender` is there once the pool is open."""
+    """The service; it refuses requests until `sender` is set, when the pool is open."""
 
     def __init__(self) -> None:
         self.sender: PromotionSender | None = None
 
-    async def Send(self, asked: pb.SendBlocks, _: object) -> pb.BlocksSent:
-        """Returns when the blocks are the other pool's, or will not be."""
+    async def Send(self, request: pb.SendBlocks, _: object) -> pb.BlocksSent:
+        """Send blocks; returns when the other pool has committed them, or the send has failed."""
         try:
             if self.sender is None:
                 raise StaleMessage("this pool has no segment yet")
-            await self.sender.send_blocks(asked)
+            await self.sender.send_blocks(request)
         except BatonError as error:
             log.get_logger("pool").info("blocks not sent", code=error.code, reason=error.message)
             return pb.BlocksSent(error=wire.error_to_pb(error))

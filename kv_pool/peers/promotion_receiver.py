@@ -1,9 +1,9 @@
-"""Blocks on their way from another host's pool into this one's segment, as a hand-off is on its way
-to a decode node: this pool grants a ticket for places, asks the other one to write them, and
-nothing counts before it is sealed.
+"""Fetching of blocks from another host's pool into this pool's segment, by the transfer plane.
 
-Transports between hosts are two-sided. All that lands lands by this pool's own hand, so once a
-ticket is lost nothing is written there any more.
+It works like a hand-off to a decode node: this pool grants a ticket for its blocks and requests the
+other pool to write them; nothing is used before the transfer is sealed. Transports between hosts
+are two-sided: this process itself writes all data that arrives, so nothing is written to the blocks
+once their ticket is lost.
 """
 
 import asyncio
@@ -36,19 +36,21 @@ MakeInboundPlane = Callable[[Callable[[InboundEvent], None]], InboundPlane]
 
 
 class PromotionReceiver:
-    """Belongs to one event loop. `make_plane` is given what to call with events, from any
-    thread."""
+    """Fetches blocks. Belongs to one event loop.
+
+    `make_plane` gets a callback for the plane's events, which may be called from any thread.
+    """
 
     def __init__(
         self,
         make_plane: MakeInboundPlane,
-        me: PoolIdentity,
+        identity: PoolIdentity,
         channels: PeerChannels,
         ticket_ttl: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._plane = make_plane(self._emit)
-        self._identity = me
+        self._identity = identity
         self._channels = channels
         self._ticket_ttl = ticket_ttl
         self._incarnation = Incarnation("")
@@ -57,26 +59,29 @@ class PromotionReceiver:
 
     @property
     def is_joined(self) -> bool:
-        """Tickets can be granted: there is an incarnation to bind them to."""
+        """Whether this pool has an incarnation, to which it can bind tickets."""
         return bool(self._incarnation)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
         self._plane.rejoin(incarnation)
 
-    async def fetch_blocks(self, peer: PeerAddress, written: Publication) -> None:
-        """Once joined: fill the places of a publication with what `peer` has. Raises BatonError if
-        it does not come, or not whole; either way nothing is written to them afterwards."""
-        ticket = self._make_ticket(peer, written)
+    async def fetch_blocks(self, peer: PeerAddress, publication: Publication) -> None:
+        """Fill the blocks of a publication from `peer`; this pool must have joined.
+
+        Raises BatonError if the transfer fails. When this returns or raises, nothing writes to the
+        blocks any more.
+        """
+        ticket = self._make_ticket(peer, publication)
         landed = self._in_flight[ticket.id] = self._loop.create_future()
         self._plane.grant_ticket(ticket)
-        asking = asyncio.create_task(self._call_send(peer, written, ticket))
-        self._send_calls.add(asking)
-        asking.add_done_callback(self._send_calls.discard)
+        send_call = asyncio.create_task(self._call_send(peer, publication, ticket))
+        self._send_calls.add(send_call)
+        send_call.add_done_callback(self._send_calls.discard)
         try:
             await landed
         except BatonError:
-            asking.cancel()
+            send_call.cancel()
             raise
         self._plane.commit_ticket(ticket.id)
 
@@ -84,25 +89,25 @@ class PromotionReceiver:
         return self._plane.counters()
 
     async def close(self) -> None:
-        for asking in self._send_calls:
-            asking.cancel()
+        for send_call in self._send_calls:
+            send_call.cancel()
         await asyncio.to_thread(self._plane.close)
         await asyncio.gather(*self._send_calls, return_exceptions=True)
         await self._channels.close()
 
-    def _make_ticket(self, peer: PeerAddress, written: Publication) -> Ticket:
-        size = self._identity.layout.block_bytes
-        me = PeerAddress(
+    def _make_ticket(self, peer: PeerAddress, publication: Publication) -> Ticket:
+        block_bytes = self._identity.layout.block_bytes
+        own_address = PeerAddress(
             self._identity.name, self._incarnation, self._identity.host_id, self._plane.endpoint
         )
-        end = written.first_block + len(written.blocks)
+        end = publication.first_block + len(publication.blocks)
         return Ticket(
             id=TicketId(mint_id()),
             key=AttemptKey(RequestId(mint_id()), 1, 0),
-            decode_peer=me,
+            decode_peer=own_address,
             writer_incarnation=peer.incarnation,
-            first_block=written.first_block,
-            block_offsets=tuple(block * size for block in written.blocks),
+            first_block=publication.first_block,
+            block_offsets=tuple(block * block_bytes for block in publication.blocks),
             num_tokens=end * self._identity.layout.block_size,
             ttl_seconds=self._ticket_ttl,
             transport=self._plane.choose_transport(peer.host_id),
@@ -110,19 +115,18 @@ class PromotionReceiver:
             fence_byte=self._plane.allocate_fence_byte(),
         )
 
-    async def _call_send(self, peer: PeerAddress, written: Publication, ticket: Ticket) -> None:
-        """To its end, which the other pool tells. If it is not a good one, the ticket is lost."""
-        end = written.first_block + len(written.blocks)
+    async def _call_send(self, peer: PeerAddress, publication: Publication, ticket: Ticket) -> None:
+        """Request the blocks and wait for the other pool's answer; revoke the ticket on failure."""
+        end = publication.first_block + len(publication.blocks)
         question = pb.SendBlocks(
             protocol_version=PEER_PROTOCOL_VERSION,
             model_digest=self._identity.model_digest,
             layout=wire.layout_to_pb(self._identity.layout),
-            chain=_chain_to_pb(written.chain.prefix(end)),
+            chain=_chain_to_pb(publication.chain.prefix(end)),
             ticket=wire.ticket_to_pb(ticket),
         )
-        error: BatonError | None = PeerUnreachable(
-            f"pool {peer.name} is asked no further"
-        )  # the channel is closed under it
+        # Stays set if the call is cancelled, for example because its channel is closed.
+        error: BatonError | None = PeerUnreachable(f"the request to pool {peer.name} was cancelled")
         try:
             channel = await self._channels.get_channel(peer.transfer_endpoint)
             try:
@@ -139,7 +143,7 @@ class PromotionReceiver:
                 self._plane.revoke_ticket(ticket.id, error)
 
     def _emit(self, event: InboundEvent) -> None:
-        """From the plane's thread. A loop that has ended has nobody left to tell."""
+        """Pass an event of the plane's thread to the loop; dropped if the loop is closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_event, event)
 
@@ -147,9 +151,8 @@ class PromotionReceiver:
         match event:
             case InboundSealed(ticket):
                 _complete(self._in_flight.pop(ticket, None), None)
-            case InboundLost(
-                ticket, error
-            ):  # if it was sealed before, all of it is there, and only the commit is lost
+            case InboundLost(ticket, error):
+                # After a seal all blocks are here, and only the commit was lost: no future is left.
                 _complete(self._in_flight.pop(ticket, None), error)
             case _:
                 pass

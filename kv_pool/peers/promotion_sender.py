@@ -1,6 +1,8 @@
-"""This pool's blocks on their way to another host's, which has asked for them: the path is pinned
-and written as a prefill node writes a prompt's, by the transfer plane, and stays pinned until it is
-read no more."""
+"""Sending of blocks to another host's pool at its request, by the transfer plane.
+
+The blocks are pinned and written as a prefill node writes those of a prompt; they stay pinned until
+the transfer plane has stopped reading them.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -33,22 +35,28 @@ from kv_transfer.plane import (
     SealInfo,
 )
 
-SENDER_CLIENT_ID = PoolClientId("sent to other pools")
-MAX_SENDS = 16  # at a time; more are refused
+SENDER_CLIENT_ID = PoolClientId("sent to other pools")  # as operators see it in ledgers
+MAX_SENDS = 16  # at the same time; more are refused
 
 MakeOutboundPlane = Callable[[Callable[[OutboundEvent], None]], OutboundPlane]
 
 
 class PromotionSender:
-    """Belongs to one event loop. `make_plane` is given what to call with events, from any
-    thread."""
+    """Sends blocks. Belongs to one event loop.
+
+    `make_plane` gets a callback for the plane's events, which may be called from any thread.
+    """
 
     def __init__(
-        self, make_plane: MakeOutboundPlane, me: PoolIdentity, pool: SharedBlockPool, clock: Clock
+        self,
+        make_plane: MakeOutboundPlane,
+        identity: PoolIdentity,
+        pool: SharedBlockPool,
+        clock: Clock,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._plane = make_plane(self._emit)
-        self._identity = me
+        self._identity = identity
         self._pool = pool
         self._clock = clock
         self._incarnation = Incarnation("")
@@ -60,16 +68,18 @@ class PromotionSender:
         self._incarnation = incarnation
         self._plane.rejoin(incarnation)
 
-    async def send_blocks(self, asked: pb.SendBlocks) -> None:
-        """Returns once the other pool has committed. Raises BatonError if it has not, or what it
-        asks for is not here."""
-        ticket, chain = self._validate(asked)
+    async def send_blocks(self, request: pb.SendBlocks) -> None:
+        """Send the requested blocks; returns once the other pool has committed them.
+
+        Raises BatonError if the transfer fails, or if a requested block is not in memory.
+        """
+        ticket, chain = self._validate(request)
         ended = self._start_send(ticket, chain)
         try:
             await asyncio.shield(ended)
         except asyncio.CancelledError:
             self._plane.abort_handoff(
-                ticket.key, Cancelled("the pool that asked is gone or wants it no more")
+                ticket.key, Cancelled("the requesting pool has cancelled or is gone")
             )
             raise
         self.block_counters["baton_pool_sent_blocks_total"] += len(ticket.block_offsets)
@@ -80,22 +90,27 @@ class PromotionSender:
     async def close(self) -> None:
         await asyncio.to_thread(self._plane.close)
 
-    def _validate(self, asked: pb.SendBlocks) -> tuple[Ticket, PromptChain]:
-        me, layout = self._identity, self._identity.layout
+    def _validate(self, request: pb.SendBlocks) -> tuple[Ticket, PromptChain]:
+        """Check a request against this pool; returns its ticket and chain."""
+        pool, layout = self._identity, self._identity.layout
         for field, theirs, ours in (
-            ("protocol_version", asked.protocol_version, PEER_PROTOCOL_VERSION),
-            ("model_digest", asked.model_digest, me.model_digest),
-            ("layout", wire.layout_from_pb(asked.layout), layout),
+            ("protocol_version", request.protocol_version, PEER_PROTOCOL_VERSION),
+            ("model_digest", request.model_digest, pool.model_digest),
+            ("layout", wire.layout_from_pb(request.layout), layout),
         ):
             if theirs != ours:
-                raise LayoutMismatch(f"{field} is {theirs!r}, pool {me.name} has {ours!r}")
-        ticket = wire.ticket_from_pb(asked.ticket)
+                raise LayoutMismatch(f"{field} is {theirs!r}, pool {pool.name} has {ours!r}")
+        ticket = wire.ticket_from_pb(request.ticket)
         if not self._incarnation or ticket.writer_incarnation != self._incarnation:
             raise StaleMessage(
-                f"pool {me.name} is incarnation {self._incarnation!r}, the ticket is for {ticket.writer_incarnation!r}"
+                f"pool {pool.name} is incarnation {self._incarnation!r}, "
+                f"the ticket is for {ticket.writer_incarnation!r}"
             )
         chain = PromptChain(
-            BlockHash(asked.chain.root), asked.chain.names, asked.chain.tokens, layout.block_size
+            BlockHash(request.chain.root),
+            request.chain.names,
+            request.chain.tokens,
+            layout.block_size,
         )
         end = ticket.first_block + len(ticket.block_offsets)
         if (
@@ -105,13 +120,15 @@ class PromotionSender:
         ):
             raise InvalidRequest(f"a ticket up to block {end} for a chain of {len(chain)} blocks")
         if ticket.transport == "shm":
-            raise InvalidRequest("a pool writes to no segment of another host: transport shm")
+            raise InvalidRequest("transport shm: a pool cannot write to a segment of another host")
         return ticket, chain
 
     def _start_send(self, ticket: Ticket, chain: PromptChain) -> "asyncio.Future[None]":
+        """Pin the blocks and start writing them; the future ends when they are read no more."""
         if ticket.key in self._in_flight or len(self._in_flight) >= MAX_SENDS:
             raise Overloaded(
-                f"pool {self._identity.name} sends {len(self._in_flight)} times, at most {MAX_SENDS}"
+                f"pool {self._identity.name} has {len(self._in_flight)} sends in flight, "
+                f"at most {MAX_SENDS}"
             )
         found = self._pool.find_prefix(
             SENDER_CLIENT_ID, chain, ticket.num_tokens, self._clock(), partial=False
@@ -137,7 +154,7 @@ class PromotionSender:
         return ended
 
     def _write_blocks(self, ticket: Ticket, sources: list[BlockIndex]) -> None:
-        """All of it is there: only queues."""
+        """Queue all layers of the blocks at once; they are complete."""
         plane = self._plane
         plane.open_handoff(ticket.key, ticket.num_tokens)
         plane.set_ticket(ticket.key, ticket)
@@ -146,7 +163,7 @@ class PromotionSender:
         plane.seal_handoff(ticket.key, SealInfo(()))
 
     def _emit(self, event: OutboundEvent) -> None:
-        """From the plane's thread. A loop that has ended has nobody left to tell."""
+        """Pass an event of the plane's thread to the loop; dropped if the loop is closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_event, event)
 
@@ -161,6 +178,6 @@ class PromotionSender:
 
 
 def _consume_exception(ended: "asyncio.Future[None]") -> None:
-    """Whoever asked may be gone: then nobody else looks at it."""
+    """Mark an exception as retrieved: the caller may not wait for the future any more."""
     if not ended.cancelled():
         ended.exception()

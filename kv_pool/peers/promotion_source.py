@@ -1,9 +1,8 @@
-"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker
-than computing.
+"""Promotion: fetch missing blocks from another host's pool, if that is faster than computing them.
 
-Whoever waits does so for as long as computing would take. A fetch that takes longer goes on, and as
-long as it does its pool is asked for nothing else: if it does not answer, only those who were first
-wait for it.
+A look-up waits as long as computing the blocks would take. A fetch that takes longer goes on, but
+until it ends no more blocks are requested from that pool: if the pool does not answer, it delays
+only the look-ups that started the fetch.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,88 +20,92 @@ from kv_pool.memory.block_loader import LoadPlan, LoadRequest
 
 
 class PeerFetcher(Protocol):
+    """The part of PromotionReceiver that promotion needs."""
+
     @property
     def is_joined(self) -> bool: ...
 
-    async def fetch_blocks(self, peer: PeerAddress, written: Publication) -> None: ...
+    async def fetch_blocks(self, peer: PeerAddress, publication: Publication) -> None: ...
 
 
 class PromotionSource:
-    """One of the sources that `BlockLoader` asks. `checksums` are those of blocks of the
-    segment."""
+    """A BlockSource of BlockLoader. `compute_checksums` returns those of blocks of the segment."""
 
     def __init__(
         self,
         receiver: PeerFetcher,
         layout: KVLayout,
-        checksums: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
+        compute_checksums: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
         clock: Clock,
     ) -> None:
         self.counters: dict[str, float] = {}
         self._receiver = receiver
         self._layout = layout
-        self._checksums = checksums
+        self._compute_checksums = compute_checksums
         self._clock = clock
         self._fetch_estimator = PeerFetchEstimator()
-        self._in_flight: list[
-            tuple[PeerAddress, float]
-        ] = []  # from whom, and until when it is waited for
+        # The fetches in flight: pool, and the time in seconds until which look-ups wait for it.
+        self._in_flight: list[tuple[PeerAddress, float]] = []
 
-    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
-        there = wanted.remote_prefix
-        if there is None or not self._receiver.is_joined:
+    def plan_load(self, load_request: LoadRequest, now: float) -> LoadPlan | None:
+        """Offer to fetch the blocks; None if there is no remote prefix or computing is faster."""
+        remote = load_request.remote_prefix
+        if remote is None or not self._receiver.is_joined:
             return None
-        end = min(wanted.end_block, there.prefix_tokens // self._layout.block_size)
-        blocks = end - wanted.first_block
-        if blocks <= 0:
+        end = min(load_request.end_block, remote.prefix_tokens // self._layout.block_size)
+        num_blocks = end - load_request.first_block
+        if num_blocks <= 0:
             return None
-        # The coordinator's figure is of the node that would compute, which need not be the one that
-        # asks.
-        token_seconds = there.compute_seconds_per_token or wanted.compute_seconds_per_token or 0.0
-        patience = token_seconds * blocks * self._layout.block_size
-        if self._fetch_estimator.is_backing_off(there.pool, now) or self._is_late(there.pool, now):
+        # The coordinator's figure is that of the node that would compute the blocks, which need not
+        # be the node that looks them up.
+        token_seconds = (
+            remote.compute_seconds_per_token or load_request.compute_seconds_per_token or 0.0
+        )
+        compute_seconds = token_seconds * num_blocks * self._layout.block_size
+        peer, size = remote.pool, num_blocks * self._layout.block_bytes
+        if self._fetch_estimator.is_backing_off(peer, now) or self._has_late_fetch(peer, now):
             self._count_declined("resting")
-        elif (
-            self._fetch_estimator.predict_fetch_seconds(
-                there.pool, blocks * self._layout.block_bytes
-            )
-            >= patience
-        ):
+        elif self._fetch_estimator.predict_fetch_seconds(peer, size) >= compute_seconds:
             self._count_declined("slower")
         else:
+            deadline = now + compute_seconds
             return LoadPlan(
                 REMOTE_TIER,
                 end,
-                patience,
-                lambda written: self._fetch(there.pool, written, now + patience),
+                compute_seconds,
+                lambda publication: self._fetch(peer, publication, deadline),
             )
         return None
 
-    def _is_late(self, peer: PeerAddress, now: float) -> bool:
-        return any(whom == peer and now >= until for whom, until in self._in_flight)
+    def _has_late_fetch(self, peer: PeerAddress, now: float) -> bool:
+        return any(pool == peer and now >= deadline for pool, deadline in self._in_flight)
 
-    async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
-        started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
+    async def _fetch(
+        self, peer: PeerAddress, publication: Publication, deadline: float
+    ) -> Sequence[int]:
+        """Fetch a publication's blocks; returns their checksums. Raises BatonError."""
+        started_at, size = self._clock(), len(publication.blocks) * self._layout.block_bytes
         self._count("baton_pool_promotions_started_total")
-        self._in_flight.append((peer, until))
+        self._in_flight.append((peer, deadline))
         try:
             FAILPOINTS.hit("pool.promote.before")
-            await self._receiver.fetch_blocks(peer, written)
+            await self._receiver.fetch_blocks(peer, publication)
         except BatonError as error:
             self._count(f'baton_pool_promotions_failed_total{{reason="{error.code}"}}')
-            if not isinstance(error, IncompleteTransfer):  # then it has it no more, and that is all
+            # An incomplete transfer only means that the pool has evicted the blocks.
+            if not isinstance(error, IncompleteTransfer):
                 self._fetch_estimator.record_failure(peer, self._clock())
             raise
         finally:
-            self._in_flight.remove((peer, until))
-        self._fetch_estimator.record_fetch(peer, size, self._clock() - started)
+            self._in_flight.remove((peer, deadline))
+        self._fetch_estimator.record_fetch(peer, size, self._clock() - started_at)
         self._count("baton_pool_promotions_done_total")
-        self._count("baton_pool_promoted_blocks_total", len(written.blocks))
+        self._count("baton_pool_promoted_blocks_total", len(publication.blocks))
         self._count("baton_pool_promoted_bytes_total", size)
-        return await self._checksums(written.blocks)
+        return await self._compute_checksums(publication.blocks)
 
-    def _count_declined(self, why: str) -> None:
-        self._count(f'baton_pool_promotions_declined_total{{reason="{why}"}}')
+    def _count_declined(self, reason: str) -> None:
+        self._count(f'baton_pool_promotions_declined_total{{reason="{reason}"}}')
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount

@@ -1,7 +1,9 @@
-"""PoolLink: one stream, one attachment. Questions are answered at once, but for those that wait: a
-seal until its blocks have been read back, places that are not free before what was there is copied,
-and a look-up of which more is on its way here, which is answered twice. So answers may come in
-another order than questions."""
+"""The gRPC service PoolLink: one stream per attachment, with a node's questions and their answers.
+
+Most questions are answered at once. A seal is answered after its blocks have been verified, and a
+reservation after the blocks that it evicts have been copied. A look-up whose next blocks are
+pending is answered twice. So answers may come in another order than questions.
+"""
 
 import asyncio
 import math
@@ -20,16 +22,13 @@ from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from kv_pool.core.blocks.attachments import PoolMatch
 from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.service.pool_manager import AttachRequest, PoolClientSession, PoolManager, PrefixQuery
+from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.requests import AttachRequest, PoolClientSession, PrefixQuery
 
-_ATTACH_TIMEOUT_SECONDS = 5.0  # seconds until the first question
-_FLUSH_TIMEOUT_SECONDS = (
-    2.0  # seconds that a node has to take the last answers of a pool that stops
-)
-_MAX_UNREAD_ANSWERS = 4096  # answers; a node that leaves so many unread is given up
-_MAX_SLOW_ANSWERS = (
-    256  # answers that wait for something; a look-up that comes then waits for nothing
-)
+_ATTACH_TIMEOUT_SECONDS = 5.0  # from the start of a stream to its first question
+_FLUSH_TIMEOUT_SECONDS = 2.0  # for a node to read the last answers of a pool that stops
+_MAX_UNREAD_ANSWERS = 4096  # the stream of a node that leaves so many unread is closed
+_MAX_SLOW_ANSWERS = 256  # per stream; with more, look-ups do not wait for pending blocks
 
 _limited = RateLimitedLogger()
 
@@ -37,18 +36,20 @@ GrpcContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 
 class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
-    def __init__(self, host: PoolManager) -> None:
-        self._manager = host
+    """The service, with the streams of all nodes."""
+
+    def __init__(self, manager: PoolManager) -> None:
+        self._manager = manager
         self._streams: set[_ClientStream] = set()
         self._closing = False
 
     async def Attach(self, _: object, context: GrpcContext) -> None:
-        """One node's stream, from AttachPool to its end."""
+        """Serve one node's stream, from AttachPool to its end."""
         first = await _read_attach(context)
         try:
             if self._closing:
                 raise ShuttingDown("the pool is stopping")
-            desk = await self._manager.attach_client(_attach_request_from_pb(first.attach))
+            session = await self._manager.attach_client(_attach_request_from_pb(first.attach))
         except BatonError as error:
             _limited.log_event(
                 log.get_logger("pool").warning,
@@ -58,18 +59,18 @@ class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
             )
             await context.write(pb.PoolAnswer(id=first.id, error=wire.error_to_pb(error)))
             return
-        stream = _ClientStream(self._manager, desk, context)
+        stream = _ClientStream(self._manager, session, context)
         self._streams.add(stream)
         try:
             await stream.run(first.id)
-        except grpc.RpcError:  # the node is gone
+        except grpc.RpcError:  # the node has disconnected
             pass
         finally:
             self._streams.discard(stream)
-            self._manager.on_stream_ended(desk)
+            self._manager.on_stream_ended(session)
 
     async def drain(self) -> None:
-        """Answer what was asked, take no more, and end the streams."""
+        """Answer the questions received so far, accept no more, and end all streams."""
         self._closing = True
         for stream in list(self._streams):
             stream.stop()
@@ -77,28 +78,35 @@ class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
 
 
 class _ClientStream:
-    def __init__(self, host: PoolManager, desk: PoolClientSession, context: GrpcContext) -> None:
+    """One node's stream after it has attached."""
+
+    def __init__(
+        self, manager: PoolManager, session: PoolClientSession, context: GrpcContext
+    ) -> None:
         self.ended = asyncio.Event()
-        self._manager = host
-        self._session = desk
+        self._manager = manager
+        self._session = session
         self._context = context
         self._stop_requested = asyncio.Event()
         self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_MAX_UNREAD_ANSWERS)
-        self._slow_answers: set[asyncio.Task[None]] = set()  # answers that take a while
+        self._slow_answers: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
         self._stop_requested.set()
 
-    async def run(self, first: int) -> None:
-        """Until either end ends it. Raises grpc.RpcError."""
-        host, desk = self._manager, self._session
+    async def run(self, attach_id: int) -> None:
+        """Serve the stream until either side ends it. Raises grpc.RpcError.
+
+        `attach_id` is the id of the question AttachPool, which is answered first.
+        """
+        manager = self._manager
         attached = pb.Attached(
-            segment=host.segment_name,
-            blocks=host.block_pool.memory.num_blocks,
-            fence=desk.fence,
-            incarnation=host.incarnation,
+            segment=manager.segment_name,
+            blocks=manager.block_pool.memory.num_blocks,
+            fence=self._session.fence,
+            incarnation=manager.incarnation,
         )
-        self._queue_answer(first, attached=attached)
+        self._queue_answer(attach_id, attached=attached)
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read())
         stopped = asyncio.create_task(self._stop_requested.wait())
@@ -122,7 +130,7 @@ class _ClientStream:
                 task.cancel()
             try:
                 await asyncio.gather(*tasks, return_exceptions=True)
-            finally:  # gRPC may cancel this a second time
+            finally:  # also if gRPC cancels this a second time
                 self.ended.set()
 
     async def _read(self) -> None:
@@ -145,97 +153,99 @@ class _ClientStream:
             await asyncio.wait(self._slow_answers)
         await self._answers.join()
 
-    def _queue_answer(self, question: int, **answer: Any) -> None:
+    def _queue_answer(self, question_id: int, **answer: Any) -> None:
         try:
-            self._answers.put_nowait(pb.PoolAnswer(id=question, **answer))
+            self._answers.put_nowait(pb.PoolAnswer(id=question_id, **answer))
         except asyncio.QueueFull:
             log.get_logger("pool").error(
-                "a node reads too slowly and is given up", holder=self._session.client_id
+                "node reads too slowly, stream closed", client_id=self._session.client_id
             )
             self._stop_requested.set()
 
     def _handle_question(self, question: pb.PoolQuestion) -> None:
-        host, desk = self._manager, self._session
+        """Answer one question, or start a task that does. Raises BatonError."""
+        manager, session = self._manager, self._session
         match question.WhichOneof("question"):
             case "find":
                 self._handle_find(question.id, question.find)
             case "release":
-                host.release_pins(desk, question.release.pins)
+                manager.release_pins(session, question.release.pins)
             case "reserve":
-                granted, room_made = host.reserve_blocks(
-                    desk, self._chain(question.reserve.chain), question.reserve.first
+                granted, demoted = manager.reserve_blocks(
+                    session, self._chain(question.reserve.chain), question.reserve.first
                 )
-                places = pb.Granted(
+                answer = pb.Granted(
                     publication=granted.publication_id or 0,
                     first=granted.first_block,
                     blocks=granted.blocks,
                 )
-                if room_made is None:
-                    self._queue_answer(question.id, granted=places)
+                if demoted is None:
+                    self._queue_answer(question.id, granted=answer)
                 else:
-                    self._start_slow_answer(self._answer_grant(question.id, places, room_made))
+                    self._start_slow_answer(self._answer_grant(question.id, answer, demoted))
             case "seal":
                 seal = question.seal
-                finding = partial(host.seal_publication, desk, seal.publication, seal.checksums)
-                self._start_slow_answer(self._answer_match(question.id, finding))
+                get_match = partial(
+                    manager.seal_publication, session, seal.publication, seal.checksums
+                )
+                self._start_slow_answer(self._answer_match(question.id, get_match))
             case "withdraw":
-                host.withdraw_publication(desk, question.withdraw.publication)
+                manager.withdraw_publication(session, question.withdraw.publication)
             case other:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
-    def _handle_find(self, number: int, find: pb.FindPrefix) -> None:
-        elsewhere = (
+    def _handle_find(self, question_id: int, find: pb.FindPrefix) -> None:
+        remote_prefix = (
             wire.remote_prefix_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
         )
         token_seconds = find.token_seconds if 0 < find.token_seconds < math.inf else None
-        asked = PrefixQuery(
-            self._chain(find.chain), find.max_tokens, find.partial, token_seconds, elsewhere
+        query = PrefixQuery(
+            self._chain(find.chain), find.max_tokens, find.partial, token_seconds, remote_prefix
         )
-        found, arrival = self._manager.find_prefix(self._session, asked)
+        found, pending = self._manager.find_prefix(self._session, query)
         answer = _match_to_pb(found)
-        if arrival is not None and len(self._slow_answers) < _MAX_SLOW_ANSWERS:
-            answer.loading, answer.patience = arrival.num_blocks, arrival.max_wait_seconds
-            finding = partial(
-                self._manager.wait_for_more, self._session, asked, arrival, len(found.blocks)
+        if pending is not None and len(self._slow_answers) < _MAX_SLOW_ANSWERS:
+            answer.loading, answer.patience = pending.num_blocks, pending.max_wait_seconds
+            get_match = partial(
+                self._manager.wait_for_more, self._session, query, pending, len(found.blocks)
             )
-            self._start_slow_answer(self._answer_match(number, finding))
-        self._queue_answer(number, found=answer)
+            self._start_slow_answer(self._answer_match(question_id, get_match))
+        self._queue_answer(question_id, found=answer)
 
-    def _start_slow_answer(self, answering: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(answering)
+    def _start_slow_answer(self, answer: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(answer)
         self._slow_answers.add(task)
         task.add_done_callback(self._on_slow_answer_done)
 
     def _on_slow_answer_done(self, task: asyncio.Task[None]) -> None:
         self._slow_answers.discard(task)
-        if (
-            not task.cancelled() and (error := task.exception()) is not None
-        ):  # else the node would wait for ever
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The stream is closed, because the node would wait for the answer for ever.
             log.get_logger("pool").error(
-                "an answer failed",
+                "answering a question failed",
                 kind=type(error).__name__,
                 places=log.get_traceback_places(error),
             )
             self._stop_requested.set()
 
     async def _answer_grant(
-        self, question: int, places: pb.Granted, room_made: Awaitable[None]
+        self, question_id: int, granted: pb.Granted, demoted: Awaitable[None]
     ) -> None:
-        await room_made
-        self._queue_answer(question, granted=places)
+        await demoted
+        self._queue_answer(question_id, granted=granted)
 
     async def _answer_match(
-        self, question: int, finding: Callable[[], Awaitable[PoolMatch]]
+        self, question_id: int, get_match: Callable[[], Awaitable[PoolMatch]]
     ) -> None:
         try:
-            found = await finding()
+            found = await get_match()
         except BatonError as error:
-            self._queue_answer(question, error=wire.error_to_pb(error))
+            self._queue_answer(question_id, error=wire.error_to_pb(error))
         else:
-            self._queue_answer(question, found=_match_to_pb(found))
+            self._queue_answer(question_id, found=_match_to_pb(found))
 
     def _chain(self, chain: pb.Chain) -> PromptChain:
-        """Raises InvalidRequest."""
+        """Convert a chain. Raises InvalidRequest."""
         return PromptChain(
             BlockHash(chain.root), chain.names, chain.tokens, self._manager.layout.block_size
         )

@@ -1,5 +1,4 @@
-"""The coordinator's end of a pool's membership: it welcomes, asks for the ledger, and keeps what it
-is told."""
+"""A fake coordinator for a pool: it welcomes it, requests ledgers and keeps what it receives."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ class FakePoolCoordinator:
     def __init__(self) -> None:
         self.joins: list[pb.Join] = []
         self.stats = pb.NodeStats()
-        self.block_hashes: set[int] = set()  # in the pool's index, as told
+        self.block_hashes: set[int] = set()  # in the pool's index, by its cache events
         self.disk_ledger = Ledger()  # of a pool's disk, as it came with the last ledger
         self.is_joined = False
         self.has_left = False

@@ -1,5 +1,4 @@
-"""A pool in a process of its own, and nodes' clients of it: some here, some in processes that can
-be killed."""
+"""A pool process and clients of it: some in the test's process, some in processes to be killed."""
 
 import asyncio
 import ctypes
@@ -37,7 +36,7 @@ DIGEST = b"\1" * 32
 CLUSTER_TOKEN = "a cluster's secret"
 UNSALTED_ROOT = root_hash(DIGEST, LAYOUT, b"")
 OWN_BLOCKS = 512
-TIMEOUT_SECONDS = 60.0  # seconds
+TIMEOUT_SECONDS = 60.0
 
 
 class PoolProcess:
@@ -104,7 +103,7 @@ def make_tokens(seed: int, blocks: int, *, extra: int = 0) -> tuple[int, ...]:
 
 @dataclass
 class PoolNode:
-    """A client with an arena of its own, whose block n holds bytes that follow from n."""
+    """A node's pool client with an arena."""
 
     client: PoolClient
     space: BlockAddressSpace
@@ -112,8 +111,7 @@ class PoolNode:
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
 
     def fill_blocks(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
-        """Write what a model would for these tokens' full blocks into own blocks from `first` on.
-        Returns those."""
+        """Write the content of these tokens' full blocks to own blocks from `first` on."""
         blocks = []
         for number in range(len(tokens) // LAYOUT.block_size):
             self.memory[first + number] = make_block_content(
@@ -125,7 +123,7 @@ class PoolNode:
     async def find_prefix(
         self,
         tokens: Sequence[int],
-        most: int | None = None,
+        max_tokens: int | None = None,
         *,
         root: BlockHash = UNSALTED_ROOT,
         **more: Any,
@@ -134,7 +132,12 @@ class PoolNode:
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
         names = compute_packed_hashes(root, packed, LAYOUT.block_size)
         self.client.find_prefix(
-            root, names, packed, len(tokens) if most is None else most, found.set_result, **more
+            root,
+            names,
+            packed,
+            len(tokens) if max_tokens is None else max_tokens,
+            found.set_result,
+            **more,
         )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return await found
@@ -155,7 +158,7 @@ class PoolNode:
     async def publish_tokens(
         self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any
     ) -> PoolHit | None:
-        """From own blocks `own` on, the chain's blocks from `first` on."""
+        """Publish the chain's blocks from `first` on, out of the own blocks from `own` on."""
         sources = self.fill_blocks(tokens, own)[first:]
         ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
         assert self.client.publish_blocks(
@@ -165,7 +168,7 @@ class PoolNode:
             return await ended
 
     def read_blocks(self, hit: PoolHit) -> list[bytes]:
-        """What lies in the blocks of a hit."""
+        """Return the content of the blocks of a hit."""
         size = LAYOUT.block_bytes
         return [
             ctypes.string_at(self.space.base_address + block * size, size) for block in hit.blocks
@@ -180,7 +183,7 @@ class PoolNode:
 
 
 def make_block_content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """Of the block that these tokens end with."""
+    """Return the content of the block that these tokens end with."""
     seed = np.frombuffer(pack_tokens(prefix), dtype=np.uint32)
     return np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
 
@@ -211,7 +214,7 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
         "model_digest": DIGEST.hex(),
         "layout": LAYOUT,
         "segment_folder": folder,
-        "lookup_timeout_seconds": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
+        "lookup_timeout_seconds": 10.0,  # so that a miss is the pool's answer, not a time-out
     }
     return PoolClientConfig(**{**settings, **changed})
 
@@ -220,7 +223,7 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
 async def run_pool_node(
     address: str, folder: Path, name: str = "decode-0", **changed: Any
 ) -> AsyncIterator[PoolNode]:
-    """A node, attached or not yet."""
+    """Run a node's client; it may not be attached yet."""
     arena = create_segment(
         folder, "arena", round_up_segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes)
     )

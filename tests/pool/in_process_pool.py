@@ -15,7 +15,7 @@ from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import BlockIndex
-from kv_pool.core.blocks.attachments import PinId, PoolMatch
+from kv_pool.core.blocks.attachments import PinId, PoolClientId, PoolMatch
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.evictor import LruEvictor
@@ -42,7 +42,7 @@ class InProcessPool:
         return float(next(self._ticks))
 
     def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
-        made = FakePoolClient(self, space, f"node {len(self.clients)}")
+        made = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
         self.clients.append(made)
         return made
 
@@ -67,7 +67,9 @@ class FakePoolClient:
     """One attachment. Look-ups are answered at once unless `is_slow`; publications when
     `run_publication` is called."""
 
-    def __init__(self, pool: InProcessPool, space: BlockAddressSpace, holder: str) -> None:
+    def __init__(
+        self, pool: InProcessPool, space: BlockAddressSpace, client_id: PoolClientId
+    ) -> None:
         self.is_attached = True
         self.is_slow = False
         self.remote_blocks = (
@@ -78,13 +80,13 @@ class FakePoolClient:
         self.publish_requests: deque[PublishRequest] = deque()
         self.pins: set[int] = set()
         self.copied_blocks = 0
-        self._pool, self._client_id = pool, holder
+        self._pool, self._client_id = pool, client_id
         self._memory = space.attach_segment(pool.segment.name)
         self.first_global_block = space.address_map.get_span(pool.segment.name).start
         self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(
             -1, pool.layout.block_bytes
         )
-        pool.block_pool.attach_client(holder, pool.now())
+        pool.block_pool.attach_client(client_id, pool.now())
 
     async def run(self) -> None: ...
 

@@ -21,13 +21,13 @@ SETTINGS = {
     "heartbeat": 0.1,
     "kv_memory": "16MiB",
     "pool_memory": "64MiB",
-    "pool_patience": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
+    "pool_patience": 10.0,  # so that a miss is the pool's answer, not a time-out
 }
 
 
 @asynccontextmanager
 async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    """Every node attached; afterwards nobody holds anything."""
+    """Run a cluster with all nodes attached; checks at its end that nothing is held."""
     cluster = Cluster(folder, **{**SETTINGS, **settings})
     async with cluster:
         await wait_until(
@@ -40,7 +40,7 @@ async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster
 
 
 def count_attachments(cluster: Cluster) -> int:
-    """By the nodes' logs."""
+    """Count attachments by the nodes' logs."""
     logs = (path.read_text() for path in cluster.logs.folder.glob("*.log"))
     return sum(text.count("attached to the pool") for text in logs)
 
@@ -69,9 +69,9 @@ async def wait_until_known(cluster: Cluster, pool: str, blocks: float) -> None:
     directory has as many is not enough: nodes have told of their own copies before."""
     await wait_for_metric(cluster, inserted_blocks_metric(pool), blocks)
     await asyncio.sleep(FLUSH_INTERVAL_SECONDS)  # after which a pool tells what it has gained
-    for _ in range(
-        2
-    ):  # it may answer first what it was asked while it stood still, and the second time it has told
+    # The first answer may be to a query sent while the pool was stopped; before the second one it
+    # has sent its events.
+    for _ in range(2):
         await cluster.get_ledgers()
 
 
@@ -113,7 +113,7 @@ async def generate_while_decode_dies(
 
 
 async def get_token_sources(cluster: Cluster, answer: GenerateAnswer) -> dict[str, int]:
-    """Where the prompt's tokens came from, by `explain`."""
+    """Return where the prompt's tokens came from, by `baton explain`."""
     told: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=answer.request_id)
     )

@@ -133,7 +133,7 @@ async def test_cluster_computes_without_its_pool_and_attaches_to_the_next(tmp_pa
         await wait_for_published_blocks(cluster, before + 50)
         assert (await ask(2))["pool"] == 800
         cluster.kill("pool-0")
-        await wait_until("without", lambda: "the pool is gone" in cluster.log_tail("prefill-0"))
+        await wait_until("without", lambda: "pool connection lost" in cluster.log_tail("prefill-0"))
         assert (await ask(3))["computed_prefill"] > 0
         assert (await ask(4))["local_cache"] > 0
         attached = count_attachments(cluster)

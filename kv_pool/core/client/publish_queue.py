@@ -1,6 +1,8 @@
-"""What waits to be published, in which order, and when. What is not paced goes first; what is paced
-keeps to a rate, counted in bytes. When the queue is full, what comes is dropped: what is longer in
-it has cost more and is wanted sooner."""
+"""The queue of a node's publications: unpaced jobs first, paced jobs at a limited byte rate.
+
+When the queue is full, new jobs are refused: those already queued were computed earlier and are
+needed sooner.
+"""
 
 from collections import deque
 from typing import Generic, TypeVar
@@ -9,20 +11,20 @@ T = TypeVar("T")
 
 
 class PublishQueue(Generic[T]):
-    """At most `most` jobs; `rate` in bytes a second. `now` is in seconds."""
+    """A queue of at most `max_jobs` jobs. `now` is in seconds."""
 
-    def __init__(self, most: int, rate: float) -> None:
-        self._max_jobs = most
-        self._bytes_per_second = rate
+    def __init__(self, max_jobs: int, bytes_per_second: float) -> None:
+        self._max_jobs = max_jobs
+        self._bytes_per_second = bytes_per_second
         self._unpaced: deque[T] = deque()
-        self._paced: deque[tuple[T, int]] = deque()
-        self._next_paced_at = 0.0  # when the next paced job may go
+        self._paced: deque[tuple[T, int]] = deque()  # jobs with their size in bytes
+        self._next_paced_at = 0.0  # seconds: when the next paced job may start
 
     def __len__(self) -> int:
         return len(self._unpaced) + len(self._paced)
 
     def add_job(self, job: T, size: int, *, paced: bool) -> bool:
-        """`size` in bytes. False: there is no room."""
+        """Add a job of `size` bytes; returns False if the queue is full."""
         if len(self) >= self._max_jobs:
             return False
         if paced:
@@ -32,7 +34,7 @@ class PublishQueue(Generic[T]):
         return True
 
     def take_ready_job(self, now: float) -> T | None:
-        """The next job that may go now."""
+        """Remove and return the next job that may start now; None if there is none."""
         if self._unpaced:
             return self._unpaced.popleft()
         if not self._paced or now < self._next_paced_at:
@@ -42,13 +44,13 @@ class PublishQueue(Generic[T]):
         return job
 
     def seconds_until_ready(self, now: float) -> float | None:
-        """Seconds until a job may go; None if there is none."""
+        """Return the seconds until a job may start; None if the queue is empty."""
         if self._unpaced:
             return 0.0
         return max(0.0, self._next_paced_at - now) if self._paced else None
 
     def clear(self) -> list[T]:
-        """All that waited."""
+        """Remove and return all jobs."""
         jobs = [*self._unpaced, *(job for job, _ in self._paced)]
         self._unpaced.clear()
         self._paced.clear()

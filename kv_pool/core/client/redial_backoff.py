@@ -1,27 +1,29 @@
-"""When a node dials its pool again. A pool that has gone may be back at any moment. One that
-refuses (it serves another model, or has no memory) will do so again until something is changed, so
-it is asked less and less often."""
+"""The delay before a node dials its pool again, with exponential back-off after refusals.
+
+A pool whose connection was lost may be back at any moment, so the delay stays short. A pool that
+refuses the node (it serves another model, or has no memory) will refuse again until an operator
+changes something, so the delay doubles.
+"""
 
 
 class RedialBackoff:
-    """`least` and `most` in seconds."""
+    """Delays between `min_seconds` and `max_seconds`."""
 
-    def __init__(self, least: float, most: float) -> None:
-        self._min_seconds = least
-        self._max_seconds = most
-        self._next_seconds = least
+    def __init__(self, min_seconds: float, max_seconds: float) -> None:
+        self._min_seconds = min_seconds
+        self._max_seconds = max_seconds
+        self._next_seconds = min_seconds  # after the next refusal
 
     def reset(self) -> None:
+        """Start over after the node has attached."""
         self._next_seconds = self._min_seconds
 
     def delay_after_disconnect(self) -> float:
-        """Seconds to wait."""
+        """Return the seconds to wait after a lost connection."""
         return self._min_seconds
 
     def delay_after_refusal(self) -> float:
-        """Seconds to wait: twice as long each time, up to `most`."""
-        pause, self._next_seconds = (
-            self._next_seconds,
-            min(2 * self._next_seconds, self._max_seconds),
-        )
-        return pause
+        """Return the seconds to wait after a refusal: doubled each time, up to the maximum."""
+        delay = self._next_seconds
+        self._next_seconds = min(2 * delay, self._max_seconds)
+        return delay

@@ -1,4 +1,4 @@
-"""The account of a disk's slots."""
+"""The ledger of the slots of a disk."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,6 +6,7 @@ from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.index.radix_index import ROOT
 from kv_pool.core.ledger import PoolBlockState, PoolLedger, PoolLedgerEntry
 
+# Owners in the ledger, as operators see them.
 DISK_WRITER = "disk"
 DISK_READER = "arrivals"
 
@@ -13,27 +14,27 @@ DISK_READER = "arrivals"
 def build_slot_ledger(
     tier: CacheTier, loads: Mapping[int, float], writing: Collection[int], now: float
 ) -> PoolLedger:
-    """`loads`: the last slot of each path that is being read, and since when; `writing`: slots that
-    are not written yet. IN_USE counts paths, as in memory."""
-    read: set[int] = set()
+    """Build the ledger of a disk; IN_USE counts whole paths, as in memory.
+
+    `loads` maps the last slot of each path that is being read to the time, in seconds, when the
+    load started; `writing` has the slots that are not written yet.
+    """
+    reading: set[int] = set()
     for slot in loads:
-        while slot != ROOT and slot not in read:
-            read.add(slot)
+        while slot != ROOT and slot not in reading:
+            reading.add(slot)
             slot = tier.index.parent(slot)
-    written = {slot for slot in writing if slot in tier.index} - read
+    unwritten = {slot for slot in writing if slot in tier.index} - reading
     counts = dict.fromkeys(PoolBlockState, 0) | {
         PoolBlockState.FREE: tier.num_free,
-        PoolBlockState.IN_USE: len(read),
-        PoolBlockState.WRITING: len(written),
-        PoolBlockState.CACHED: len(tier.index) - len(read) - len(written),
+        PoolBlockState.IN_USE: len(reading),
+        PoolBlockState.WRITING: len(unwritten),
+        PoolBlockState.CACHED: len(tier.index) - len(reading) - len(unwritten),
     }
     entries = []
-    if read:
-        entries.append(
-            PoolLedgerEntry(
-                DISK_READER, PoolBlockState.IN_USE, len(read), now - min(loads.values())
-            )
-        )
-    if written:
-        entries.append(PoolLedgerEntry(DISK_WRITER, PoolBlockState.WRITING, len(written), 0.0))
+    if reading:
+        age = now - min(loads.values())
+        entries.append(PoolLedgerEntry(DISK_READER, PoolBlockState.IN_USE, len(reading), age))
+    if unwritten:
+        entries.append(PoolLedgerEntry(DISK_WRITER, PoolBlockState.WRITING, len(unwritten), 0.0))
     return PoolLedger(tier.num_blocks, counts, tuple(entries))

@@ -1,4 +1,4 @@
-"""Ghosts: what is remembered of evicted blocks, so that the policy learns from its evictions too."""
+"""Ghosts: what is remembered of evicted blocks, so that policies learn from evictions too."""
 
 from array import array
 from dataclasses import dataclass

@@ -22,7 +22,8 @@ from kv_pool.client.stream import PoolStream
 from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.memory.segment_store import SegmentStore
-from kv_pool.service.pool_manager import AttachRequest, PoolManager
+from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.requests import AttachRequest
 from tests.pool.harness import DIGEST, LAYOUT, client_config
 
 
@@ -75,7 +76,7 @@ async def test_stream_may_end_after_the_pool_is_closed(tmp_path: Path) -> None:
     )
     await host.close()
     host.on_stream_ended(desk)
-    assert host._close_off_timer is None
+    assert host._removal_timer is None
 
 
 @pytest.mark.asyncio

@@ -78,7 +78,7 @@ def test_disk_blocks_are_loaded_as_a_publication() -> None:
 
 def test_load_is_chosen_when_faster_than_recompute() -> None:
     worth = LoadCostModel()
-    worth.rate.record_load(1 << 30, waited=0.001, took=1.0, now=0.0)
+    worth.rate.record_load(1 << 30, wait_seconds=0.001, read_seconds=1.0, now=0.0)
     assert worth.max_wait_seconds(0, 1024, 50_000_000, 1e-4, 1.0) == pytest.approx(0.1024, rel=0.01)
     assert worth.max_wait_seconds(0, 16, 50_000_000, 1e-4, 1.0) is None
     assert worth.max_wait_seconds(0, 1024, 120_000_000, 1e-4, 1.0) is None
@@ -91,7 +91,7 @@ def test_load_is_tried_while_rates_are_unknown() -> None:
     worth = LoadCostModel()
     assert worth.max_wait_seconds(0, 16, 1 << 30, None, 0.0) == DEFAULT_COMPUTE_SECONDS
     assert worth.max_wait_seconds(0, 16, 1 << 30, 1e-4, 0.0), "no disk has been measured"
-    worth.rate.record_load(1 << 20, waited=0.0, took=1.0, now=0.0)
+    worth.rate.record_load(1 << 20, wait_seconds=0.0, read_seconds=1.0, now=0.0)
     assert worth.max_wait_seconds(0, 16, 1 << 30, None, 0.0) is None, "as another node told"
     assert worth.max_wait_seconds(0, 16, 1 << 30, None, 61.0), "a slow moment is not for ever"
 

@@ -114,19 +114,19 @@ def test_partial_match_prefers_the_longest_shared_tokens() -> None:
 
 def test_only_leaves_are_removed() -> None:
     index = make_index(make_block_chain(1, 2), make_block_chain(1, 3), make_block_chain(1, 4))
-    with pytest.raises(PoolLedgerError, match="no leaf"):
+    with pytest.raises(PoolLedgerError, match="not a leaf"):
         index.remove_leaf(0)
     for block in (2, 1, 3, 0):
         index.remove_leaf(block)
         index.check()
     assert len(index) == 0
-    with pytest.raises(PoolLedgerError, match="no leaf"):
+    with pytest.raises(PoolLedgerError, match="not a leaf"):
         index.remove_leaf(0)
 
 
 def test_a_child_needs_its_parent() -> None:
     index = make_index(make_block_chain(1))
-    with pytest.raises(PoolLedgerError, match="without a parent"):
+    with pytest.raises(PoolLedgerError, match="without its parent"):
         index.insert_block(3, make_block_chain(1, 2, 3), 2, 0)
 
 
@@ -157,7 +157,7 @@ def test_match_takes_logarithmic_lookups() -> None:
 
 
 def test_inconsistent_chain_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="has 2 names"):
+    with pytest.raises(InvalidRequest, match="needs 2 block hashes"):
         PromptChain(ROOTS[0], bytes(32), bytes(32), PROMPT_BLOCK_TOKENS)
 
 

@@ -35,7 +35,7 @@ def content(prompt: PromptChain, number: int) -> tuple[bytes, bytes]:
 
 class SharedBlockPoolMachine(RuleBasedStateMachine):
     """`memory` and `file` are what the blocks would hold: a (root, tokens up to the block's end)
-    each. Pins are those of live and doubtful holders; nobody else's word ends them."""
+    each. Pins are those of live and suspect clients; nobody else's word ends them."""
 
     pins = Bundle("pins")
     publications = Bundle("publications")

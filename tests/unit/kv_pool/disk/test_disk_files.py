@@ -110,7 +110,7 @@ def test_file_writable_by_others_is_recreated(filled: Path) -> None:
 
 def test_file_locked_by_another_pool_is_refused(file: DiskFile, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="is another pool's: choose another folder with --pool-disk-dir"
+        ConfigError, match="is in use by another pool: choose another folder with --pool-disk-dir"
     ):
         open_test_file(tmp_path)
 
@@ -118,7 +118,9 @@ def test_file_locked_by_another_pool_is_refused(file: DiskFile, tmp_path: Path) 
 def test_another_users_file_is_left_alone(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 4242)
-        with pytest.raises(ConfigError, match=r"is no file of user 4242 .*: choose another folder"):
+        with pytest.raises(
+            ConfigError, match=r"is not a regular file of user 4242 .*: choose another folder"
+        ):
             open_test_file(filled)
     assert read_slot_after_reopen(filled) == b"\7" * BLOCK
 
@@ -140,7 +142,7 @@ def test_hard_linked_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).hardlink_to(mine)
     memory = BlockRows(memoryview(bytearray(BLOCK)), BLOCK)
     with pytest.raises(
-        ConfigError, match="under this name alone: choose another folder with --pool-disk-dir"
+        ConfigError, match="without other hard links: choose another folder with --pool-disk-dir"
     ):
         mount_disk(
             DiskSettings(tmp_path, SIZE),

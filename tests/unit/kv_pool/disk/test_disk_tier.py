@@ -19,7 +19,8 @@ from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.ledger import PoolBlockState
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
-from kv_pool.service.pool_manager import AttachRequest, PoolClientSession, PoolManager, PrefixQuery
+from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.requests import AttachRequest, PoolClientSession, PrefixQuery
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio
@@ -112,7 +113,7 @@ async def open_rig(
     segments.mkdir(exist_ok=True)
     terms = DiskSettings(folder / "disk", HEADER_BYTES + slots * LAYOUT.block_bytes)
     host = PoolManager(
-        segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk=terms
+        segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk_settings=terms
     )
     try:
         desk = await host.attach_client(
@@ -240,7 +241,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
             assert await it.find_blocks(make_tokens(number, 12)) == (12, 12)
         await it.evict_all()
         told = capsys.readouterr()
-        assert (told.out + told.err).count("the disk has failed") == 1
+        assert (told.out + told.err).count("disk failed") == 1
     async with open_rig(tmp_path) as it:
         assert it.manager.disk_ledger() is not None, "a restart tries again"
 
@@ -283,4 +284,4 @@ async def test_pool_runs_without_an_unusable_disk(
         await it.publish_tokens(make_tokens(1, 5))
         assert await it.find_blocks(make_tokens(1, 5)) == (5, 5)
     told = capsys.readouterr()
-    assert (told.out + told.err).count("the pool has no disk") == 1
+    assert (told.out + told.err).count("disk not mounted") == 1

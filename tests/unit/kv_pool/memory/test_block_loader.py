@@ -38,12 +38,11 @@ class ScriptedSource:
         self.fetched: list[Publication] = []
         self.num_done_calls = 0
 
-    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
-        if wanted.first_block >= self.end_block:
+    def plan_load(self, load_request: LoadRequest, now: float) -> LoadPlan | None:
+        if load_request.first_block >= self.end_block:
             return None
-        return LoadPlan(
-            "elsewhere", min(self.end_block, wanted.end_block), 1.0, self._fetch, self._on_done
-        )
+        end_block = min(self.end_block, load_request.end_block)
+        return LoadPlan("elsewhere", end_block, 1.0, self._fetch, self._on_done)
 
     async def _fetch(self, publication: Publication) -> Sequence[int]:
         self.fetched.append(publication)
@@ -65,8 +64,8 @@ class LoaderRig:
         self.loader = BlockLoader(
             self.pool,
             lambda: self.now,
-            carry_out=lambda moves: None,
-            sealed=lambda blocks, sums: self.sealed.append((list(blocks), list(sums))),
+            stage_demotions=lambda moves: None,
+            on_blocks_sealed=lambda blocks, sums: self.sealed.append((list(blocks), list(sums))),
         )
         self.loader.sources.append(source)
 

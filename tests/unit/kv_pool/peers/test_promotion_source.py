@@ -42,7 +42,10 @@ class PromotionRig:
         self.pool = SharedBlockPool(CacheTier(8, PROMPT_BLOCK_TOKENS, LruEvictor(8)))
         self.pool.attach_client(CLIENT_ID, 0.0)
         self.loader = BlockLoader(
-            self.pool, lambda: self.now, carry_out=lambda moves: None, sealed=lambda *_: None
+            self.pool,
+            lambda: self.now,
+            stage_demotions=lambda moves: None,
+            on_blocks_sealed=lambda *_: None,
         )
         self.promotions = PromotionSource(self, LAYOUT, self._checksums, lambda: self.now)
         self.loader.sources.append(self.promotions)

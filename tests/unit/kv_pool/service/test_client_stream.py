@@ -14,7 +14,8 @@ from baton.pb import pool_pb2 as pb
 from kv_pool.core.blocks.attachments import PoolMatch
 from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.service import link_service as service
-from kv_pool.service.pool_manager import PoolClientSession, PoolManager, PrefixQuery
+from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.requests import PoolClientSession, PrefixQuery
 
 
 class FakeNodeStream:
@@ -48,7 +49,7 @@ def make_stream(write: Any, **asked: Any) -> service._ClientStream:
 async def test_pool_stops_although_a_node_reads_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_FLUSH_TIMEOUT_SECONDS", 0.01)
     one = make_stream(lambda _: asyncio.Event().wait())
-    running = asyncio.create_task(one.run(first=1))
+    running = asyncio.create_task(one.run(attach_id=1))
     one.stop()
     async with asyncio.timeout(30):
         await running
@@ -65,7 +66,7 @@ async def test_pool_stop_does_not_wait_for_a_disconnected_node() -> None:
         raise ConnectionError
 
     one = make_stream(write)
-    running = asyncio.create_task(one.run(first=1))
+    running = asyncio.create_task(one.run(attach_id=1))
     await asked.wait()
     one.stop()
     await asyncio.sleep(0)
@@ -83,7 +84,7 @@ async def test_failed_answer_ends_the_stream() -> None:
     async def write(_: object) -> None: ...
 
     one = make_stream(write, seal_publication=seal)
-    running = asyncio.create_task(one.run(first=1))
+    running = asyncio.create_task(one.run(attach_id=1))
     one._handle_question(pb.PoolQuestion(id=2, seal=pb.SealPlaces(publication=1)))
     async with asyncio.timeout(30):
         await running
