@@ -134,11 +134,11 @@ def test_the_model_length_ends_the_output() -> None:
 def test_one_live_sequence_per_key() -> None:
     node = SteppedNode()
     node.add_work(make_work("a", PROMPT[:4]))
-    with pytest.raises(BlockLedgerError, match="here already"):
+    with pytest.raises(BlockLedgerError, match="exists already"):
         node.add_work(make_work("a", PROMPT[:4]))
     with pytest.raises(BlockLedgerError, match="0 tokens"):
         node.add_work(make_work("b", []))
-    with pytest.raises(BlockLedgerError, match="here already"):
+    with pytest.raises(BlockLedgerError, match="exists already"):
         node.scheduler.reserve_for_handoff(make_work("a", PROMPT[:4]), node.root, TICKET_ID)
     assert node.pool.count_blocks(BlockState.RESERVED) == 0
 
