@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import ConfigError, ContextLengthExceeded
+from baton.kv.block_hash import BlockHash
 from baton.types import FinishReason
 from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
@@ -232,6 +233,7 @@ def test_cache_salt_isolates_tenants() -> None:
     node = SteppedNode()
     node.add_work(make_work("warm", PROMPT[:64], 1))
     node.run()
-    sequence = node.scheduler.add_sequence(make_work("a", PROMPT[:64], 1), node.root[::-1])  # type: ignore[arg-type]
+    other_root = BlockHash(node.root[::-1])
+    sequence = node.scheduler.add_sequence(make_work("a", PROMPT[:64], 1), other_root)
     node.run()
     assert sequence.num_cached_tokens == 0
