@@ -1,5 +1,7 @@
-"""`python -m decode_node`: a memory-bound node, until it is told to take the other role. Their
-lives are told in decode_node/decode_role.py and prefill_node/prefill_role.py."""
+"""`python -m decode_node`: a node that starts in the decode role; the role may be switched.
+
+The roles are described in prefill_node/prefill_role.py and decode_node/decode_role.py.
+"""
 
 import sys
 

@@ -1,16 +1,20 @@
-"""The memory-bound role. The life of an attempt here:
+"""The decode role: receives KV from prefill nodes, or computes it, and decodes. An attempt's life:
 
-    Submit with a writer -> match what is cached, reserve the rest, grant a Ticket: Reserved, or Refused at once
-        Started          -> the writer has begun
-        Sealed           -> everything landed, checked, and the writer fenced off: Commit; the first token is shown
-        Lost             -> blocks return, or stay QUARANTINED until Fenced; AttemptFailed
-    Submit without one, or a prefix that lacks only its last token -> this node computes what is missing itself
-    running              -> one Tokens message a step for all sequences, until it is finished, preempted or cancelled
+    DecodeCommand with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
+                                      ticket and report Reserved; or report Refused at once
+        InboundStarted             -> the KV writer has begun
+        InboundSealed              -> all KV landed and verified, the writer fenced off: commit,
+                                      report Admitted and the first token
+        InboundLost                -> blocks freed, or QUARANTINED until InboundFenced;
+                                      AttemptFailed reported
+    DecodeCommand without a writer, or only the last token is not cached -> compute it here
+    running                        -> one Tokens message per step for all sequences, until the
+                                      attempt is finished, preempted or cancelled
 
-Nothing of a ticket is looked at before its Commit. Every block of a ticket leaves RESERVED, WRITING
-or QUARANTINED by one of the plane's events, and by nothing else.
+Blocks of a ticket are not read before its commit. They leave RESERVED, WRITING and QUARANTINED only
+by an event of the plane.
 
-What the shared pool has counts as held here: it is not sent. Full blocks are published as they
+What the shared pool has of a context is not sent by prefill. Full blocks are published as they
 fill.
 """
 
@@ -75,32 +79,33 @@ from node_engine.roles.role_policy import RoleContext, check_work, report_too_lo
 
 @dataclass(slots=True, eq=False)
 class _PendingHandoff:
-    """A ticket of ours whose hand-off has neither committed nor been given up by the plane."""
+    """A ticket of this node whose hand-off has neither committed nor failed."""
 
     work: AttemptSpec
-    held_tokens: int
-    pool_tokens: int  # of these, what the shared pool has
-    remote_pool_tokens: int  # of these, what another host's has sent
-    is_over: bool = False  # the coordinator knows, or wanted it so
+    held_tokens: int  # context tokens that need not be sent
+    pool_tokens: int  # of these, found in the shared pool
+    remote_pool_tokens: int  # of these, sent by another host's pool
+    is_over: bool = False  # its end is reported, or the coordinator has ended it
 
 
 class DecodeRole:
-    def __init__(self, parts: RoleContext, plane: InboundPlane) -> None:
-        self._context = parts
+    """A RolePolicy that decodes attempts; see the module."""
+
+    def __init__(self, context: RoleContext, plane: InboundPlane) -> None:
+        self._context = context
         self._plane = plane
-        self._scheduler = parts.scheduler
-        self._block_pool = parts.block_pool
-        self._reporter = parts.reporter
-        self._pool_connector = parts.pool_connector
-        self._layout = parts.engine.layout
+        self._scheduler = context.scheduler
+        self._block_pool = context.block_pool
+        self._reporter = context.reporter
+        self._pool_connector = context.pool_connector
+        self._layout = context.engine.layout
         self._pending_handoffs: dict[TicketId, _PendingHandoff] = {}
         self._tickets: dict[AttemptKey, TicketId] = {}
-        # Computed here and not yet reported as Admitted: their share, in seconds, of the steps that
-        # they took part in.
+        # Prefills that are computed here and not yet reported as Admitted: their share, in seconds,
+        # of the steps that they took part in.
         self._local_prefill_seconds: dict[AttemptKey, float] = {}
-        self._local_step_tokens: list[
-            tuple[AttemptKey, int]
-        ] = []  # how many tokens the step in progress computes for whom of them
+        # Of these, tokens in the step in progress.
+        self._local_step_tokens: list[tuple[AttemptKey, int]] = []
 
     @property
     def transfer_endpoint(self) -> str:
@@ -119,7 +124,7 @@ class DecodeRole:
         self._plane.close()
 
     def preview_command(self, command: NodeCommand) -> None:
-        """Nothing here need overtake the step in progress."""
+        """No command is urgent: all of them wait for the step in progress."""
 
     def handle_item(self, item: NodeCommand | object) -> None:
         match item:
@@ -127,8 +132,8 @@ class DecodeRole:
                 self._drop_all_attempts(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(None)
-            case DecodeCommand(work, writer, prefill_share, hit):
-                self._scheduler.prefill_budget.prefill_step_share = prefill_share or None
+            case DecodeCommand(work, writer, share, hit):
+                self._scheduler.prefill_budget.prefill_step_share = share or None
                 self._on_decode_command(work, writer, hit)
             case CancelCommand(key, reason):
                 self._cancel_attempt(key, reason)
@@ -144,23 +149,16 @@ class DecodeRole:
             case InboundFenced(ticket):
                 self._block_pool.free_quarantined_ticket(ticket)
             case _:
-                raise TypeError(f"a decode node got {item!r}")
+                raise TypeError(f"a decode node cannot handle {item!r}")
 
     def before_step(self, batch: StepBatch) -> None:
-        """Note how much of the step belongs to prompts that are computed here. Nobody waits for
-        layers."""
+        """Record the tokens of local prefills in the step; no layer callback is needed."""
         self._local_step_tokens.clear()
         if self._local_prefill_seconds:
-            pieces = (
-                (
-                    self._scheduler.get_sequence_in_flight(piece.sequence_id).key,
-                    len(piece.token_ids),
-                )
-                for piece in batch.slices
-            )
-            self._local_step_tokens += [
-                (key, tokens) for key, tokens in pieces if key in self._local_prefill_seconds
-            ]
+            for slice_ in batch.slices:
+                key = self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
+                if key in self._local_prefill_seconds:
+                    self._local_step_tokens.append((key, len(slice_.token_ids)))
 
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
@@ -181,7 +179,7 @@ class DecodeRole:
                 case TokenEmitted(sequence, event):
                     if sequence.key in self._local_prefill_seconds:
                         self._report_local_admission(sequence)
-                        self._pool_connector.publish_sequence(sequence, paced=True)
+                        self._pool_connector.publish_sequence(sequence, is_rate_limited=True)
                     tokens.append(event)
                     self._pool_connector.publish_filled_blocks(sequence)
                 case SequenceFailed(sequence, error, caused_by):
@@ -199,7 +197,8 @@ class DecodeRole:
             else NodeFailed(f"{type(error).__name__} in the forward pass")
         )
         failed = [
-            self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices
+            self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
+            for slice_ in batch.slices
         ]
         self._scheduler.abandon_step(batch)
         for key in failed:
@@ -211,27 +210,27 @@ class DecodeRole:
     def _on_decode_command(
         self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None
     ) -> None:
-        pooled = self._pool_connector.build_pool_prefix(hit)
-        if self._scheduler.get_sequence(work.key) is None:  # else the message came twice
-            self._begin_attempt(work, writer, pooled)
-        if pooled is not None:
-            pooled.release()
+        pool_prefix = self._pool_connector.build_pool_prefix(hit)
+        if self._scheduler.get_sequence(work.key) is None:  # else the message is a duplicate
+            self._begin_attempt(work, writer, pool_prefix)
+        if pool_prefix is not None:
+            pool_prefix.release()
 
     def _begin_attempt(
-        self, work: AttemptSpec, writer: PeerAddress | None, pooled: PoolPrefix | None
+        self, work: AttemptSpec, writer: PeerAddress | None, pool_prefix: PoolPrefix | None
     ) -> None:
         engine = self._context.engine
         try:
             FAILPOINTS.hit("decode.allocate.before")
             check_work(work, engine)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            survey = self._scheduler.estimate_admission(work, root, pooled)
-            if writer is None or survey.num_missing_tokens == 1:
+            estimate = self._scheduler.estimate_admission(work, root, pool_prefix)
+            if writer is None or estimate.num_missing_tokens == 1:
                 self._prefill_locally(
-                    work, root, pooled, survey.refusal, announce=writer is not None
+                    work, root, pool_prefix, estimate.refusal, announce=writer is not None
                 )
             else:
-                self._reserve_for_handoff(work, root, pooled, writer)
+                self._reserve_for_handoff(work, root, pool_prefix, writer)
             FAILPOINTS.hit("decode.allocate.after")
         except ContextLengthExceeded as error:
             self._cancel_attempt(work.key, error)
@@ -244,47 +243,50 @@ class DecodeRole:
         self,
         work: AttemptSpec,
         root: BlockHash,
-        pooled: PoolPrefix | None,
+        pool_prefix: PoolPrefix | None,
         refusal: CapacityRefusal | None,
         *,
         announce: bool,
     ) -> None:
-        """Colocated, or all but the last token is here already: then the prefill leg is not
-        needed."""
+        """Compute the context here; `announce` tells the coordinator that prefill is not needed."""
         if refusal is not None:
             self._reporter.report_refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
-        self._scheduler.add_sequence(work, root, pooled=pooled)
+        self._scheduler.add_sequence(work, root, pool_prefix=pool_prefix)
         self._local_prefill_seconds[work.key] = 0.0
         if announce:
             self._reporter.report_reserved(work.key, None, len(work.context_token_ids) - 1)
 
     def _reserve_for_handoff(
-        self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, writer: PeerAddress
+        self,
+        work: AttemptSpec,
+        root: BlockHash,
+        pool_prefix: PoolPrefix | None,
+        writer: PeerAddress,
     ) -> None:
         ticket_id = TicketId(mint_id())
-        found = self._scheduler.reserve_for_handoff(work, root, ticket_id, pooled)
-        if isinstance(found, CapacityRefusal):
-            self._reporter.report_refused(work.key, found.needed_blocks, found.free_blocks)
+        result = self._scheduler.reserve_for_handoff(work, root, ticket_id, pool_prefix)
+        if isinstance(result, CapacityRefusal):
+            self._reporter.report_refused(work.key, result.needed_blocks, result.free_blocks)
             return
-        ticket = self._build_ticket(ticket_id, found, writer)
-        held = found.num_computed_tokens
+        ticket = self._build_ticket(ticket_id, result, writer)
+        held_tokens = result.num_computed_tokens
         self._pending_handoffs[ticket_id] = _PendingHandoff(
-            work, held, found.num_pool_tokens, found.num_remote_pool_tokens
+            work, held_tokens, result.num_pool_tokens, result.num_remote_pool_tokens
         )
         self._tickets[work.key] = ticket_id
         self._plane.grant_ticket(ticket)
-        self._reporter.report_reserved(work.key, ticket, held)
+        self._reporter.report_reserved(work.key, ticket, held_tokens)
 
     def _build_ticket(self, ticket_id: TicketId, sequence: Sequence, writer: PeerAddress) -> Ticket:
         incarnation = self._reporter.incarnation
-        me = PeerAddress(
+        own_address = PeerAddress(
             self._context.name, incarnation, self._context.host_id, self._plane.endpoint
         )
         return Ticket(
             id=ticket_id,
             key=sequence.key,
-            decode_peer=me,
+            decode_peer=own_address,
             writer_incarnation=writer.incarnation,
             first_block=len(sequence.block_table),
             block_offsets=tuple(
@@ -299,9 +301,7 @@ class DecodeRole:
 
     def _on_sealed(self, ticket: TicketId, seal: SealInfo) -> None:
         arrival = self._pending_handoffs.get(ticket)
-        if (
-            arrival is None or arrival.is_over
-        ):  # revoked while the event was under way: Lost follows
+        if arrival is None or arrival.is_over:  # revoked in the meantime: InboundLost follows
             return
         work, key = arrival.work, arrival.work.key
         try:
@@ -314,35 +314,38 @@ class DecodeRole:
         self._plane.commit_ticket(ticket)
         FAILPOINTS.hit("decode.commit.after")
         del self._pending_handoffs[ticket], self._tickets[key]
-        received = len(work.context_token_ids) - arrival.held_tokens
         self._reporter.report_admitted(
             key,
-            computed=0,
-            cached=arrival.held_tokens,
-            received=received,
-            pooled=arrival.pool_tokens,
-            remote=arrival.remote_pool_tokens,
+            computed_tokens=0,
+            cached_tokens=arrival.held_tokens,
+            received_tokens=len(work.context_token_ids) - arrival.held_tokens,
+            pool_tokens=arrival.pool_tokens,
+            remote_pool_tokens=arrival.remote_pool_tokens,
         )
         FAILPOINTS.hit("decode.first_token.before")
         self.deliver_outcomes(outcomes)
         FAILPOINTS.hit("decode.first_token.after")
 
     def _check_first_token(self, work: AttemptSpec, seal: SealInfo) -> int:
-        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by
-        exactly one, scored as the request asks."""
+        """The token that prefill has sampled.
+
+        Raises IncompleteTransfer unless the seal continues this attempt by exactly one valid token,
+        with the logprobs that the request asks for.
+        """
         *before, token = seal.emitted_token_ids or (-1,)
         if (
             tuple(before) != work.emitted_token_ids
             or not 0 <= token < self._context.engine.vocab_size
         ):
             raise IncompleteTransfer(
-                f"the seal of {work.key} carries {len(seal.emitted_token_ids)} tokens after {len(work.emitted_token_ids)}"
+                f"the seal of {work.key} has {len(seal.emitted_token_ids)} output tokens,"
+                f" expected the {len(work.emitted_token_ids)} emitted ones and a valid new one"
             )
         if not _are_valid_logprobs(
             seal.last_token_score, work.request.sampling.logprobs, self._context.engine.vocab_size
         ):
             raise IncompleteTransfer(
-                f"the score in the seal of {work.key} is not what logprobs asks for"
+                f"the logprobs in the seal of {work.key} are not those that the request asks for"
             )
         return token
 
@@ -357,9 +360,7 @@ class DecodeRole:
         else:
             self._block_pool.quarantine_ticket(ticket)
         FAILPOINTS.hit("decode.free.after")
-        if not arrival.is_over and not isinstance(
-            error, Cancelled
-        ):  # whoever cancelled it has its own word to say
+        if not arrival.is_over and not isinstance(error, Cancelled):  # the canceller reports it
             self._reporter.report_failed(key, error)
 
     def _cancel_attempt(self, key: AttemptKey, reason: BatonError) -> None:
@@ -371,21 +372,18 @@ class DecodeRole:
             self._plane.revoke_ticket(ticket, reason)
 
     def _report_local_admission(self, sequence: Sequence) -> None:
-        share, cached = self._local_prefill_seconds.pop(sequence.key), sequence.num_cached_tokens
-        computed = sequence.context_len - cached
         self._reporter.report_admitted(
             sequence.key,
-            computed=computed,
-            cached=cached,
-            received=0,
-            pooled=sequence.num_pool_tokens,
-            remote=sequence.num_remote_pool_tokens,
-            share=share,
+            computed_tokens=sequence.context_len - sequence.num_cached_tokens,
+            cached_tokens=sequence.num_cached_tokens,
+            received_tokens=0,
+            pool_tokens=sequence.num_pool_tokens,
+            remote_pool_tokens=sequence.num_remote_pool_tokens,
+            share_seconds=self._local_prefill_seconds.pop(sequence.key),
         )
 
     def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop
-        the rest."""
+        """The coordinator no longer knows this work: end all attempts, keep the prefix cache."""
         reason = (
             StaleMessage("this node has joined anew")
             if incarnation
@@ -400,13 +398,15 @@ class DecodeRole:
             self._plane.rejoin(incarnation)
 
 
-def _are_valid_logprobs(score: TokenLogprobs | None, wanted: int | None, vocab_size: int) -> bool:
-    """Whether `score` is what `logprobs=wanted` asks for, and one that a model can give."""
-    if score is None or wanted is None:
-        return score is None and wanted is None
+def _are_valid_logprobs(
+    score: TokenLogprobs | None, num_logprobs: int | None, vocab_size: int
+) -> bool:
+    """Whether `score` is possible and has the `num_logprobs` alternatives that were requested."""
+    if score is None or num_logprobs is None:
+        return score is None and num_logprobs is None
     logprobs = (score.logprob, *(logprob for _, logprob in score.top_logprobs))
     return (
-        len(score.top_logprobs) == min(wanted, vocab_size)
+        len(score.top_logprobs) == min(num_logprobs, vocab_size)
         and all(0 <= token < vocab_size for token, _ in score.top_logprobs)
         and all(math.isfinite(logprob) and logprob <= 0.0 for logprob in logprobs)
     )

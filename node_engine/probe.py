@@ -1,7 +1,6 @@
-"""`python -m node_engine.probe [MODEL_FOLDER]`: what a node would find here, as one JSON object on
-standard output.
+"""`python -m node_engine.probe [MODEL_FOLDER]`: libraries, GPUs and model of this machine as JSON.
 
-For `baton doctor`, which is a thin client and loads no torch itself.
+Prints one JSON object on standard output, for `baton doctor`, which does not load torch itself.
 """
 
 import importlib
@@ -15,7 +14,7 @@ from baton.errors import ConfigError
 
 
 def probe_libraries() -> dict[str, Any]:
-    """Versions, or why a library cannot be loaded; the GPUs that torch sees."""
+    """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees."""
     found: dict[str, Any] = {"gpus": []}
     for name in ("torch", "triton"):
         try:
@@ -31,7 +30,7 @@ def probe_libraries() -> dict[str, Any]:
 
 
 def check_model_folder(folder: str, *, weights: bool) -> str:
-    """What is wrong with a model folder, "" if nothing is. `weights`: open them as well."""
+    """The error in a model folder, or "" if there is none. `weights`: open the weights as well."""
     from node_engine.model.config.model_config import load_model_config
     from node_engine.model.loading.checkpoint import Checkpoint
 
@@ -50,7 +49,7 @@ def check_model_folder(folder: str, *, weights: bool) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: nothing, or a model folder, and then `config` to leave its weights alone."""
+    """`arguments`: none, or a model folder, then optionally `config` to skip its weights."""
     found = probe_libraries()
     if arguments and "version" in found["torch"]:
         found["model"] = check_model_folder(arguments[0], weights="config" not in arguments[1:])

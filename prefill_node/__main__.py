@@ -1,5 +1,7 @@
-"""`python -m prefill_node`: a compute-bound node, until it is told to take the other role. Their
-lives are told in prefill_node/prefill_role.py and decode_node/decode_role.py."""
+"""`python -m prefill_node`: a node that starts in the prefill role; the role may be switched.
+
+The roles are described in prefill_node/prefill_role.py and decode_node/decode_role.py.
+"""
 
 import sys
 

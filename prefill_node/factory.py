@@ -1,10 +1,10 @@
-"""The prefill role over a node's parts, with its transfer plane."""
+"""Builds the prefill role of a node, with its transfer plane."""
 
 from kv_transfer.factory import make_outbound_plane
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from prefill_node.prefill_role import PrefillRole
 
 
-def make_prefill_role(parts: RoleContext) -> RolePolicy:
-    """Raises ConfigError when the plane cannot be had."""
-    return PrefillRole(parts, make_outbound_plane(parts))
+def make_prefill_role(context: RoleContext) -> RolePolicy:
+    """Raises ConfigError if the transfer plane cannot be built."""
+    return PrefillRole(context, make_outbound_plane(context))

@@ -1,20 +1,20 @@
-"""The compute-bound role. The life of an attempt here:
+"""The prefill role: computes prompts and hands their KV to decode nodes. The life of an attempt:
 
-    Prefill    -> `open` on the plane, then the scheduler: chunks, speculative until its ticket is known
-    GiveTicket -> the plane knows where to write (told on the event loop: the forward pass need not end first)
-    each layer of each chunk -> `layer_ready`: the plane writes it to decode while the next layer is computed
-    first token drawn        -> Seal; or, if that token ends the request, the answer itself and no hand-off
-    Committed                -> source blocks let go, HandedOff reported              the one good end
-    Aborted, Cancel, a failed step, a drop -> source blocks let go, AttemptFailed     every other end
+    PrefillCommand     -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
+    TicketCommand      -> `set_ticket`, on the event loop: it need not wait for the forward pass
+    each computed layer -> `announce_layer`: the plane sends it while the next layer is computed
+    first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
+    OutboundCommitted  -> source blocks released, HandedOff reported (success)
+    OutboundAborted, cancel, failed step, requeue -> blocks released, AttemptFailed reported
 
-A hand-off holds a reference of its own (a *pin*) on each source block from the moment the block is
-announced to the plane until the plane has said Committed or Aborted, and a use of the shared pool's
-pins if blocks are the pool's. So a sequence may end at any time: what the plane may still be
-reading stays whole.
+A hand-off holds its own reference on each source block from the announcement of the block to the
+plane until the plane reports OutboundCommitted or OutboundAborted, and a reference on the shared
+pool's pins for pool blocks. A sequence may therefore end at any time: blocks that the plane may
+still be reading are kept.
 
-What the shared pool has of a prompt is not computed. What is computed is published there as soon as
-the last Write is announced, which delays nothing, but not before the decode node has answered: its
-look-up for the same attempt would take the attempt's own computation for a hit.
+What the shared pool has of a prompt is not computed. Computed blocks are published there after the
+last layer is announced, so that nothing is delayed, but not before the decode node has answered:
+its look-up for the same attempt would count the attempt's own computation as a hit.
 """
 
 from collections.abc import Iterable
@@ -67,29 +67,19 @@ from node_engine.roles.role_policy import RoleContext, check_work, report_too_lo
 
 @dataclass(slots=True, eq=False)
 class _PrefillAttempt:
-    """What this role knows of one attempt, from Prefill to Committed or Aborted."""
+    """State of one attempt, from its PrefillCommand to OutboundCommitted or OutboundAborted."""
 
     work: AttemptSpec
-    needs_no_decode: bool
-    pinned_blocks: list[BlockIndex] = field(
-        default_factory=list
-    )  # logical blocks 0 .. of the context
-    pool_pins: list[RefCountedPin] = field(
-        default_factory=list
-    )  # under which those of the shared pool are read
-    compute_seconds: float = 0.0
-    share_seconds: float = 0.0
+    needs_no_decode: bool  # the output is one token: no hand-off
+    pinned_blocks: list[BlockIndex] = field(default_factory=list)  # logical blocks 0, 1, ...
+    pool_pins: list[RefCountedPin] = field(default_factory=list)  # of pool blocks among them
+    compute_seconds: float = 0.0  # duration of the steps that it took part in
+    share_seconds: float = 0.0  # of these, in proportion to its tokens
     computed_tokens: int = 0
     cached_tokens: int = 0
-    is_over: bool = (
-        False  # the coordinator knows how this attempt ended, or asked for its end itself
-    )
-    has_ticket: bool = (
-        False  # the decode node has looked up what is cached, and promised room for the rest
-    )
-    unpublished_sequence: Sequence | None = (
-        None  # computed, and not given to the shared pool before the ticket is here
-    )
+    is_over: bool = False  # its end is reported, or the coordinator has ended it
+    has_ticket: bool = False  # the decode node has done its look-ups and reserved blocks
+    unpublished_sequence: Sequence | None = None  # computed; to be published after the ticket
 
     @property
     def owner_label(self) -> str:
@@ -98,7 +88,7 @@ class _PrefillAttempt:
 
 @dataclass(frozen=True, slots=True)
 class _LayerAnnouncement:
-    """Blocks that a step makes final, layer by layer."""
+    """Blocks of one attempt that a step completes, layer by layer."""
 
     key: AttemptKey
     first_block: int
@@ -106,22 +96,21 @@ class _LayerAnnouncement:
 
 
 class PrefillRole:
-    def __init__(self, parts: RoleContext, plane: OutboundPlane) -> None:
-        self._context = parts
+    """A RolePolicy that computes contexts and sends their KV; see the module."""
+
+    def __init__(self, context: RoleContext, plane: OutboundPlane) -> None:
+        self._context = context
         self._plane = plane
-        self._scheduler = parts.scheduler
-        self._block_pool = parts.block_pool
-        self._reporter = parts.reporter
-        self._pool_connector = parts.pool_connector
-        self._layout = parts.engine.layout
+        self._scheduler = context.scheduler
+        self._block_pool = context.block_pool
+        self._reporter = context.reporter
+        self._pool_connector = context.pool_connector
+        self._layout = context.engine.layout
         self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
         self._aborted_early: dict[AttemptKey, BatonError] = {}
-        self._step_announcements: list[
-            _LayerAnnouncement
-        ] = []  # what the step in progress makes final
-        self._step_attempts: list[
-            tuple[_PrefillAttempt, int]
-        ] = []  # and how many tokens it computes for whom
+        # Of the step in progress: the blocks that it completes, and its attempts with their tokens.
+        self._step_announcements: list[_LayerAnnouncement] = []
+        self._step_attempts: list[tuple[_PrefillAttempt, int]] = []
 
     @property
     def transfer_endpoint(self) -> str:
@@ -139,16 +128,15 @@ class PrefillRole:
     def close(self) -> None:
         self._plane.close()
 
-    # on the event loop, in the order of the stream, before the compute thread sees the command
+    # on the event loop
 
     def preview_command(self, command: NodeCommand) -> None:
-        """The plane need not wait for the step in progress: it learns of destinations and of ends
-        at once."""
+        """Inform the plane at once: it need not wait for the step in progress."""
         match command:
             case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
-            case PrefillCommand(work, alone):
-                if not alone:
+            case PrefillCommand(work, needs_no_decode):
+                if not needs_no_decode:
                     self._plane.open_handoff(work.key, len(work.context_token_ids))
             case TicketCommand(ticket):
                 self._plane.set_ticket(ticket.key, ticket)
@@ -167,12 +155,12 @@ class PrefillRole:
                 self._drop_all_attempts(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(None)
-            case PrefillCommand(work, alone, hit):
-                self._begin_attempt(work, alone, hit)
+            case PrefillCommand(work, needs_no_decode, hit):
+                self._begin_attempt(work, needs_no_decode, hit)
             case TicketCommand(ticket):
                 self._on_ticket(ticket.key)
             case CancelCommand(key, reason):
-                self._end_attempt(key, reason, tell=False)
+                self._end_attempt(key, reason, report=False)
             case OutboundCommitted(key, report):
                 self._on_committed(key, report)
             case OutboundAborted(key, error):
@@ -180,21 +168,20 @@ class PrefillRole:
             case PeerLostCommand() | LayerLanded():
                 pass
             case _:
-                raise TypeError(f"a prefill node got {item!r}")
+                raise TypeError(f"a prefill node cannot handle {item!r}")
 
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
         self._step_announcements, self._step_attempts = [], []
-        for piece in batch.slices:
-            sequence = self._scheduler.get_sequence_in_flight(piece.sequence_id)
+        for slice_ in batch.slices:
+            sequence = self._scheduler.get_sequence_in_flight(slice_.sequence_id)
             handoff = self._attempts[sequence.key]
-            self._step_attempts.append((handoff, len(piece.token_ids)))
+            self._step_attempts.append((handoff, len(slice_.token_ids)))
             if handoff.needs_no_decode:
                 continue
-            first = piece.start // self._layout.block_size
-            last = self._layout.count_blocks(piece.start + len(piece.token_ids))
-            if first > len(
-                handoff.pinned_blocks
-            ):  # a prefix that was in the cache: every layer of it is final already
+            first = slice_.start // self._layout.block_size
+            last = self._layout.count_blocks(slice_.start + len(slice_.token_ids))
+            if first > len(handoff.pinned_blocks):
+                # The blocks before the slice come from a cache: all their layers are complete.
                 cached = self._pin_blocks(handoff, sequence, first)
                 for layer in range(self._layout.num_layers):
                     self._plane.announce_layer(
@@ -205,15 +192,17 @@ class PrefillRole:
 
     def _announce_layer(self, layer: int) -> None:
         FAILPOINTS.hit("prefill.layer.before")
-        for made in self._step_announcements:
-            self._plane.announce_layer(made.key, layer, made.first_block, made.blocks)
+        for announcement in self._step_announcements:
+            self._plane.announce_layer(
+                announcement.key, layer, announcement.first_block, announcement.blocks
+            )
         FAILPOINTS.hit("prefill.layer.after")
-        patience = FAILPOINTS.get_argument("prefill.layer.landed")
-        if patience is not None:
-            for made in self._step_announcements:
-                if not self._plane.wait_for_layer(made.key, layer, patience):
+        timeout = FAILPOINTS.get_argument("prefill.layer.landed")
+        if timeout is not None:
+            for announcement in self._step_announcements:
+                if not self._plane.wait_for_layer(announcement.key, layer, timeout):
                     raise HandoffFailed(
-                        f"layer {layer} of {made.key} did not land within {patience} s"
+                        f"layer {layer} of {announcement.key} did not land within {timeout} s"
                     )
 
     def after_step(
@@ -235,11 +224,11 @@ class PrefillRole:
                 case PrefillRequeued(sequence):
                     self._end_attempt(
                         sequence.key,
-                        Preempted("speculative prefill gave way to one with a ticket"),
-                        tell=True,
+                        Preempted("unticketed prefill was requeued for other work"),
+                        report=True,
                     )
                 case SequenceFailed(sequence, error):
-                    self._end_attempt(sequence.key, error, tell=True)
+                    self._end_attempt(sequence.key, error, report=True)
                 case TokenEmitted(sequence, _):
                     raise TypeError(f"{sequence.key} is decoding on a prefill node")
 
@@ -250,42 +239,45 @@ class PrefillRole:
             else NodeFailed(f"{type(error).__name__} in the forward pass")
         )
         failed = [
-            self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices
+            self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
+            for slice_ in batch.slices
         ]
         self._scheduler.abandon_step(batch)
         for key in failed:
-            self._end_attempt(key, reason, tell=True)
+            self._end_attempt(key, reason, report=True)
 
     # the life of one attempt
 
-    def _begin_attempt(self, work: AttemptSpec, alone: bool, hit: PoolHit | None) -> None:
-        pooled = self._pool_connector.build_pool_prefix(hit)
-        if work.key not in self._attempts:  # else the message came twice
-            self._begin_with_prefix(work, alone, pooled)
-        if pooled is not None:
-            pooled.release()
+    def _begin_attempt(self, work: AttemptSpec, needs_no_decode: bool, hit: PoolHit | None) -> None:
+        pool_prefix = self._pool_connector.build_pool_prefix(hit)
+        if work.key not in self._attempts:  # else the message is a duplicate
+            self._begin_with_prefix(work, needs_no_decode, pool_prefix)
+        if pool_prefix is not None:
+            pool_prefix.release()
 
-    def _begin_with_prefix(self, work: AttemptSpec, alone: bool, pooled: PoolPrefix | None) -> None:
-        handoff = self._attempts[work.key] = _PrefillAttempt(work, alone)
+    def _begin_with_prefix(
+        self, work: AttemptSpec, needs_no_decode: bool, pool_prefix: PoolPrefix | None
+    ) -> None:
+        handoff = self._attempts[work.key] = _PrefillAttempt(work, needs_no_decode)
         early = self._aborted_early.pop(work.key, None)
         try:
             if early is not None:
                 raise early
             FAILPOINTS.hit("prefill.allocate.before")
             engine = self._context.engine
-            check_work(work, engine, context_only=not alone)
+            check_work(work, engine, context_only=not needs_no_decode)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            self._scheduler.add_sequence(work, root, hand_off=True, pooled=pooled)
-            if alone:
+            self._scheduler.add_sequence(work, root, is_prefill_only=True, pool_prefix=pool_prefix)
+            if needs_no_decode:
                 self._scheduler.mark_ticketed(work.key)
             FAILPOINTS.hit("prefill.allocate.after")
         except BatonError as error:
-            if early is not None or alone:
+            if early is not None or needs_no_decode:
                 self._forget_attempt(handoff)
             too_long = isinstance(error, ContextLengthExceeded)
             if too_long:
                 report_too_long(work, self._block_pool, self._reporter)
-            self._end_known_attempt(handoff, error, tell=not too_long)
+            self._end_known_attempt(handoff, error, report=not too_long)
 
     def _on_ticket(self, key: AttemptKey) -> None:
         if self._scheduler.get_sequence(key) is not None:
@@ -296,7 +288,7 @@ class PrefillRole:
             self._publish_pending(handoff)
 
     def _publish_pending(self, handoff: _PrefillAttempt) -> None:
-        """Give the shared pool what was computed, if that is still to be done."""
+        """Publish the computed sequence to the shared pool, unless that was done before."""
         sequence, handoff.unpublished_sequence = handoff.unpublished_sequence, None
         if sequence is not None:
             self._pool_connector.publish_sequence(sequence)
@@ -309,18 +301,18 @@ class PrefillRole:
         handoff.cached_tokens = sequence.num_cached_tokens
         self._reporter.report_prefill_ended(
             sequence.key,
-            handoff.computed_tokens,
-            sequence.num_cached_tokens,
-            handoff.compute_seconds,
-            handoff.share_seconds,
-            pooled=sequence.num_pool_tokens,
-            remote=sequence.num_remote_pool_tokens,
+            computed_tokens=handoff.computed_tokens,
+            cached_tokens=sequence.num_cached_tokens,
+            compute_seconds=handoff.compute_seconds,
+            share_seconds=handoff.share_seconds,
+            pool_tokens=sequence.num_pool_tokens,
+            remote_pool_tokens=sequence.num_remote_pool_tokens,
         )
         if handoff.needs_no_decode or outcome.event.finish_reason is not None:
             self._reporter.report_tokens([outcome.event])
             self._pool_connector.publish_sequence(sequence)
             self._end_attempt(
-                sequence.key, Cancelled("the first token ends the request"), tell=False
+                sequence.key, Cancelled("the first token ends the request"), report=False
             )
             return
         try:
@@ -330,39 +322,43 @@ class PrefillRole:
             )
             FAILPOINTS.hit("prefill.seal.after")
         except BatonError as error:
-            self._end_attempt(sequence.key, error, tell=True)
+            self._end_attempt(sequence.key, error, report=True)
             return
         handoff.unpublished_sequence = sequence
         if handoff.has_ticket:
             self._publish_pending(handoff)
-        self._scheduler.finish_handoff(sequence.key)  # the pins hold what the plane still reads
+        self._scheduler.finish_handoff(
+            sequence.key
+        )  # the hand-off still holds references on the blocks
 
-    def _on_committed(self, key: AttemptKey, report: HandoffStats) -> None:
+    def _on_committed(self, key: AttemptKey, stats: HandoffStats) -> None:
         handoff = self._attempts.get(key)
         if handoff is None:
             return
         self._forget_attempt(handoff)
         if not handoff.is_over:
-            self._reporter.report_handed_off(key, _report_to_pb(handoff, report))
+            self._reporter.report_handed_off(key, _report_to_pb(handoff, stats))
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
         handoff = self._attempts.get(key)
-        if handoff is None:  # it was over before its Prefill was taken up
+        if handoff is None:  # it ended before its PrefillCommand was handled
             self._aborted_early[key] = error
             return
         self._forget_attempt(handoff)
-        self._end_known_attempt(handoff, error, tell=True)
+        self._end_known_attempt(handoff, error, report=True)
 
-    def _end_attempt(self, key: AttemptKey, error: BatonError, *, tell: bool) -> None:
+    def _end_attempt(self, key: AttemptKey, error: BatonError, *, report: bool) -> None:
         handoff = self._attempts.get(key)
         if handoff is not None:
-            self._end_known_attempt(handoff, error, tell=tell)
+            self._end_known_attempt(handoff, error, report=report)
 
     def _end_known_attempt(
-        self, handoff: _PrefillAttempt, error: BatonError, *, tell: bool
+        self, handoff: _PrefillAttempt, error: BatonError, *, report: bool
     ) -> None:
-        """Stop computing, have the plane let go, and tell the coordinator once. Idempotent. The
-        pins stay until the plane has answered."""
+        """Stop computing, abort the hand-off and, with `report`, report the error once. Idempotent.
+
+        The references on source blocks are kept until the plane has answered.
+        """
         key = handoff.work.key
         self._scheduler.cancel_sequence(key)
         if key in self._attempts:
@@ -370,20 +366,20 @@ class PrefillRole:
                 self._forget_attempt(handoff)
             else:
                 self._plane.abort_handoff(key, error)
-        if tell and not handoff.is_over:
+        if report and not handoff.is_over:
             self._reporter.report_failed(key, error)
         handoff.is_over = True
 
     def _pin_blocks(
         self, handoff: _PrefillAttempt, sequence: Sequence, last: int
     ) -> _LayerAnnouncement:
-        """Take the hand-off's own reference on the logical blocks up to `last`."""
+        """Take the hand-off's own references on the logical blocks before `last`."""
         first = len(handoff.pinned_blocks)
         blocks = tuple(sequence.block_table[first:last])
         self._block_pool.share_blocks(blocks, handoff.owner_label)
         handoff.pinned_blocks.extend(blocks)
         handoff.pool_pins.extend(
-            hold.acquire() for hold in sequence.pool_pins if hold not in handoff.pool_pins
+            pin.acquire() for pin in sequence.pool_pins if pin not in handoff.pool_pins
         )
         return _LayerAnnouncement(sequence.key, first, blocks)
 
@@ -393,29 +389,28 @@ class PrefillRole:
         self._publish_pending(handoff)
         self._block_pool.release_blocks(handoff.pinned_blocks, handoff.owner_label)
         handoff.pinned_blocks.clear()
-        for hold in handoff.pool_pins:
-            hold.release()
+        for pin in handoff.pool_pins:
+            pin.release()
         handoff.pool_pins.clear()
         FAILPOINTS.hit("prefill.free.after")
 
     def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop
-        the rest."""
+        """The coordinator no longer knows this work: end all attempts, keep the prefix cache."""
         for key in tuple(self._attempts):
-            self._end_attempt(key, StaleMessage("this node has joined anew"), tell=False)
+            self._end_attempt(key, StaleMessage("this node has joined anew"), report=False)
         if incarnation is not None:
             self._reporter.incarnation = incarnation
 
 
-def _report_to_pb(handoff: _PrefillAttempt, report: HandoffStats) -> HandoffReport:
+def _report_to_pb(handoff: _PrefillAttempt, stats: HandoffStats) -> HandoffReport:
     return HandoffReport(
-        transport=report.transport,
-        bytes=report.bytes_sent,
-        slabs=report.slabs_sent,
-        slabs_landed_before_last_layer=report.slabs_landed_before_last_layer,
+        transport=stats.transport,
+        bytes=stats.bytes_sent,
+        slabs=stats.slabs_sent,
+        slabs_landed_before_last_layer=stats.slabs_landed_before_last_layer,
         compute_seconds=handoff.compute_seconds,
-        exposed_seconds=report.exposed_seconds,
-        commit_seconds=report.commit_seconds,
+        exposed_seconds=stats.exposed_seconds,
+        commit_seconds=stats.commit_seconds,
         computed_tokens=handoff.computed_tokens,
         cached_tokens=handoff.cached_tokens,
     )

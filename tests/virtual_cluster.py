@@ -278,7 +278,9 @@ class VirtualCluster:
         if isinstance(message, m.CancelOrder):
             node.scheduler.cancel_sequence(message.key)
         elif isinstance(message, m.PrefillOrder):
-            node.scheduler.add_sequence(message.work, _root_hash(message.work), hand_off=True)
+            node.scheduler.add_sequence(
+                message.work, _root_hash(message.work), is_prefill_only=True
+            )
             self._wake(node)
         elif isinstance(message, m.DecodeOrder) and message.kv_writer is not None:
             self._reserve(node, message.work, message.kv_writer.incarnation)

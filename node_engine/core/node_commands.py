@@ -1,6 +1,8 @@
-"""What the coordinator can ask of a node, as the compute thread sees it: a closed union beside the
-transfer plane's own events. `node_engine/host/command_codec.py` is the only translator from the
-wire."""
+"""Commands of the coordinator to a node, as the compute thread sees them: a closed union.
+
+`node_engine/host/command_codec.py` is the only translator from the wire format. Events of the
+transfer plane are not part of the union.
+"""
 
 from dataclasses import dataclass
 
@@ -11,72 +13,79 @@ from baton.types import AttemptKey, AttemptSpec, Incarnation, PeerAddress, Role,
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A (new) incarnation: what was held for the one before is dropped."""
+    """The node has joined with a new incarnation: drop the work of the previous one."""
 
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLost:
-    """No coordinator for too long: what is held for it is dropped, the cache is kept."""
+    """The coordinator was away for too long: drop its work, keep the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommand:
-    """Serve this attempt. `kv_writer` brings the KV of the context; without one, compute it here.
-    From now on prompts that are computed here may add `prefill_step_share` of its length to a step
-    of those that run; 0: there is no such bound. `remote_prefix`: another host's pool that has more
-    of the context than there is on this host. `pool_hit`: what this host's pool has of it, pinned;
-    whoever handles the message owns the pin."""
+    """Decode this attempt, after its KV was received or computed here."""
 
     work: AttemptSpec
-    kv_writer: PeerAddress | None
+    kv_writer: PeerAddress | None  # the prefill node that sends the KV; None: compute it here
+    # From now on: local prompts may add this share of its length to a decode step; 0: unbounded.
     prefill_step_share: float = 0.0
+    # What this host's pool has of the context, pinned; the handler of the command owns the pin.
     pool_hit: PoolHit | None = None
-    remote_prefix: RemotePrefix | None = None
+    remote_prefix: RemotePrefix | None = None  # a pool of another host that has more of it
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCommand:
-    """Compute this attempt's context and hand it over; with `needs_no_decode` the answer is one
-    token and nobody follows. `pool_hit` and `remote_prefix`: as in Submit."""
+    """Compute this attempt's context and hand its KV to a decode node."""
 
     work: AttemptSpec
-    needs_no_decode: bool
-    pool_hit: PoolHit | None = None
-    remote_prefix: RemotePrefix | None = None
+    needs_no_decode: bool  # the output is one token: no hand-off
+    pool_hit: PoolHit | None = None  # as in DecodeCommand
+    remote_prefix: RemotePrefix | None = None  # as in DecodeCommand
 
 
 @dataclass(frozen=True, slots=True)
 class TicketCommand:
+    """A decode node has granted `ticket`: its blocks may be written."""
+
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
+    """End this attempt."""
+
     key: AttemptKey
     reason: BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLostCommand:
+    """This member has left the cluster: its hand-offs fail."""
+
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCommand:
+    """Report the block ledger."""
+
     query_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshotCommand:
-    """Tell everything that the prefix index has."""
+    """Report the whole prefix index."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetRoleCommand:
-    """Take this role as soon as nothing is held here any more, and join anew in it. Nothing is
-    given to this incarnation after it; a new one makes it void."""
+    """Switch to this role as soon as no attempt is held here, then rejoin the cluster.
+
+    This incarnation gets no work after the command; a new incarnation cancels it.
+    """
 
     role: Role
 

@@ -1,4 +1,4 @@
-"""The one way into the compute thread: any thread puts, only the compute thread drains."""
+"""The inbox of the compute thread: any thread puts items, only the compute thread drains them."""
 
 import queue
 from typing import Generic, TypeVar
@@ -7,6 +7,8 @@ T = TypeVar("T")
 
 
 class ComputeInbox(Generic[T]):
+    """An unbounded thread-safe queue whose reader takes all items at once."""
+
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
 
@@ -14,7 +16,7 @@ class ComputeInbox(Generic[T]):
         self._queue.put(item)
 
     def drain(self, *, wait: bool) -> list[T]:
-        """Everything that has arrived, in order. With `wait`, sleeps until there is something."""
+        """All items that have arrived, in order. With `wait`, blocks until there is one."""
         items: list[T] = []
         if wait:
             items.append(self._queue.get())

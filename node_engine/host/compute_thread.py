@@ -1,5 +1,4 @@
-"""The compute thread: the only one that touches block pool, sequences and engine. Its loop is the
-node."""
+"""The compute thread: the only thread that touches block pool, sequences and engine."""
 
 import os
 import threading
@@ -26,54 +25,52 @@ from node_engine.shared_pool.pool_connector import PublicationEnded
 
 @dataclass(frozen=True, slots=True)
 class StopCompute:
-    """The last item of an inbox."""
+    """Ends the compute thread: the last item of an inbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallWhenIdle:
-    """Call back, once, on the compute thread, as soon as the node holds nothing for anybody."""
+    """Call `callback` once, on the compute thread, as soon as the node holds no attempt."""
 
     callback: Callable[[], None]
 
 
 class ComputeThread:
-    """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own
-    attempts; an error anywhere else is a defect of ours, and the process ends at once so that
-    nothing wrong can be served."""
+    """Runs the loop of a node: handle commands, schedule, compute, deliver.
+
+    A step that raises fails its own attempts. Any other error is a bug, and the process exits at
+    once, so that nothing wrong is served.
+    """
 
     def __init__(
-        self, parts: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock
+        self, context: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock
     ) -> None:
-        self._context = parts
+        self._context = context
         self._inbox = inbox
         self._clock = clock
         self._role: RolePolicy | None = None
-        self.scheduler_load = (
-            parts.scheduler.get_load()
-        )  # a snapshot for other threads, made anew in every turn of the loop
-        self.decode_step_totals = DecodeStepTotals()  # likewise
+        # Snapshots for other threads, replaced in every turn of the loop.
+        self.scheduler_load = context.scheduler.get_load()
+        self.decode_step_totals = DecodeStepTotals()
+        self.device_seconds: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get_logger("compute")
         self._device_time = DeviceTime()
-        self.device_seconds: dict[str, float] = {}  # likewise a snapshot
         self._idle_callbacks: list[Callable[[], None]] = []
-        self._last_progress_at: float | None = (
-            None  # of a thread at work; None while it waits for something to do
-        )
+        self._last_progress_at: float | None = None  # clock time; None while there is no work
 
     def start(self, role: RolePolicy) -> None:
         self._role = role
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the current step end and the thread with it."""
+        """Stop the thread after the current step; returns when it has ended."""
         self._inbox.put(StopCompute())
         self._thread.join()
 
     @property
     def progress_age_seconds(self) -> float:
-        """Seconds since the thread last got anywhere; 0 while it has nothing to do. Read by any
-        thread."""
+        """Seconds since the last progress of the thread; 0 while it has no work. Any thread."""
         since = self._last_progress_at
         return 0.0 if since is None else self._clock() - since
 
@@ -89,7 +86,7 @@ class ComputeThread:
         assert self._role is not None
         idle = True
         while self._handle_inbox(wait=idle):
-            self._report_cache_changes(resting=False)
+            self._report_cache_changes(is_idle=False)
             plan = self._context.scheduler.schedule_step()
             if plan.outcomes:
                 self._role.deliver_outcomes(plan.outcomes)
@@ -97,13 +94,12 @@ class ComputeThread:
                 self._run_step(plan.batch)
             idle = plan.batch is None and not plan.outcomes
             if idle:
-                self._report_cache_changes(resting=True)
+                self._report_cache_changes(is_idle=True)
 
-    def _report_cache_changes(self, *, resting: bool) -> None:
-        """Now and then while at work, and before a rest, so that nothing is left untold
-        meanwhile."""
+    def _report_cache_changes(self, *, is_idle: bool) -> None:
+        """Flush cache events periodically, and always before going idle."""
         journal, now = self._context.block_pool.cache_journal, self._clock()
-        if resting or journal.is_flush_due(now):
+        if is_idle or journal.is_flush_due(now):
             self._context.reporter.report_cache_changes(journal.pop_events(now))
 
     def _report_cache_snapshot(self) -> None:
@@ -113,23 +109,23 @@ class ComputeThread:
         )
 
     def _handle_inbox(self, *, wait: bool) -> bool:
-        """Handle what has arrived; False once the thread is to end."""
+        """Handle the items that have arrived; returns False if the thread must end."""
         assert self._role is not None
         self.scheduler_load = self._context.scheduler.get_load()
         if wait:
             self._last_progress_at = None
             if self._idle_callbacks and self._role.num_held_attempts == 0:
-                calls, self._idle_callbacks = self._idle_callbacks, []
-                for call in calls:
-                    call()
+                callbacks, self._idle_callbacks = self._idle_callbacks, []
+                for callback in callbacks:
+                    callback()
         items = self._inbox.drain(wait=wait)
         self._last_progress_at = self._clock()
         for item in items:
             match item:
                 case StopCompute():
                     return False
-                case CallWhenIdle(call):
-                    self._idle_callbacks.append(call)
+                case CallWhenIdle(callback):
+                    self._idle_callbacks.append(callback)
                 case LedgerCommand(query):
                     self._context.reporter.report_ledger(
                         query, self._context.block_pool.take_ledger()
@@ -152,7 +148,7 @@ class ComputeThread:
         try:
             FAILPOINTS.hit("decode.step.before")
             on_layer = self._role.before_step(batch)
-            computed = self._context.engine.run(batch, on_layer)
+            results = self._context.engine.run(batch, on_layer)
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
@@ -165,7 +161,7 @@ class ComputeThread:
         if batch.num_tokens > len(batch.slices):
             self._context.pool_connector.copy_cost_model.observe_prefill(batch.num_tokens, seconds)
         self._context.scheduler.prefill_budget.observe_step(batch, seconds)
-        outcomes = self._context.scheduler.update_from_results(batch, computed)
+        outcomes = self._context.scheduler.update_from_results(batch, results)
         self._role.after_step(batch, outcomes, seconds)
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:

@@ -1,5 +1,4 @@
-"""Which engine a node runs, and how much memory its cache gets. torch is imported only where a
-model needs it."""
+"""Builds the engine of a node and sizes its KV cache. Imports torch only if a model needs it."""
 
 import os
 from dataclasses import replace
@@ -18,8 +17,10 @@ _PACED_MAX_MODEL_LEN = 8192
 
 
 def build_engine(config: Config) -> Engine:
-    """Load what `--engine` names. Takes seconds; raises ConfigError for a model that cannot be
-    served."""
+    """Build the engine that `--engine` names; this takes seconds.
+
+    Raises ConfigError for a model that cannot be served.
+    """
     if config.engine == "paced":
         from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts, PacedEngine
 
@@ -56,8 +57,7 @@ def load_model_files(config: Config) -> ModelFileDigests:
 
 
 def count_compute_threads(config: Config) -> int:
-    """Threads of the forward pass: `auto` is every core that this process may use, less one core
-    for the rest."""
+    """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
     if config.threads == "auto":
         return max(1, len(os.sched_getaffinity(0)) - 1)
     if not config.threads.isdigit() or int(config.threads) < 1:
@@ -66,34 +66,38 @@ def count_compute_threads(config: Config) -> int:
 
 
 def compute_cache_bytes(config: Config) -> int:
-    """Bytes that --kv-memory is. Raises ConfigError when it is more than there is here now."""
+    """Bytes of --kv-memory. Raises ConfigError if there is less memory available."""
     folder = Path(config.segment_dir)
     try:
         room = measure_available_memory(folder)
-        promised = unfilled_bytes(folder)
+        reserved = unfilled_bytes(folder)  # of segments that are not filled yet
     except OSError as error:
         raise ConfigError(
-            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}):"
+            " give --segment-dir a folder"
         ) from None
     memory = resolve_memory_size(config.kv_memory, room)
     if config.kv_memory == AUTO:
-        memory = min(memory, max(0, room.usable_bytes - promised))
-    if memory > room.usable_bytes - promised:
-        raise insufficient_memory_error(folder, memory, room, "--kv-memory", promised)
+        memory = min(memory, max(0, room.usable_bytes - reserved))
+    if memory > room.usable_bytes - reserved:
+        raise insufficient_memory_error(folder, memory, room, "--kv-memory", reserved)
     return memory
 
 
 def compute_cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
-    """How many blocks fit in --kv-memory; left to auto, no more than --max-num-seqs sequences of
-    full length need. Raises ConfigError when not even a few do, or there is less memory than
-    that."""
+    """Number of KV blocks that fit in --kv-memory.
+
+    With `auto`, at most as many as --max-num-seqs sequences of full length need. Raises ConfigError
+    if the memory is too small or not available.
+    """
     memory = compute_cache_bytes(config)
     blocks = memory // block_bytes
     if config.kv_memory == AUTO:
         blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     if blocks < 4:
         raise ConfigError(
-            f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more"
+            f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes:"
+            " give it more"
         )
     log.get_logger("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
     return blocks

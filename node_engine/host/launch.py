@@ -1,4 +1,4 @@
-"""What both launchers do: settings from the command line, then a process that hosts a role."""
+"""Starts a node process from the command line; used by both `python -m` launchers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -64,12 +64,11 @@ NODE_CONFIG_FIELDS = (
 
 def launch_node(
     role: Role,
-    makers: Mapping[Role, RoleFactory],
-    make_pool: PoolClientFactory | None = None,
+    role_factories: Mapping[Role, RoleFactory],
+    make_pool_client: PoolClientFactory | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Run a node, in `role` first, until it is told to stop; returns the exit code of the
-    process."""
+    """Run a node that starts in `role` until it is stopped; returns the exit code."""
 
     def settings() -> Config:
         prog, description = f"python -m {role.value}_node", f"A {role.value} node of Baton."
@@ -80,5 +79,6 @@ def launch_node(
         )
 
     return run_process(
-        settings, lambda config, stop: run_node(config, role, makers, stop, make_pool)
+        settings,
+        lambda config, stop: run_node(config, role, role_factories, stop, make_pool_client),
     )

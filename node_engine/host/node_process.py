@@ -1,8 +1,10 @@
-"""The process that hosts roles, one at a time. Start: engine, arena, role, compute thread, health,
-link. Stop: say so, let what is held end, then take everything down in the opposite order.
+"""The node process, which hosts one role at a time.
 
-Two kinds of thread meet here: the event loop (the coordinator's stream, health) and the compute
-thread; a role's transfer plane brings threads of its own.
+Start: engine, arena, role, compute thread, health port, coordinator link. Stop: announce it, let
+attempts end, then close everything in reverse order.
+
+The event loop (coordinator link, health port) and the compute thread meet here; a role's transfer
+plane has its own threads.
 """
 
 import asyncio
@@ -53,13 +55,15 @@ from node_engine.shared_pool.pool_lookups import PoolLookups
 async def run_node(
     config: Config,
     role: Role,
-    makers: Mapping[Role, RoleFactory],
+    role_factories: Mapping[Role, RoleFactory],
     stop: asyncio.Event,
-    make_pool: PoolClientFactory | None = None,
+    make_pool_client: PoolClientFactory | None = None,
 ) -> None:
-    """Run one node, in `role` first, until `stop` is set. `make_pool` makes the client of the
-    host's shared pool, if the configuration names one. Raises ConfigError for what a restart would
-    not mend."""
+    """Run one node that starts in `role` until `stop` is set.
+
+    `make_pool_client` builds the client of the host's shared pool, if the configuration names one.
+    Raises ConfigError for errors that a restart cannot fix.
+    """
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
     require_key_unless_loopback(
@@ -73,7 +77,7 @@ async def run_node(
     log.configure_logging(config.log_level, config.log_format, node=name)
     folder = Path(config.segment_dir)
     segments.remove_stale_segments(folder)
-    compute_cache_bytes(config)  # refused before a model is loaded for it
+    compute_cache_bytes(config)  # fail before a model is loaded
     engine = await asyncio.to_thread(build_engine, config)
     config = await with_advertised_address(config, stop)
     if stop.is_set():
@@ -85,16 +89,31 @@ async def run_node(
     num_blocks = size // block_bytes
     arena = await asyncio.to_thread(segments.create_segment, folder, "arena", size)
     try:
-        memory = NodeAddressSpace(folder, block_bytes, arena) if config.pool and make_pool else None
-        reach = memory.block_memory if memory and engine.can_read_pool_in_place else arena.view
+        memory = (
+            NodeAddressSpace(folder, block_bytes, arena)
+            if config.pool and make_pool_client
+            else None
+        )
+        block_memory = (
+            memory.block_memory if memory and engine.can_read_pool_in_place else arena.view
+        )
         await asyncio.to_thread(
-            _prepare_engine, engine, reach, num_blocks, config.max_batched_tokens, stop
+            _prepare_engine, engine, block_memory, num_blocks, config.max_batched_tokens, stop
         )
         if stop.is_set():
             return
         files = await asyncio.to_thread(load_model_files, config)
         node = _NodeProcess(
-            config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool
+            config,
+            role,
+            name,
+            engine,
+            files,
+            arena,
+            num_blocks,
+            role_factories,
+            memory,
+            make_pool_client,
         )
         await node.run(stop)
     finally:
@@ -102,23 +121,29 @@ async def run_node(
 
 
 def _prepare_engine(
-    engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event
+    engine: Engine,
+    block_memory: memoryview,
+    num_blocks: int,
+    max_batched_tokens: int,
+    stop: asyncio.Event,
 ) -> None:
-    """On a GPU this takes seconds. Raises NodeFailed when the GPU has failed."""
+    """Bind the cache and warm up; on a GPU this takes seconds. Raises NodeFailed if it failed."""
     try:
-        engine.bind_cache(reach, num_blocks)
-        began = monotonic_clock()
+        engine.bind_cache(block_memory, num_blocks)
+        started = monotonic_clock()
         engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
     except DeviceLost as error:
-        what, _, _ = str(error).partition("\n")  # torch has advice for developers behind it
-        raise NodeFailed(f"the GPU failed in the first steps: {what}") from error
+        reason, _, _ = str(error).partition("\n")  # torch adds advice for developers
+        raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
     if not stop.is_set():
         log.get_logger("process").info(
-            "engine is warm", seconds=round(monotonic_clock() - began, 3)
+            "engine is warm", seconds=round(monotonic_clock() - started, 3)
         )
 
 
 class _NodeProcess:
+    """The parts of a running node, and its side of the coordinator link."""
+
     def __init__(
         self,
         config: Config,
@@ -128,9 +153,9 @@ class _NodeProcess:
         files: ModelFileDigests,
         arena: Segment,
         num_blocks: int,
-        makers: Mapping[Role, RoleFactory],
+        role_factories: Mapping[Role, RoleFactory],
         memory: NodeAddressSpace | None,
-        make_pool: PoolClientFactory | None,
+        make_pool_client: PoolClientFactory | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config, self._name, self._engine = config, name, engine
@@ -145,8 +170,8 @@ class _NodeProcess:
             self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
         self._pool_client = None
-        if memory is not None and make_pool is not None:
-            self._pool_client = make_pool(
+        if memory is not None and make_pool_client is not None:
+            self._pool_client = make_pool_client(
                 memory.build_client_context(config, name, self._host_id, engine)
             )
         in_place = memory is None or engine.can_read_pool_in_place
@@ -155,9 +180,11 @@ class _NodeProcess:
             limits,
             engine.eos_token_ids,
             PREEMPTION_POLICIES[config.preemption](),
-            copy_in=None if memory is None or in_place else memory.block_copier.copy_blocks,
+            copy_pool_blocks=None
+            if memory is None or in_place
+            else memory.block_copier.copy_blocks,
         )
-        sharing = PoolConnector(
+        pool_connector = PoolConnector(
             self._pool_client,
             self._block_pool,
             scheduler,
@@ -171,9 +198,9 @@ class _NodeProcess:
                 engine.model_digest, engine.layout, work.request.cache_salt
             ),
             block_size=engine.layout.block_size,
-            epoch=lambda: sharing.publication_epoch,
+            epoch=lambda: pool_connector.publication_epoch,
             deliver=self._inbox.put,
-            token_seconds=lambda: sharing.copy_cost_model.seconds_per_token,
+            token_seconds=lambda: pool_connector.copy_cost_model.seconds_per_token,
         )
         self._context = RoleContext(
             config=config,
@@ -187,12 +214,15 @@ class _NodeProcess:
                 name, lambda message: _call_on_loop(loop, self._link.send, message)
             ),
             clock=monotonic_clock,
-            pool_connector=sharing,
+            pool_connector=pool_connector,
             block_memory=memory.block_memory if memory else arena.view,
             emit=self._inbox.put,
         )
         self._role = SwitchableRole(
-            self._context, makers, role, changed=lambda: _call_on_loop(loop, self._link.rejoin)
+            self._context,
+            role_factories,
+            role,
+            on_changed=lambda: _call_on_loop(loop, self._link.rejoin),
         )
         self._compute_thread = ComputeThread(self._context, self._inbox, monotonic_clock)
 
@@ -221,7 +251,7 @@ class _NodeProcess:
             await _cancel_tasks(pool)
 
     async def _leave_cluster(self) -> None:
-        """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
+        """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
         leaving = cluster_pb2.Leaving(reason="stopping")
         self._link.send(
             cluster_pb2.NodeMessage(incarnation=self._context.reporter.incarnation, leaving=leaving)
@@ -237,7 +267,7 @@ class _NodeProcess:
                 "leaving with work unfinished", seconds=self._config.drain_timeout
             )
 
-    # as a member of the cluster
+    # callbacks of the coordinator link
 
     def on_joined(self, incarnation: Incarnation) -> None:
         self._deliver_command(NodeJoined(incarnation))
@@ -282,8 +312,7 @@ class _NodeProcess:
         )
 
     def build_stats(self) -> cluster_pb2.NodeStats:
-        """Read on the event loop without a lock: every figure is one that was true, at most a step
-        ago."""
+        """Statistics for the heartbeat, read without a lock: at most one step old."""
         load, steps = self._compute_thread.scheduler_load, self._compute_thread.decode_step_totals
         live = load.num_sequences_by_state
         counts = {
@@ -325,6 +354,6 @@ async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
 def _call_on_loop(
     loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object
 ) -> None:
-    """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
+    """Call a function on the event loop from another thread; ignored if the loop has ended."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)

@@ -1,9 +1,9 @@
-"""The role that a node has at this moment, and how it takes another one in place.
+"""The current role of a node, and switching to another role in place.
 
-A role is made when it is first taken and kept for as long as the process lives, its transfer plane
-with it. So the fences of the arena outlive every change of role: a writer that was frozen long ago
-is still kept from blocks that were given to others since. Pool, scheduler, engine and cache are the
-node's own and know no role.
+A role and its transfer plane are built when the role is first taken, and kept until the process
+ends. The fences of the arena therefore outlive every role switch: a KV writer that was suspended
+long ago still cannot write to blocks that were reused since. Block pool, scheduler, engine and
+cache belong to the node and do not depend on the role.
 """
 
 from collections import Counter
@@ -30,30 +30,33 @@ RoleFactory = Callable[[RoleContext], RolePolicy]
 
 @dataclass(frozen=True, slots=True)
 class RoleEvent:
-    """An event that a role emitted to itself: another one may be in charge by the time it is
-    handled."""
+    """An event that a role has emitted; it is handled by that role, even if another is active."""
 
     role: Role
     event: object
 
 
 class SwitchableRole:
-    """A RolePolicy that passes everything on to the role in charge. What tells of the coordinator
-    or of peers concerns every role that was ever taken here: its plane has tickets and peers to
-    forget."""
+    """A RolePolicy that delegates to the active role.
+
+    Commands about the coordinator or about peers go to every role that was ever taken here, because
+    its plane may have tickets and peers to forget.
+    """
 
     def __init__(
         self,
-        parts: RoleContext,
-        makers: Mapping[Role, RoleFactory],
+        context: RoleContext,
+        role_factories: Mapping[Role, RoleFactory],
         role: Role,
-        changed: Callable[[], None],
+        on_changed: Callable[[], None],
     ) -> None:
-        """`changed` is called on the compute thread when the node is to join anew, because it has
-        another role or cannot have it."""
-        self._context = parts
-        self._role_factories = makers
-        self._on_changed = changed
+        """`on_changed` is called on the compute thread after each role switch, successful or not.
+
+        The node must then rejoin the cluster.
+        """
+        self._context = context
+        self._role_factories = role_factories
+        self._on_changed = on_changed
         self._roles: dict[Role, RolePolicy] = {}
         self._target_role: Role | None = None
         self.role = role
@@ -110,7 +113,7 @@ class SwitchableRole:
         self._active_role.on_step_failed(batch, error)
 
     def _switch_role(self) -> None:
-        """Nothing is held here. A no-op if the order is void by now."""
+        """Switch to the target role, while no attempt is held. Does nothing if it was cancelled."""
         if self._target_role is None:
             return
         role, self._target_role = self._target_role, None
@@ -124,7 +127,7 @@ class SwitchableRole:
         self._on_changed()
 
     def _get_or_make_role(self, role: Role) -> RolePolicy:
-        """Raises BatonError when its plane cannot be had."""
+        """Raises BatonError if the role's transfer plane cannot be built."""
         if role not in self._roles:
             emit = self._context.emit
             own = replace(self._context, emit=lambda event: emit(RoleEvent(role, event)))

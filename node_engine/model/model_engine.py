@@ -1,5 +1,4 @@
-"""ModelEngine: a Hugging Face folder as the engine of a node
-(node_engine/core/step/step_batch.py)."""
+"""ModelEngine: runs the model of a Hugging Face folder as the engine of a node."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class ModelEngine:
-    """One model over one arena. Not thread-safe: the compute thread alone calls it."""
+    """An `Engine` over one model and one arena. Not thread-safe: compute thread only."""
 
     def __init__(
         self,
@@ -69,10 +68,10 @@ class ModelEngine:
         threads: int | None = None,
         load_format: LoadFormat = "auto",
     ) -> "ModelEngine":
-        """Build from a Hugging Face folder. `threads` is torch's intra-op thread count, left alone
-        when None.
+        """Build an engine from a Hugging Face folder.
 
-        Raises ConfigError naming what in the folder or the arguments cannot be served.
+        `threads` is torch's intra-op thread count; None leaves it unchanged. Raises ConfigError
+        that names what in the folder or in the arguments cannot be served.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -145,12 +144,15 @@ class ModelEngine:
 
     @property
     def can_read_pool_in_place(self) -> bool:
-        """On a GPU the arena is pinned and mapped as it is bound, and nothing else is."""
+        """False on a GPU: only the arena itself is pinned and mapped there."""
         return self._device.type == "cpu"
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole
-        blocks, ConfigError when the GPU cannot use it, DeviceLost when it has failed."""
+        """Use `arena` as cache memory; see Engine.bind_cache.
+
+        Raises ValueError if it is read-only, too short or not whole blocks, ConfigError if the GPU
+        cannot use it, and DeviceLost if the GPU has failed.
+        """
         layout = self._layout
         reach, rest = divmod(arena.nbytes, layout.block_bytes)
         if (
@@ -160,8 +162,8 @@ class ModelEngine:
             or (reach > num_blocks and not self.can_read_pool_in_place)
         ):
             raise ValueError(
-                f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks need "
-                f"{num_blocks * layout.block_bytes} writable bytes"
+                f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks"
+                f" need {num_blocks * layout.block_bytes} writable bytes"
             )
         shape = (
             reach,
@@ -176,29 +178,35 @@ class ModelEngine:
                 memory = self._kernels.memory_as_tensor(arena, _DTYPES[layout.dtype])
         except MemoryPinError as error:
             raise ConfigError(
-                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_SEGMENT_FOLDER}: "
-                "choose one with --segment-dir; or allow the process more locked memory (ulimit -l)"
+                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs"
+                f" like {DEFAULT_SEGMENT_FOLDER}: choose one with --segment-dir; or allow the"
+                " process more locked memory (ulimit -l)"
             ) from error
         self._cache = PagedCache.from_arena(memory.view(shape))
         self._batch_builder = ForwardBatchBuilder(self._kernels, self._cache, self._config.windows)
         self._num_blocks = num_blocks
 
-    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
+    def warm_up(
+        self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Run steps of typical sizes in the empty cache; see Engine.warm_up."""
         prompts = CPU_PROMPT_LENGTHS if self._device.type == "cpu" else GPU_PROMPT_LENGTHS
         cache = self._layout.block_size, self._num_blocks
         for step in iter_warm_up_steps(prompts, *cache, self._max_model_len, max_batched_tokens):
-            if not wanted():
+            if not is_wanted():
                 return
             self.run(step)
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
     ) -> tuple[SliceResult, ...]:
-        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not
-        finite; DeviceLost when the GPU has failed."""
+        """Run one forward pass; see Engine.run.
+
+        Raises OutOfMemory, NodeFailed if logits are not finite, and DeviceLost if the GPU failed.
+        """
         if self._cache is None or self._batch_builder is None:
-            raise RuntimeError("run() before bind()")
-        computed = [SliceResult()] * len(batch.slices)
+            raise RuntimeError("run() before bind_cache()")
+        results = [SliceResult()] * len(batch.slices)
         with torch.inference_mode(), _translate_device_errors():
             if batch.block_copies:
                 source, target = torch.tensor(batch.block_copies, device=self._device).unbind(1)
@@ -213,43 +221,39 @@ class ModelEngine:
                 drawn = (
                     hidden.index_select(0, plan.drawn_rows) if plan.prompt_logprob_rows else hidden
                 )
-                for place, made in zip(
+                for index, result in zip(
                     plan.drawn_slice_indices,
                     sample_tokens(self._model.compute_logits(drawn), plan.sample_specs),
                     strict=True,
                 ):
-                    computed[place] = made
+                    results[index] = result
             if hidden is not None and plan.prompt_logprob_rows:
-                self._compute_prompt_logprobs(hidden, plan, computed)
+                self._compute_prompt_logprobs(hidden, plan, results)
             self._kernels.synchronize()
-        return tuple(computed)
+        return tuple(results)
 
     def _compute_prompt_logprobs(
-        self, hidden: torch.Tensor, plan: ForwardBatch, computed: list[SliceResult]
+        self, hidden: torch.Tensor, plan: ForwardBatch, results: list[SliceResult]
     ) -> None:  # hidden [tokens, hidden]
-        """Prompt tokens, in pieces: the logits of a long chunk over a large vocabulary would not
-        fit."""
+        """Score prompt tokens, a bounded number of rows at a time, to bound memory."""
         for rows in plan.prompt_logprob_rows:
-            targets, at_once = (
-                rows.logprobs_spec.target_token_ids,
-                compute_rows_at_once(self.vocab_size),
-            )
+            targets = rows.logprobs_spec.target_token_ids
+            rows_at_once = compute_rows_at_once(self.vocab_size)
             found: list[TokenLogprobs] = []
-            for begin in range(0, len(targets), at_once):
-                piece = targets[begin : begin + at_once]
-                logits = self._model.compute_logits(hidden[rows.first_row + begin :][: len(piece)])
+            for begin in range(0, len(targets), rows_at_once):
+                chunk = targets[begin : begin + rows_at_once]
+                logits = self._model.compute_logits(hidden[rows.first_row + begin :][: len(chunk)])
                 found += compute_logprobs(
-                    logits.float(), piece, [rows.logprobs_spec.top_logprobs] * len(piece)
+                    logits.float(), chunk, [rows.logprobs_spec.top_logprobs] * len(chunk)
                 )
-            computed[rows.slice_index] = computed[rows.slice_index]._replace(
+            results[rows.slice_index] = results[rows.slice_index]._replace(
                 prompt_logprobs=tuple(found)
             )
 
 
 @contextmanager
 def _translate_device_errors() -> Iterator[None]:
-    """torch's two ways of saying that memory is gone, and its way of saying that the GPU is, as
-    ours."""
+    """Translate torch's errors: memory exhausted to OutOfMemory, a failed GPU to DeviceLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -286,12 +290,13 @@ def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _resolve_length(asked: int | None, config: ModelConfig) -> int:
+def _resolve_length(max_model_len: int | None, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
-    if asked is None:
+    if max_model_len is None:
         return longest
-    if not 1 <= asked <= longest:
+    if not 1 <= max_model_len <= longest:
         raise ConfigError(
-            f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}"
+            f"--max-model-len {max_model_len}: the model's max_position_embeddings allows 1 to"
+            f" {longest}"
         )
-    return asked
+    return max_model_len

@@ -12,7 +12,7 @@ from node_engine.model.loading.weights import LayerWeights, ModelWeights
 
 
 class Transformer:
-    """Weights and arithmetic; no state but the cache, which is passed in."""
+    """The model's weights and arithmetic; its only state, the KV cache, is passed in."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: TorchKernels) -> None:
         self._config = config
@@ -25,11 +25,10 @@ class Transformer:
     def forward(
         self, plan: ForwardBatch, cache: PagedCache, on_layer: LayerCallback | None = None
     ) -> torch.Tensor | None:
-        """Compute the step's tokens, write their KV, return what `compute_logits` takes, [sampled,
-        hidden].
+        """Compute the step's tokens and write their KV; returns hidden states [sampled, hidden].
 
-        None when nothing is sampled: the last layer then ends once its KV is written. When only
-        some rows are, all that follows the last layer's KV is computed for those alone.
+        After the KV of the last layer is written, only sampled rows are computed further. Returns
+        None if nothing is sampled.
         """
         hidden = self._weights.embedding.index_select(0, plan.token_ids)
         cos, sin = compute_angles(self._frequencies, plan.positions, hidden.dtype)
@@ -56,9 +55,8 @@ class Transformer:
             hidden = layer.down(self._kernels.silu_mul(layer.gate_up(normed)), hidden)
         return self._weights.norm(hidden)
 
-    def compute_logits(
-        self, hidden: torch.Tensor
-    ) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of hidden states [rows, hidden]."""
         return self._weights.head(hidden)
 
     def _project_qkv(
@@ -71,7 +69,7 @@ class Transformer:
         plan: ForwardBatch,
         cache: PagedCache,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Rotated queries; rotated keys and values go to the arena."""
+        """Compute rotated queries; write rotated keys and values to the arena."""
         config = self._config
         normed = layer.attention_norm(hidden)
         qkv = layer.qkv(normed).view(len(hidden), -1, config.head_dim)

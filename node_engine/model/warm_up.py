@@ -1,16 +1,17 @@
-"""Steps before those of the first request. What is done once (kernels compiled, libraries loaded,
-memory taken from the device) takes seconds on a GPU: whoever came first would wait for it, and the
-coordinator would take it for the speed of the node."""
+"""Steps that warm up an engine before its first request.
+
+One-time work (compiling kernels, loading libraries, allocating device memory) takes seconds on a
+GPU. Otherwise the first request would wait for it, and the coordinator would mistake its duration
+for the speed of the node.
+"""
 
 from collections.abc import Iterator, Sequence
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 
-CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS = (
-    (4, 24),
-    (4, 24, 256, 1024),
-)  # tokens of a prompt: other kernels are chosen for other sizes
+# In tokens: libraries select other kernels for other sizes.
+CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS = (4, 24), (4, 24, 256, 1024)
 _SAMPLING_CASES = (
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5),
@@ -24,16 +25,20 @@ def iter_warm_up_steps(
     max_model_len: int,
     max_batched_tokens: int,
 ) -> Iterator[StepBatch]:
-    """Each prompt, then a token drawn in each way, then as much again behind it beside a decode
-    slice; at last a copied block. All in the first blocks, which are left like those of a request
-    that has ended. What does not fit into the cache or the longest context is left out; prompts
-    that do not fit into a step beside that slice are cut."""
+    """Warm-up steps for prompts of the given lengths, in tokens, in an empty cache.
+
+    For each length: a prompt, one decode step for each way of sampling, and a mixed step of a
+    second chunk and a decode slice; at the end a block copy. Lengths that do not fit into the cache
+    or the longest context are skipped; prompts that do not fit into a step beside a decode slice
+    are cut.
+    """
     if num_blocks < 2:
         return
-    beside, table = [BlockIndex(0)], [BlockIndex(block) for block in range(1, num_blocks)]
+    decode_table = [BlockIndex(0)]
+    table = [BlockIndex(block) for block in range(1, num_blocks)]
     fits = min(len(table) * block_size, max_model_len)
-    decode = _slice(0, 1, beside, 0, sequence=1)
-    for prompt in dict.fromkeys(min(each, max_batched_tokens - 1) for each in prompts):
+    decode = _slice(0, 1, decode_table, 0, sequence=1)
+    for prompt in dict.fromkeys(min(length, max_batched_tokens - 1) for length in prompts):
         if prompt + len(_SAMPLING_CASES) > fits:
             break
         yield StepBatch((_slice(0, prompt, table, 0),))

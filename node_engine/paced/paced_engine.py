@@ -1,26 +1,25 @@
-"""An engine without a model: it waits as long as a cost model says, and its tokens are a hash of
-the context.
+"""A mock engine: it waits as long as a cost model says, and its tokens are a hash of the context.
 
-It stands in for a model wherever the protocol, and not the arithmetic, is on trial. Its KV is real
-bytes in the real arena. The record of the token at position p is
+It stands in for a model where the protocol is tested and the arithmetic does not matter. Its KV is
+real bytes in the real arena. The record of the token at position p is
 
     word 0      token id
     words 1, 2  digest of the context up to p:  digest_p = digest_{p-1} + mix(token, p)  mod 2**64
     words 3..   a pattern of both and of the place: layer, K or V, head, word
 
-so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as
-attention does. KV that was never written, belongs to other tokens, positions or layers, or has a
-flipped bit does not match its pattern; the mismatch goes into the digest. **Wrong KV therefore
-gives wrong tokens, not an error**: it is what a model would do, and the comparison with
-`paced_reference` has to notice. The whole context is read when a sequence is first seen (after a
-hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only,
-or with `reread` all of it whenever a block is full: that finds what was written into a block after
-it was checked.
+The next token is a hash of the digest *read from the arena*, so that it depends on the whole
+context, as attention does. KV that was never written, belongs to other tokens, positions or layers,
+or has a flipped bit does not match its pattern; the mismatch goes into the digest. **Wrong KV
+therefore gives wrong tokens, not an error**, as with a model, and the comparison with
+`paced_reference_tokens` has to detect it. The whole context is read when a sequence is first seen
+(after a hand-off or a cache hit) or does not continue where it stopped. Other steps read its last
+block only or, with `reread`, all of it whenever a block is full: that detects writes into a block
+after it was checked.
 
-Scores are made up from the same digest, so that they too are wrong where KV is wrong, and the same
-in every run: the token that the digest gives is the most likely, those numbered after it follow in
-order, and each is e**(-1/8) times as likely as the one before. They are no distribution. Of the
-sampling fields only `forbidden` changes a token.
+Logprobs are derived from the same digest, so that they are deterministic, and wrong where KV is
+wrong: the token that the digest gives is the most likely, the following token ids are next in
+order, and each is e**(-1/8) times as likely as the one before. They do not add up to 1. Of the
+sampling fields only `forbidden_token_ids` changes a token.
 """
 
 import hashlib
@@ -57,9 +56,11 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class PacedCosts:
-    """How long a step takes, in microseconds. A slice of one token that samples counts as decode,
-    any other as prefill; *resident* and *cached* tokens are those whose KV the slice finds in the
-    arena."""
+    """Duration of a step, in microseconds.
+
+    A slice of one sampled token counts as decode, any other as prefill. *Context* and *cached*
+    tokens are those before the slice, whose KV is in the arena.
+    """
 
     step_base_us: float = 0.0
     prefill_us_per_token: float = 20.0
@@ -69,17 +70,18 @@ class PacedCosts:
     decode_us_per_context_token: float = 0.05
 
     def compute_step_seconds(self, batch: StepBatch) -> float:
+        """Seconds that a step takes."""
         micros, decoding = self.step_base_us, False
-        for piece in batch.slices:
-            if len(piece.token_ids) == 1 and piece.sample_spec is not None:
+        for slice_ in batch.slices:
+            if len(slice_.token_ids) == 1 and slice_.sample_spec is not None:
                 decoding = True
                 micros += (
-                    self.decode_us_per_sequence + self.decode_us_per_context_token * piece.start
+                    self.decode_us_per_sequence + self.decode_us_per_context_token * slice_.start
                 )
             else:
                 micros += (
-                    self.prefill_us_per_token * len(piece.token_ids)
-                    + self.prefill_us_per_cached_token * piece.start
+                    self.prefill_us_per_token * len(slice_.token_ids)
+                    + self.prefill_us_per_cached_token * slice_.start
                 )
         return (micros + (self.decode_base_us if decoding else 0.0)) * 1e-6
 
@@ -88,9 +90,7 @@ ZERO_COSTS = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
-    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the
-    costs leave after the time that the step itself took. With `eos_probability` EOS ends outputs
-    now and then."""
+    """An `Engine` without a model; see the module."""
 
     def __init__(
         self,
@@ -105,6 +105,10 @@ class PacedEngine:
         clock: Clock = monotonic_clock,
         wait: Callable[[float], None] | None = None,
     ) -> None:
+        """`wait(seconds)` is called at most once per layer, for the rest of the layer's time.
+
+        `eos_probability` is the probability that EOS ends an output at each token.
+        """
         if layout.dtype != "float32" or layout.head_dim < 4:
             raise ConfigError(f"the paced engine needs float32 and head_dim >= 4, not {layout}")
         self._costs = costs if costs is not None else PacedCosts()
@@ -118,9 +122,8 @@ class PacedEngine:
         self._wait = wait if wait is not None else _wait
         self._pattern_words = _pattern_words(layout)
         self._kv: _Words = np.zeros(0, np.uint32)
-        self._next_positions: OrderedDict[SequenceId, int] = (
-            OrderedDict()
-        )  # position after the last slice
+        # Position after the last slice, by sequence.
+        self._next_positions: OrderedDict[SequenceId, int] = OrderedDict()
         self._max_sequences = 0
 
     @property
@@ -162,7 +165,7 @@ class PacedEngine:
         return True
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
-        """The arena, and what follows it, as words [block][layer][k|v][kv_head][token][word]."""
+        """View the memory as words [block][layer][k|v][kv_head][token][word]."""
         layout = self._layout
         reach = max(num_blocks, arena.nbytes // layout.block_bytes)
         shape = (
@@ -177,43 +180,48 @@ class PacedEngine:
         self._max_sequences = num_blocks  # a live sequence has at least one block
         self._next_positions.clear()
 
-    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Its first step takes no longer than the others."""
+    def warm_up(
+        self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Does nothing: the first step takes no longer than the others."""
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
     ) -> tuple[SliceResult, ...]:
-        began, seconds = self._clock(), self._costs.compute_step_seconds(batch)
+        started, seconds = self._clock(), self._costs.compute_step_seconds(batch)
         for source, destination in batch.block_copies:
             self._kv[destination] = self._kv[source]
         before = self._read_context_digests(batch.slices)
         new = self._locate_tokens(
-            batch.slices, [(each.start, each.start + len(each.token_ids)) for each in batch.slices]
+            batch.slices,
+            [(slice_.start, slice_.start + len(slice_.token_ids)) for slice_ in batch.slices],
         )
-        tokens = np.array([token for each in batch.slices for token in each.token_ids], np.uint64)
+        tokens = np.array(
+            [token for slice_ in batch.slices for token in slice_.token_ids], np.uint64
+        )
         digests = before[new.slice_indices] + new.running_sums(_mix_tokens(tokens, new.positions))
         records = self._build_records(tokens, digests)
         for layer in range(self._layout.num_layers):
             self._kv[:, layer][new.blocks, :, :, new.offsets] = records[:, layer]
-            left = began + seconds * (layer + 1) / self._layout.num_layers - self._clock()
-            if left > 0:
-                self._wait(left)
+            remaining = started + seconds * (layer + 1) / self._layout.num_layers - self._clock()
+            if remaining > 0:
+                self._wait(remaining)
             if on_layer is not None:
                 on_layer(layer)
         last = digests[new.ends - 1].tolist()
-        computed = [
-            self._build_result(digest, each.sample_spec)
-            for digest, each in zip(last, batch.slices, strict=True)
+        results = [
+            self._build_result(digest, slice_.sample_spec)
+            for digest, slice_ in zip(last, batch.slices, strict=True)
         ]
-        for place, each in enumerate(batch.slices):
-            if each.logprobs_spec is not None:
-                after = digests[new.starts[place] : new.ends[place]].tolist()
-                computed[place] = computed[place]._replace(
+        for index, slice_ in enumerate(batch.slices):
+            if slice_.logprobs_spec is not None:
+                after = digests[new.starts[index] : new.ends[index]].tolist()
+                results[index] = results[index]._replace(
                     prompt_logprobs=self._compute_logprobs_of_targets(
-                        after, each.start, each.logprobs_spec
+                        after, slice_.start, slice_.logprobs_spec
                     )
                 )
-        return tuple(computed)
+        return tuple(results)
 
     def _build_result(self, digest: int, sample: SampleSpec | None) -> SliceResult:
         if sample is None:
@@ -230,8 +238,7 @@ class PacedEngine:
     def _compute_logprobs_of_targets(
         self, digests: Sequence[int], start: int, scoring: PromptLogprobsSpec
     ) -> tuple[TokenLogprobs, ...]:
-        """`digests` are those after the tokens at positions `start` ..; of the last there may be
-        none to score."""
+        """Logprobs of the target tokens; `digests` are those from position `start` on."""
         return tuple(
             self._token_logprobs(digest, position, token, scoring.top_logprobs)
             for position, (digest, token) in enumerate(
@@ -252,12 +259,14 @@ class PacedEngine:
     # KV
 
     def _read_context_digests(self, slices: Sequence[SequenceSlice]) -> _Longs:
-        """Per slice, the digest of the tokens before it as the arena has it; another number if
-        anything that was read is not as it should be, so that all that is written from now on is
-        wrong as well."""
+        """Digest of the tokens before each slice, as read from the arena.
+
+        If any word that was read is wrong, the digest is a different number, so that everything
+        written afterwards is wrong as well.
+        """
         before = np.zeros(len(slices), np.uint64)
         old = self._locate_tokens(
-            slices, [(self._first_unread_position(each), each.start) for each in slices]
+            slices, [(self._first_unread_position(slice_), slice_.start) for slice_ in slices]
         )
         read = old.ends > old.starts
         if not read.any():
@@ -280,22 +289,21 @@ class PacedEngine:
         before[read] = (digests + damage)[old.ends[read] - 1]
         return before
 
-    def _first_unread_position(self, piece: SequenceSlice) -> int:
-        """Where to begin reading: at its last block if the sequence goes on where it stopped, else
-        at 0."""
-        known = self._next_positions.get(piece.sequence_id) == piece.start > 0
-        if self._reread and piece.start % self._layout.block_size == 0:
+    def _first_unread_position(self, slice_: SequenceSlice) -> int:
+        """First position to read: in the last block if the sequence continues, else 0."""
+        known = self._next_positions.get(slice_.sequence_id) == slice_.start > 0
+        if self._reread and slice_.start % self._layout.block_size == 0:
             known = False
-        self._next_positions[piece.sequence_id] = piece.start + len(piece.token_ids)
-        self._next_positions.move_to_end(piece.sequence_id)
+        self._next_positions[slice_.sequence_id] = slice_.start + len(slice_.token_ids)
+        self._next_positions.move_to_end(slice_.sequence_id)
         if len(self._next_positions) > self._max_sequences:
             self._next_positions.popitem(last=False)
         return (
-            (piece.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
+            (slice_.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
         )
 
     def _build_records(self, tokens: _Longs, digests: _Longs) -> _Words:
-        """What belongs in the arena for these tokens: [token][layer][k|v][kv_head][word]."""
+        """The correct arena records of these tokens: [token][layer][k|v][kv_head][word]."""
         base = _mix(digests ^ _mix(tokens))
         records = (
             (base[:, None, None, None, None] ^ self._pattern_words) * self._pattern_words
@@ -309,15 +317,14 @@ class PacedEngine:
     def _locate_tokens(
         self, slices: Sequence[SequenceSlice], spans: Sequence[tuple[int, int]]
     ) -> "_TokenPlaces":
-        """Where the tokens at positions [begin, end) of each slice's sequence live; one span per
-        slice."""
+        """Locate the tokens at positions [begin, end) of each slice's sequence in the arena."""
         size = self._layout.block_size
         positions = [np.arange(begin, end) for begin, end in spans]
         blocks = [
-            np.array(each.block_table[begin // size : -(-end // size)], np.int64)[
+            np.array(slice_.block_table[begin // size : -(-end // size)], np.int64)[
                 span // size - begin // size
             ]
-            for each, span, (begin, end) in zip(slices, positions, spans, strict=True)
+            for slice_, span, (begin, end) in zip(slices, positions, spans, strict=True)
         ]
         lengths = np.array([end - begin for begin, end in spans])
         flat = np.concatenate(positions)
@@ -328,18 +335,17 @@ class PacedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _TokenPlaces:
-    """Tokens of several slices in one row. Per token: the slice, the position, its block and its
-    offset in the block; per slice: where its tokens begin and end in the row."""
+    """Where the tokens of several slices are in the arena, all slices concatenated."""
 
-    slice_indices: _Ints
-    positions: _Ints
-    blocks: _Ints
-    offsets: _Ints
-    starts: _Ints
-    ends: _Ints
+    slice_indices: _Ints  # per token
+    positions: _Ints  # per token, in its sequence
+    blocks: _Ints  # per token
+    offsets: _Ints  # per token, in its block
+    starts: _Ints  # per slice, in the concatenation
+    ends: _Ints  # per slice, in the concatenation
 
     def running_sums(self, values: _Longs) -> _Longs:
-        """Running sums of `values`, one per token, that start anew with each slice."""
+        """Cumulative sums of `values`, one per token, that restart with each slice."""
         total = np.concatenate((np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)))
         sums: _Longs = total[1:] - total[self.starts][self.slice_indices]
         return sums
@@ -353,8 +359,10 @@ def paced_reference_tokens(
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
 ) -> list[int]:
-    """The first `n` tokens that a PacedEngine of that vocabulary gives after `prompt`, computed
-    without blocks or KV. It does not stop at EOS."""
+    """The first `n` tokens that a PacedEngine generates after `prompt`, computed without KV.
+
+    Does not stop at EOS.
+    """
     tokens = list(prompt)
     digest = int(
         _mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64)
@@ -374,8 +382,7 @@ def paced_reference_logprobs(
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
 ) -> list[TokenLogprobs]:
-    """The scores that a PacedEngine of that vocabulary gives `tokens[1:]`, prompt or output, each
-    after all tokens before it."""
+    """The logprobs that a PacedEngine gives `tokens[1:]`, prompt or output."""
     digest, found = 0, []
     for position in range(1, len(tokens)):
         digest = (digest + _mix_int(tokens[position - 1] + (position - 1 << 32))) & _MASK
@@ -385,7 +392,7 @@ def paced_reference_logprobs(
 
 
 def _token_logprobs(digest: int, best: int, token: int, top: int, vocab_size: int) -> TokenLogprobs:
-    """Made up (see the module), in numbers that float32 has."""
+    """Made-up logprobs (see the module) that float32 represents exactly."""
 
     def logprob(rank: int) -> float:
         return -(rank + 1 + (digest & 15) / 16) / 8
@@ -402,8 +409,7 @@ def _draw_token(
     eos_probability: float,
     forbidden: Sequence[int],
 ) -> int:
-    """The token at `position` after a context with that digest. EOS comes by its probability
-    only."""
+    """The token at `position` after a context with `digest`; EOS only by its probability."""
     value = _mix_int(digest ^ _mix_int(position))
     allowed_eos = [token for token in eos if token not in forbidden]
     if allowed_eos and value / (_MASK + 1) < eos_probability:
@@ -417,8 +423,10 @@ def _draw_token(
 
 
 def _mix(values: _Longs) -> _Longs:
-    """SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants: Stafford's variant 13):
-    a bijection that scatters every bit."""
+    """Mix the bits of 64-bit values; a bijection.
+
+    SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants of Stafford's variant 13).
+    """
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -427,7 +435,7 @@ def _mix(values: _Longs) -> _Longs:
 
 
 def _mix_int(value: int) -> int:
-    """`_mix` of one number."""
+    """`_mix` of one value."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -435,12 +443,12 @@ def _mix_int(value: int) -> int:
 
 
 def _mix_tokens(tokens: _Longs, positions: _Ints) -> _Longs:
-    """What each token at its position adds to the digest."""
+    """What each token adds to the digest at its position."""
     return _mix(tokens + (positions.astype(np.uint64) << np.uint64(32)))
 
 
 def _pattern_words(layout: KVLayout) -> _Longs:
-    """A random odd number for each place of a token's record: [layer][k|v][kv_head][word]."""
+    """A random odd number for each word of a token's record: [layer][k|v][kv_head][word]."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
     return _mix(np.arange(np.prod(shape), dtype=np.uint64)).reshape(shape) | np.uint64(1)
 

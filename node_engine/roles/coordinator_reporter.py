@@ -1,6 +1,8 @@
-"""What a node says to the coordinator. Called on the compute thread; the message leaves on the
-event loop. Each is stamped with the incarnation under which its work was given, so that a late one
-is recognised and dropped."""
+"""Messages of a node to the coordinator. Called on the compute thread, sent on the event loop.
+
+Each message carries the incarnation under which its work was assigned, so that the coordinator
+recognises and drops stale ones.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,10 +17,12 @@ _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 
 
 class CoordinatorReporter:
+    """Builds and sends the messages of one node about its attempts, cache and blocks."""
+
     def __init__(self, name: str, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
         self._name = name
         self._send = send
-        self.incarnation = Incarnation("")
+        self.incarnation = Incarnation("")  # set by the role when the node has joined
 
     def report_reserved(self, key: AttemptKey, ticket: Ticket | None, held_tokens: int) -> None:
         message = cluster_pb2.Reserved(key=wire.attempt_key_to_pb(key), held_tokens=held_tokens)
@@ -35,13 +39,13 @@ class CoordinatorReporter:
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
 
     def report_prompt_logprobs(
-        self, key: AttemptKey, first: int, scores: Sequence[TokenLogprobs]
+        self, key: AttemptKey, first_position: int, scores: Sequence[TokenLogprobs]
     ) -> None:
-        """Of the prompt's tokens `first` .. `first + len(scores)`."""
+        """Report logprobs of consecutive prompt tokens from `first_position` on."""
         for begin in range(0, len(scores), _LOGPROBS_PER_MESSAGE):
             message = cluster_pb2.PromptScores(
                 key=wire.attempt_key_to_pb(key),
-                first=first + begin,
+                first=first_position + begin,
                 scores=[
                     wire.logprobs_to_pb(score)
                     for score in scores[begin : begin + _LOGPROBS_PER_MESSAGE]
@@ -50,7 +54,7 @@ class CoordinatorReporter:
             self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
     def report_failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
-        """`caused_by`: of a preemption, the class that took the blocks."""
+        """`caused_by`: for a preemption, the tenant class that took the blocks."""
         message = cluster_pb2.AttemptFailed(
             key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by
         )
@@ -59,24 +63,28 @@ class CoordinatorReporter:
     def report_prefill_ended(
         self,
         key: AttemptKey,
-        computed: int,
-        cached: int,
-        seconds: float,
-        share: float,
         *,
-        pooled: int = 0,
-        remote: int = 0,
+        computed_tokens: int,
+        cached_tokens: int,
+        compute_seconds: float,
+        share_seconds: float,
+        pool_tokens: int = 0,
+        remote_pool_tokens: int = 0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them
-        from another host's."""
+        """Report that prefill has ended.
+
+        `pool_tokens` of the `cached_tokens` came from the shared pool, `remote_pool_tokens` of
+        these from another host's pool. `compute_seconds` is the duration of the steps that computed
+        the prompt, `share_seconds` the prompt's share of it.
+        """
         message = cluster_pb2.PrefillEnded(
             key=wire.attempt_key_to_pb(key),
-            computed_tokens=computed,
-            cached_tokens=cached,
-            pooled_tokens=pooled,
-            remote_tokens=remote,
-            compute_seconds=seconds,
-            share_seconds=share,
+            computed_tokens=computed_tokens,
+            cached_tokens=cached_tokens,
+            pooled_tokens=pool_tokens,
+            remote_tokens=remote_pool_tokens,
+            compute_seconds=compute_seconds,
+            share_seconds=share_seconds,
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prefill_ended=message))
 
@@ -88,23 +96,26 @@ class CoordinatorReporter:
         self,
         key: AttemptKey,
         *,
-        computed: int,
-        cached: int,
-        received: int,
-        pooled: int = 0,
-        remote: int = 0,
-        share: float = 0.0,
+        computed_tokens: int,
+        cached_tokens: int,
+        received_tokens: int,
+        pool_tokens: int = 0,
+        remote_pool_tokens: int = 0,
+        share_seconds: float = 0.0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them
-        from another host's."""
+        """Report that decode begins, and where the KV of the context came from.
+
+        `pool_tokens` of the `cached_tokens` came from the shared pool, `remote_pool_tokens` of
+        these from another host's pool.
+        """
         message = cluster_pb2.Admitted(
             key=wire.attempt_key_to_pb(key),
-            computed_tokens=computed,
-            cached_tokens=cached,
-            pooled_tokens=pooled,
-            remote_tokens=remote,
-            received_tokens=received,
-            share_seconds=share,
+            computed_tokens=computed_tokens,
+            cached_tokens=cached_tokens,
+            pooled_tokens=pool_tokens,
+            remote_tokens=remote_pool_tokens,
+            received_tokens=received_tokens,
+            share_seconds=share_seconds,
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, admitted=message))
 
@@ -112,14 +123,14 @@ class CoordinatorReporter:
         for change in changes:
             self._send(wire.cache_events_to_pb(change, self.incarnation))
 
-    def report_ledger(self, query: int, snapshot: BlockLedger) -> None:
+    def report_ledger(self, query_id: int, snapshot: BlockLedger) -> None:
         counts = {state.value: count for state, count in snapshot.counts.items()}
         owners = (
-            (one.owner, one.state.value, one.num_blocks, one.age_seconds)
-            for one in snapshot.entries
+            (entry.owner, entry.state.value, entry.num_blocks, entry.age_seconds)
+            for entry in snapshot.entries
         )
         self._send(
             wire.ledger_to_pb(
-                query, self._name, self.incarnation, snapshot.num_blocks, counts, owners
+                query_id, self._name, self.incarnation, snapshot.num_blocks, counts, owners
             )
         )

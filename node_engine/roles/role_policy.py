@@ -1,6 +1,8 @@
-"""A role is a policy object: what a node does with what it is told and with what its steps produce.
-The process that hosts it (node_engine/host) knows no role; prefill_node and decode_node each bring
-one."""
+"""The protocol of a role: how a node handles commands, transfer events and the outcomes of steps.
+
+The process that hosts a role (node_engine/host) does not depend on any; prefill_node and
+decode_node implement one each.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -24,37 +26,35 @@ from node_engine.shared_pool.pool_connector import PoolConnector
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """What the host gives a role. Pool, scheduler and engine belong to the compute thread."""
+    """What the node process gives a role."""
 
     config: Config
     name: NodeName
     host_id: str
     engine: Engine
     arena: Segment
-    block_pool: BlockPool
+    block_pool: BlockPool  # compute thread only, as are scheduler, engine and pool connector
     scheduler: Scheduler
     reporter: CoordinatorReporter
     clock: Clock
-    pool_connector: PoolConnector  # the node's use of the host's shared pool; the compute thread's
-    block_memory: memoryview  # every block that a block table may name, the arena's first
-    emit: Callable[
-        [object], None
-    ]  # puts an event of the role's own on the compute thread's inbox; thread-safe
+    pool_connector: PoolConnector
+    block_memory: memoryview  # all blocks that a block table may contain, the arena's first
+    emit: Callable[[object], None]  # puts an event of the role on the inbox; thread-safe
 
 
 def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False) -> None:
-    """The coordinator has checked all of it; but what indexes a node's memory, and what no client
-    would notice, is checked by the node. With `context_only` another node gives the answer, and
-    this one needs no room for it.
+    """Check an attempt before work on it begins; with `context_only` another node decodes it.
 
-    Raises WrongModel for a request that is bound to another model, whose tokens this node must not
-    continue, TooLong for one that is longer than this node serves, and InvalidRequest for what the
-    model does not know."""
-    mine = engine.model_identity.digest()
-    if work.identity_digest != mine:
+    The coordinator has checked the request, but the node checks again what indexes its memory and
+    what no client would notice. Raises ModelMismatch for a request that is bound to another model,
+    ContextLengthExceeded for one that is longer than this node serves, and InvalidRequest for
+    tokens or parameters that the model does not support.
+    """
+    digest = engine.model_identity.digest()
+    if work.identity_digest != digest:
         raise ModelMismatch(
-            f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'}, this node serves {mine.hex()[:16]}: it"
-            " must be placed on a node of its own model"
+            f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'},"
+            f" this node serves {digest.hex()[:16]}: it must be placed on a node of its own model"
         )
     bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62)
     check_prompt(work.context_token_ids, bounds)
@@ -63,55 +63,61 @@ def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False)
     check_sampling(work.request.sampling, len(work.request.prompt_token_ids), bounds)
 
 
-def report_too_long(work: AttemptSpec, pool: BlockPool, report: CoordinatorReporter) -> None:
-    """Answer that this node will never have room for a request that another one may well hold. It
-    is no fault of the client, so it must not end the request."""
+def report_too_long(work: AttemptSpec, pool: BlockPool, reporter: CoordinatorReporter) -> None:
+    """Refuse a request that can never fit on this node: it needs more than all blocks.
+
+    Another node may have room for it, so the refusal must not end the request.
+    """
     counts = pool.count_blocks_by_state()
-    report.report_refused(
+    reporter.report_refused(
         work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
     )
 
 
 class RolePolicy(Protocol):
-    """Called on the compute thread only, except `preview_command`, `counters` and `close`."""
+    """A role of a node. Compute thread only, except `preview_command`, `counters` and `close`."""
 
     @property
     def transfer_endpoint(self) -> str:
-        """Where peers reach this node's transfer plane; "" if nobody needs to."""
+        """Where peers reach this node's transfer plane; "" if it accepts no connections."""
         ...
 
     @property
     def num_held_attempts(self) -> int:
-        """Attempts that this node still holds something for: 0 means that it may leave."""
+        """Number of attempts with resources here; at 0 the node may leave or switch its role."""
         ...
 
     def preview_command(self, command: NodeCommand) -> None:
-        """Every command, on the event loop, in the order of the stream and before `handle_item`
-        sees it: for what must not wait until the step in progress has ended."""
+        """Called on the event loop with every command, in order and before `handle_item`.
+
+        For actions that must not wait until the step in progress has ended.
+        """
         ...
 
     def handle_item(self, item: NodeCommand | object) -> None:
-        """A command of the coordinator, or an event that the role emitted to itself."""
+        """Handle a command of the coordinator or an event that the role has emitted."""
         ...
 
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
-        """Prepare for the step. Returns what is to be called when the KV of a layer is in the arena
-        for every slice, which must not block, or None if nobody waits for single layers: an engine
-        then need not wait for the device after each of them."""
+        """Prepare for the step. Returns a callback for completed layers, or None.
+
+        The callback must not block. Without one, the engine need not wait for the device after each
+        layer.
+        """
         ...
 
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
-        """The step took `seconds`; `outcomes` is what became of its sequences."""
+        """The step took `seconds` and had these outcomes."""
         ...
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
-        """What the scheduler decided without computing: who was preempted, dropped or refused."""
+        """Handle outcomes of the scheduler, also those without a step, such as preemptions."""
         ...
 
     def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        """The forward pass raised: every attempt in the batch is over."""
+        """The forward pass raised `error`: end every attempt in the batch."""
         ...
 
     def counters(self) -> dict[str, float]: ...

@@ -1,5 +1,4 @@
-"""Whole blocks copied inside one address range: from the shared pool, where the engine cannot read,
-into the arena."""
+"""Copies whole blocks of the shared pool into the arena, for engines that cannot read in place."""
 
 import time
 from collections.abc import Sequence
@@ -12,19 +11,21 @@ _TRIALS = 5
 
 
 class BlockCopier:
-    def __init__(self, reach: memoryview, block_bytes: int) -> None:
-        """`reach`: block 0 first; of blocks that are not mapped nothing is touched."""
-        self._blocks = np.frombuffer(reach, np.uint8).reshape(-1, block_bytes)
+    """Copies blocks by global index inside one address range."""
+
+    def __init__(self, block_memory: memoryview, block_bytes: int) -> None:
+        """`block_memory` begins with block 0; blocks that are not mapped are never touched."""
+        self._blocks = np.frombuffer(block_memory, np.uint8).reshape(-1, block_bytes)
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockIndex, BlockIndex]]) -> None:
         for source, destination in pairs:
             self._blocks[destination] = self._blocks[source]
 
     def measure_copy_seconds(self, source: BlockIndex, destination: BlockIndex) -> float:
-        """Seconds that copying one block takes: the median of a few."""
-        taken = []
+        """Measure the seconds to copy one block: the median of a few trials."""
+        durations = []
         for _ in range(_TRIALS):
-            began = time.perf_counter()
+            started = time.perf_counter()
             self.copy_blocks([(source, destination)])
-            taken.append(time.perf_counter() - began)
-        return sorted(taken)[_TRIALS // 2]
+            durations.append(time.perf_counter() - started)
+        return sorted(durations)[_TRIALS // 2]

@@ -1,5 +1,4 @@
-"""The addresses of a node that shares its host's pool: its own arena, and room for the pool's
-segment beside it."""
+"""The address range of a node that uses its host's pool: its own arena, then the pool's segment."""
 
 from pathlib import Path
 
@@ -13,15 +12,13 @@ from node_engine.shared_pool.pool_client import PoolClientContext
 
 
 class NodeAddressSpace:
-    """`block_memory` is the whole range: block 0 of it is the arena's. `seconds_per_block_copy` is
-    what copying a block takes."""
+    """Maps the arena at the beginning of a range in which the pool's segment is mapped later."""
 
     def __init__(self, folder: Path, block_bytes: int, arena: Segment) -> None:
-        """The arena is mapped once more, and is empty still: it is copied in to measure how long
-        that takes."""
+        """Maps the empty arena a second time and copies a block in it to measure the duration."""
         self._address_space = BlockAddressSpace(block_bytes, folder)
         self._own_arena = self._address_space.attach_segment(arena.name)
-        self.block_memory = self._address_space.view_range()
+        self.block_memory = self._address_space.view_range()  # begins with block 0 of the arena
         self.block_copier = BlockCopier(self.block_memory, block_bytes)
         self.seconds_per_block_copy = self.block_copier.measure_copy_seconds(
             BlockIndex(0), BlockIndex(1)

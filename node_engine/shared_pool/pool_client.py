@@ -1,5 +1,4 @@
-"""What a node needs of the client of its host's shared pool. Launchers bring one; node_engine does
-not know which."""
+"""The protocol of a node's client of its host's shared pool; launchers supply an implementation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,40 +12,44 @@ from baton.shared_memory.addressing import BlockAddressSpace
 
 
 class SharedPoolClient(Protocol):
-    """All but `run` may be called from any thread, return at once and raise nothing for what the
-    pool does. Callbacks run on the event loop, in the order in which the pool answered."""
+    """A node's connection to the shared pool.
+
+    All methods but `run` may be called from any thread, return at once, and do not raise when the
+    pool fails. Callbacks run on the event loop, in the order of the pool's answers.
+    """
 
     @property
     def is_attached(self) -> bool: ...
 
     async def run(self) -> None:
-        """Be attached to the pool, again and again, until cancelled."""
+        """Stay attached to the pool, reconnecting when necessary, until cancelled."""
         ...
 
     def find_prefix(
         self,
-        root: BlockHash,
-        names: bytes,
-        tokens: bytes,
+        root_hash: BlockHash,
+        packed_hashes: bytes,
+        packed_tokens: bytes,
         max_tokens: int,
-        then: Callable[[PoolHit], None],
+        on_done: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
         elsewhere: RemotePrefix | None = None,
     ) -> None:
-        """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is
-        called once, within a set time: too slow an answer, or no pool, is a miss. If the pool is
-        loading more of it, that is waited for while computing it would take longer, `token_seconds`
-        a token."""
+        """Find the longest prefix of a chain that the pool has, at most `max_tokens` long.
+
+        `on_done` is called once, within a time limit; a late answer or no pool counts as a miss. If
+        the pool is loading more of the prefix, the look-up waits for it while computing it, at
+        `token_seconds` per token, would take longer.
+        """
         ...
 
     def release_pin(self, pin: PoolPin) -> None:
-        """Nothing reads any more what was found under `pin`. Once for each pin."""
+        """Release a pin that a look-up or a publication returned; call it once for each pin."""
         ...
 
-    def publish_blocks(self, job: PublishRequest) -> bool:
-        """Copy blocks into the pool, some time. False: not taken, and `job.then` will not be
-        called."""
+    def publish_blocks(self, request: PublishRequest) -> bool:
+        """Queue a copy of blocks into the pool. False: refused, its callback will not be called."""
         ...
 
     def counters(self) -> dict[str, float]: ...
@@ -54,17 +57,15 @@ class SharedPoolClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolClientContext:
-    """What a client is made of. In `address_space` the pool's segment is to be mapped, beside
-    `own_arena`, the node's arena, which is mapped there already and whose blocks publications are
-    copied from."""
+    """What a node gives to the factory of its pool client."""
 
     config: Config
     name: str
     host_id: str
     model_digest: bytes
     layout: KVLayout
-    address_space: BlockAddressSpace
-    own_arena: memoryview
+    address_space: BlockAddressSpace  # where the client maps the pool's segment
+    own_arena: memoryview  # the node's arena, mapped there already: the source of publications
 
 
 PoolClientFactory = Callable[[PoolClientContext], SharedPoolClient]

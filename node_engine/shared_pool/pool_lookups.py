@@ -1,12 +1,13 @@
-"""Looking up in the shared pool before the compute thread hears of an order: on the event loop, so
-that no step waits.
+"""Looks up prefixes in the shared pool before commands reach the compute thread.
 
-Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, those
-that concern all attempts end every wait, and the end of a writer those of the orders that name it.
-Questions for a ledger or a cache wait for nothing and end nothing: an operator's look must not cost
-prompts what the pool has of them. A look-up during which this node was told of a publication of its
-own is asked again: the compute thread gives own copies up for what was published, so an older
-answer may lack what is no longer found here.
+Look-ups run on the event loop: no step waits for them. Commands of an attempt whose look-up is
+pending wait behind it. A
+cancel of the attempt ends its look-up; a command that concerns all attempts ends all look-ups; the
+loss of a peer ends those of commands that name it as KV writer. Queries for the ledger or the cache
+neither wait nor end a look-up: an operator's query must not cost prompts their pool hits.
+
+A look-up during which a publication of this node has ended is repeated: the compute thread gives up
+own copies of published blocks, so the older answer may lack blocks that are no longer here.
 """
 
 from collections.abc import Callable
@@ -33,20 +34,20 @@ _MAX_TRIES = 3
 
 @dataclass(slots=True, eq=False)
 class _PendingLookup:
+    """A command that waits for the pool, and the later commands of the same attempt."""
+
     command: DecodeCommand | PrefillCommand
-    since: float
+    since: float  # clock time, in seconds
     queued_commands: list[NodeCommand] = field(default_factory=list)
     num_tries: int = 0
 
 
 class PoolLookups:
-    """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's
-    blocks descend from; `epoch` grows with each publication that was put there; `token_seconds` is
-    what computing a token of a prompt takes, None if that is not known yet."""
+    """Delivers commands to the compute thread, with the pool hit of their context if it has one."""
 
     def __init__(
         self,
-        port: SharedPoolClient | None,
+        pool_client: SharedPoolClient | None,
         *,
         root_of: Callable[[AttemptSpec], BlockHash],
         block_size: int,
@@ -55,7 +56,13 @@ class PoolLookups:
         token_seconds: Callable[[], float | None] = lambda: None,
         clock: Clock = monotonic_clock,
     ) -> None:
-        self._pool_client = port
+        """`deliver` puts a command on the compute thread's inbox.
+
+        `root_of` gives the root hash of a request's block chain. `epoch` is the publication epoch
+        of the PoolConnector. `token_seconds` is the time to compute a prompt token, None if not
+        known yet.
+        """
+        self._pool_client = pool_client
         self._root_of = root_of
         self._block_size = block_size
         self._publication_epoch = epoch
@@ -64,7 +71,7 @@ class PoolLookups:
         self._pending: dict[AttemptKey, _PendingLookup] = {}
         self._clock = clock
         self._hits = self._misses = 0
-        self._seconds = 0.0  # of all look-ups
+        self._seconds = 0.0  # total duration of all look-ups
 
     def counters(self) -> dict[str, float]:
         if self._pool_client is None:
@@ -77,14 +84,14 @@ class PoolLookups:
         return found | {"baton_pool_lookup_seconds_total": self._seconds}
 
     def submit_command(self, command: NodeCommand) -> None:
-        """The next command of the stream."""
+        """Accept the next command of the stream; deliver it now or after a look-up."""
         key = _attempt_key(command)
         if key is None:
             self._end_affected_lookups(command)
-        elif (waiting := self._pending.get(key)) is not None:
-            waiting.queued_commands.append(command)
+        elif (lookup := self._pending.get(key)) is not None:
+            lookup.queued_commands.append(command)
             if isinstance(command, CancelCommand):
-                self._end_lookup(waiting, None)
+                self._end_lookup(lookup, None)
             return
         elif (
             isinstance(command, DecodeCommand | PrefillCommand)
@@ -96,26 +103,26 @@ class PoolLookups:
         self._deliver_command(command)
 
     def end_all_lookups(self) -> None:
-        """Wait for no answer any more."""
-        for waiting in tuple(self._pending.values()):
-            self._end_lookup(waiting, None)
+        """Deliver all waiting commands now, without a pool hit."""
+        for lookup in tuple(self._pending.values()):
+            self._end_lookup(lookup, None)
 
     def _end_affected_lookups(self, command: NodeCommand) -> None:
-        """Of the waits that end before a command that is no attempt's."""
+        """End the look-ups that must not delay a command that is not about one attempt."""
         match command:
             case LedgerCommand() | CacheSnapshotCommand():
                 pass
             case PeerLostCommand(incarnation):
-                for waiting in tuple(self._pending.values()):
-                    if isinstance(waiting.command, DecodeCommand) and _is_writer(
-                        incarnation, waiting.command
+                for lookup in tuple(self._pending.values()):
+                    if isinstance(lookup.command, DecodeCommand) and _is_writer(
+                        incarnation, lookup.command
                     ):
-                        self._end_lookup(waiting, None)
+                        self._end_lookup(lookup, None)
             case _:
                 self.end_all_lookups()
 
-    def _begin_lookup(self, order: DecodeCommand | PrefillCommand) -> None:
-        work = order.work
+    def _begin_lookup(self, command: DecodeCommand | PrefillCommand) -> None:
+        work = command.work
         reusable = (
             0
             if work.request.sampling.prompt_logprobs is not None
@@ -123,40 +130,44 @@ class PoolLookups:
         )
         try:
             tokens = pack_tokens(work.context_token_ids)
-        except (OverflowError, TypeError):  # no ids: the role says so
+        except (OverflowError, TypeError):  # invalid token ids: the role reports them
             reusable = 0
         if reusable <= 0:
-            self._deliver_command(order)
+            self._deliver_command(command)
             return
-        root = self._root_of(work)
-        waiting = self._pending[work.key] = _PendingLookup(order, self._clock())
-        self._query_pool(
-            waiting, root, compute_packed_hashes(root, tokens, self._block_size), tokens, reusable
-        )
+        root_hash = self._root_of(work)
+        lookup = self._pending[work.key] = _PendingLookup(command, self._clock())
+        packed_hashes = compute_packed_hashes(root_hash, tokens, self._block_size)
+        self._query_pool(lookup, root_hash, packed_hashes, tokens, reusable)
 
     def _query_pool(
-        self, waiting: _PendingLookup, root: BlockHash, names: bytes, tokens: bytes, most: int
+        self,
+        lookup: _PendingLookup,
+        root_hash: BlockHash,
+        packed_hashes: bytes,
+        packed_tokens: bytes,
+        max_tokens: int,
     ) -> None:
         assert self._pool_client is not None
         epoch = self._publication_epoch()
-        waiting.num_tries += 1
+        lookup.num_tries += 1
 
-        def then(hit: PoolHit) -> None:
-            if self._pending.get(waiting.command.work.key) is not waiting:
+        def on_done(hit: PoolHit) -> None:
+            if self._pending.get(lookup.command.work.key) is not lookup:
                 self._release_hit(hit)
-            elif epoch != self._publication_epoch() and waiting.num_tries < _MAX_TRIES:
+            elif epoch != self._publication_epoch() and lookup.num_tries < _MAX_TRIES:
                 self._release_hit(hit)
-                self._query_pool(waiting, root, names, tokens, most)
+                self._query_pool(lookup, root_hash, packed_hashes, packed_tokens, max_tokens)
             else:
-                self._end_lookup(waiting, hit)
+                self._end_lookup(lookup, hit)
 
-        elsewhere = waiting.command.remote_prefix
+        elsewhere = lookup.command.remote_prefix
         self._pool_client.find_prefix(
-            root,
-            names,
-            tokens,
-            most,
-            then,
+            root_hash,
+            packed_hashes,
+            packed_tokens,
+            max_tokens,
+            on_done,
             token_seconds=self._token_seconds(),
             elsewhere=elsewhere,
         )
@@ -166,19 +177,19 @@ class PoolLookups:
         if hit.pin is not None:
             self._pool_client.release_pin(hit.pin)
 
-    def _end_lookup(self, waiting: _PendingLookup, hit: PoolHit | None) -> None:
-        del self._pending[waiting.command.work.key]
+    def _end_lookup(self, lookup: _PendingLookup, hit: PoolHit | None) -> None:
+        del self._pending[lookup.command.work.key]
         found = hit if hit is not None and hit.pin is not None else None
         self._hits += found is not None
         self._misses += found is None
-        self._seconds += self._clock() - waiting.since
-        self._deliver_command(replace(waiting.command, pool_hit=found))
-        for command in waiting.queued_commands:
+        self._seconds += self._clock() - lookup.since
+        self._deliver_command(replace(lookup.command, pool_hit=found))
+        for command in lookup.queued_commands:
             self._deliver_command(command)
 
 
-def _is_writer(incarnation: Incarnation, order: DecodeCommand) -> bool:
-    return order.kv_writer is not None and order.kv_writer.incarnation == incarnation
+def _is_writer(incarnation: Incarnation, command: DecodeCommand) -> bool:
+    return command.kv_writer is not None and command.kv_writer.incarnation == incarnation
 
 
 def _attempt_key(command: NodeCommand) -> AttemptKey | None:

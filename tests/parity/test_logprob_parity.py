@@ -246,7 +246,8 @@ PENALTIES = {
 def test_greedy_with_penalties_equals_transformers(
     model: ScoredModel, fields: dict[str, object]
 ) -> None:
-    greedy = replace(SamplingParams(max_tokens=20, temperature=0.0), **fields)  # type: ignore[arg-type]
+    greedy = SamplingParams(max_tokens=20, temperature=0.0)
+    greedy = replace(greedy, **fields)  # type: ignore[arg-type]
     jobs = {seed: make_work(str(seed), 20 + 3 * seed, greedy, seed=seed) for seed in range(5)}
     wanted = {seed: greedy_reference(model, job) for seed, job in jobs.items()}
     clear = [seed for seed, (_, margin) in wanted.items() if margin > MIN_LOGIT_MARGIN]

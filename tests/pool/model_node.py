@@ -47,7 +47,7 @@ class ModelNode:
         self.pool = BlockPool(BLOCKS, layout.block_size, lambda: 0.0)
         limits = SchedulerLimits(4, 64, 2048)
         self.scheduler = Scheduler(
-            self.pool, limits, copy_in=None if in_place else self.copies.copy_blocks
+            self.pool, limits, copy_pool_blocks=None if in_place else self.copies.copy_blocks
         )
         self.num_released = 0
 
@@ -60,7 +60,7 @@ class ModelNode:
         sequence = self.scheduler.add_sequence(
             AttemptSpec(key, Request(key.request_id, tuple(prompt), params, 60.0)),
             root,
-            pooled=pooled,
+            pool_prefix=pooled,
         )
         if pooled is not None:
             pooled.release()

@@ -1,4 +1,4 @@
-"""The two books of the block pool: one state per block, and who holds a reference on what."""
+"""Block states and reference counts: every reference belongs to an owner with a label."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,13 +14,16 @@ from node_engine.core.blocks.block_ledger import (
 
 @dataclass(slots=True)
 class _OwnerBlocks:
-    since: float
+    since: float  # clock time, in seconds, of the first reference
     blocks: set[BlockIndex] = field(default_factory=set)
 
 
 class BlockOwnership:
-    """Every reference is held under an owner's label, once per (owner, block), so that nothing can
-    be released twice and the ledger can name everybody. `clock` gives the ages, in seconds."""
+    """The state of each block and the references that owners hold on it.
+
+    An owner holds at most one reference on a block, so a second release is detected and the ledger
+    can name every owner.
+    """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,12 +62,12 @@ class BlockOwnership:
         if holding is None:
             holding = self._blocks_by_owner[owner] = _OwnerBlocks(self._clock())
         if block in holding.blocks:
-            raise BlockLedgerError(f"{owner} holds block {block} already")
+            raise BlockLedgerError(f"{owner} already holds block {block}")
         holding.blocks.add(block)
         self._ref_counts[block] += 1
 
     def remove_reference(self, block: BlockIndex, owner: str) -> bool:
-        """Whether that was the last reference."""
+        """Remove a reference; returns whether it was the last one on the block."""
         holding = self._blocks_by_owner.get(owner)
         if holding is None or block not in holding.blocks:
             raise BlockLedgerError(
@@ -86,10 +89,12 @@ class BlockOwnership:
     def check_invariants(self) -> None:
         refs = [0] * len(self._states)
         for owner, holding in self._blocks_by_owner.items():
-            require_invariant(bool(holding.blocks), f"{owner} is on the books and holds nothing")
+            require_invariant(bool(holding.blocks), f"owner {owner} holds no block")
             for block in holding.blocks:
                 refs[block] += 1
-        require_invariant(refs == self._ref_counts, "references are not what the owners hold")
+        require_invariant(
+            refs == self._ref_counts, "references differ from the blocks that owners hold"
+        )
         for number, state in enumerate(self._states):
             require_invariant(
                 (refs[number] > 0) == (state is BlockState.IN_USE),

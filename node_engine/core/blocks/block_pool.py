@@ -1,25 +1,28 @@
-"""Who may touch which block of the arena. Pure bookkeeping: no memory is read or written here.
+"""Allocation, reference counts and prefix cache of a node's KV blocks. No memory is touched here.
 
-    FREE --allocate------------------------------------------> IN_USE --last release--> CACHED  or FREE
-    FREE --reserve--> RESERVED --mark_writing--> WRITING --commit-^ ^----- match, share ---- CACHED
-                         |                          |                                       CACHED --evict--> FREE
-                         +------------+-------------+
-                                      +--release_ticket--> FREE
-                                      +--quarantine------> QUARANTINED --fenced--> FREE
+    FREE --allocate_blocks--> IN_USE --last release_blocks--> CACHED, or FREE if not cacheable
+    CACHED --match_prefix, share_blocks--> IN_USE
+    CACHED --evicted or unindexed--> FREE
 
-After its last release a block is CACHED if it is sealed (full, or the end of somebody's context)
-and the only one with its content, else FREE. Every reference is held under an owner's label, once
-per (owner, block): releasing what one does not hold is an error, and the ledger can name everybody.
-Running out of blocks is an answer (None); an illegal transition is a LedgerError.
+    FREE --reserve_for_ticket--> RESERVED --mark_writing--> WRITING --commit_ticket--> IN_USE
+    RESERVED, WRITING --release_ticket--> FREE
+    RESERVED, WRITING --quarantine_ticket--> QUARANTINED --free_quarantined_ticket--> FREE
 
-Eviction is least recently used first. `release` takes a sequence's blocks in table order and
-retires them last first, and whoever holds a block holds its whole prefix; so a parent retires after
-its children and is evicted after them: no cached block is stranded behind an evicted parent. (If a
-caller breaks that order, the stranded block is not found until its parent is computed again.)
+After its last release a block becomes CACHED if it is in the prefix index (it is full, or holds the
+end of a context) and no other block has the same content; otherwise it becomes FREE. An owner holds
+at most one reference on a block: releasing a block that the owner does not hold is an error, and
+the ledger can name every owner. Running out of blocks is reported as None; an illegal transition
+raises BlockLedgerError.
 
-Block tables may also name blocks of the host's shared pool: global indices from `total` on
-(baton/shared_memory/addressing.py). They are not this arena's, and no books are kept on them here:
-sharing and releasing them is nothing.
+Eviction is least recently used first. `release_blocks` takes a sequence's blocks in table order and
+retires them last first, and whoever references a block references its whole prefix. A parent is
+therefore retired and evicted after its children, and no cached block is unreachable behind an
+evicted parent. (If a caller breaks that order, the unreachable block is not found until its parent
+is computed again.)
+
+Block tables may also contain blocks of the host's shared pool: global indices from `num_blocks` on
+(baton/shared_memory/addressing.py). They are not tracked here: sharing and releasing them does
+nothing.
 """
 
 from collections import OrderedDict
@@ -44,8 +47,7 @@ from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """The first `num_tokens` tokens of `source_block` are what the next block begins with: copy it,
-    then go on in the copy."""
+    """The next block begins with the first `num_tokens` tokens of `source_block`: copy on write."""
 
     source_block: BlockIndex
     num_tokens: int
@@ -53,8 +55,11 @@ class PartialHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What can be read of a context; the owner has a reference on every own block named here,
-    `partial.source` included."""
+    """The cached prefix of a context.
+
+    The owner holds a reference on every block of this arena in it, `partial_hit.source_block`
+    included.
+    """
 
     blocks: tuple[BlockIndex, ...]
     partial_hit: PartialHit | None
@@ -68,12 +73,11 @@ class _TicketReservation:
     owner: str
     blocks: tuple[BlockIndex, ...]
     state: BlockState
-    since: float
+    since: float  # clock time, in seconds, of the last change of state
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only; `clock` gives
-    the ledger's ages."""
+    """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only."""
 
     def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
         self.num_blocks = num_blocks
@@ -82,24 +86,23 @@ class BlockPool:
         self.prefix_index = PrefixIndex(self._on_block_indexed, self._on_block_unindexed)
         self._clock = clock
         self._ownership = BlockOwnership(num_blocks, clock)
-        self._free = [
-            BlockIndex(block) for block in range(num_blocks)
-        ]  # a heap: lowest first keeps runs together
+        # A heap: taking the lowest first keeps the blocks of a sequence contiguous.
+        self._free = [BlockIndex(block) for block in range(num_blocks)]
         self._cached_lru: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
         self._reservations: dict[TicketId, _TicketReservation] = {}
 
-    # what there is
+    # queries
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that an allocation can get now, by eviction if need be."""
+        """Blocks that an allocation can get now, by eviction if necessary."""
         return len(self._free) + len(self._cached_lru)
 
     def get_block_state(self, block: BlockIndex) -> BlockState:
         return self._ownership.get_block_state(block)
 
     def get_ref_count(self, block: BlockIndex) -> int:
-        """Owners of a block that is IN_USE, else 0."""
+        """Number of owners of a block that is IN_USE, else 0."""
         return self._ownership.get_ref_count(block)
 
     def count_blocks(self, state: BlockState) -> int:
@@ -113,14 +116,13 @@ class BlockPool:
         return self._ownership.count_blocks_held_by(owner)
 
     def is_own_block(self, block: BlockIndex) -> bool:
-        """Whether it is a block of this arena, and not of the shared pool."""
+        """Whether `block` belongs to this arena, not to the shared pool."""
         return block < self.num_blocks
 
-    # local work
+    # allocation
 
     def allocate_blocks(self, count: int, owner: str) -> tuple[BlockIndex, ...] | None:
-        """`count` blocks for `owner`, ascending; None, and nothing changed, if there are not that
-        many."""
+        """Give `owner` `count` blocks, ascending; None, without any change, if too few are left."""
         blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
@@ -130,19 +132,20 @@ class BlockPool:
         return blocks
 
     def share_blocks(self, blocks: Iterable[BlockIndex], owner: str) -> None:
-        """One more owner for blocks that are IN_USE or CACHED."""
+        """Add `owner` as an owner of blocks that are IN_USE or CACHED."""
         for block in filter(self.is_own_block, blocks):
             if self.get_block_state(block) is BlockState.CACHED:
                 del self._cached_lru[block]
                 self._ownership.change_state(block, BlockState.CACHED, BlockState.IN_USE)
             elif self.get_block_state(block) is not BlockState.IN_USE:
                 raise BlockLedgerError(
-                    f"block {block} is {self.get_block_state(block).value}: only committed blocks are shared"
+                    f"block {block} is {self.get_block_state(block).value}:"
+                    " only committed blocks can be shared"
                 )
             self._ownership.add_reference(block, owner)
 
     def release_blocks(self, blocks: Sequence[BlockIndex], owner: str) -> None:
-        """Give up `owner`'s reference on each of `blocks`, which come in table order."""
+        """Remove `owner`'s reference on each of `blocks`, which are given in table order."""
         for block in reversed(blocks):
             if self.is_own_block(block) and self._ownership.remove_reference(block, owner):
                 self._retire_block(block)
@@ -156,12 +159,14 @@ class BlockPool:
         owner: str,
         *,
         allow_partial: bool = True,
-        pooled: Sequence[BlockIndex] = (),
+        pool_blocks: Sequence[BlockIndex] = (),
     ) -> PrefixMatch:
-        """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here or
-        in `pooled`, the shared pool's blocks of that beginning; references are taken on own ones,
-        which go first."""
-        blocks = self._find_blocks(chain, max_tokens, pooled)
+        """Find the longest cached prefix of `chain.tokens`, at most `max_tokens` long.
+
+        `pool_blocks` are the blocks 0, 1, ... of the chain that the shared pool has; blocks of this
+        arena are preferred, and `owner` gets a reference on those.
+        """
+        blocks = self._find_blocks(chain, max_tokens, pool_blocks)
         covered = len(blocks) * self.block_size
         partial: PartialHit | None = None
         if allow_partial:
@@ -178,35 +183,36 @@ class BlockPool:
     def index_block(
         self, block: BlockIndex, chain: HashChain, number: int, length: int | None = None
     ) -> None:
-        """`block` is logical block `number` of `chain`, computed and committed: make it findable.
-        With `length` only its first tokens, so many: its owner goes on writing behind them, and
-        seals the block again when it is full.
+        """Index `block`, which holds logical block `number` of `chain`, computed and committed.
 
-        Of blocks with equal content the first stays the one that is found; a CACHED one makes way
-        for one in use.
+        With `length`, only the first `length` tokens are indexed: the owner goes on writing behind
+        them and indexes the block again when it is full. Of blocks with equal content, look-ups
+        keep returning the first; a CACHED one is evicted in favour of one in use.
         """
         if self.get_block_state(block) is not BlockState.IN_USE:
             raise BlockLedgerError(
-                f"block {block} is {self.get_block_state(block).value}: only a block in use is sealed"
+                f"block {block} is {self.get_block_state(block).value}:"
+                " only a block in use can be indexed"
             )
         tokens = chain.block_tokens(number)[:length]
         if block in self.prefix_index:
             if len(self.prefix_index.get_entry(block).token_ids) >= len(tokens):
-                raise BlockLedgerError(f"block {block} was sealed before")
+                raise BlockLedgerError(f"block {block} was indexed before")
             self.prefix_index.remove_block(block)
-        name = (
+        content_hash = (
             chain.block_hash(number)
             if length is None
             else block_hash(chain.parent_hash(number), tokens)
         )
-        twins = self.prefix_index.list_blocks_with_hash(name)
-        if twins and self.get_block_state(twins[0]) is BlockState.CACHED:
-            self._evict_block(twins[0])
-        self.prefix_index.add_block(block, IndexedBlock(name, chain.parent_hash(number), tokens))
+        duplicates = self.prefix_index.list_blocks_with_hash(content_hash)
+        if duplicates and self.get_block_state(duplicates[0]) is BlockState.CACHED:
+            self._evict_block(duplicates[0])
+        self.prefix_index.add_block(
+            block, IndexedBlock(content_hash, chain.parent_hash(number), tokens)
+        )
 
     def find_own_suffix(self, chain: HashChain, end: int) -> tuple[BlockIndex, ...]:
-        """The blocks of this arena that hold the full blocks of `chain` up to `end`, as far back as
-        they are here without a gap."""
+        """The longest gap-free run of this arena's blocks that ends at logical block `end` - 1."""
         found: list[BlockIndex] = []
         for number in range(end - 1, -1, -1):
             block = self.prefix_index.find_block(
@@ -218,14 +224,14 @@ class BlockPool:
         return tuple(reversed(found))
 
     def unindex_block(self, block: BlockIndex) -> None:
-        """Nobody finds this sealed block any more: it is FREE at once, or with its last release."""
+        """Remove `block` from the prefix index: it is freed now, or with its last release."""
         if self.get_block_state(block) is BlockState.CACHED:
             self._evict_block(block)
         else:
             self.prefix_index.remove_block(block)
 
     def iter_full_block_hashes(self) -> Iterator[BlockHash]:
-        """Of every full block that can be found, each content once."""
+        """Hashes of all full blocks in the prefix index, each content once."""
         return (
             entry.block_hash
             for entry in self.prefix_index.iter_contents()
@@ -237,10 +243,12 @@ class BlockPool:
     def reserve_for_ticket(
         self, count: int, ticket: TicketId, owner: str
     ) -> tuple[BlockIndex, ...] | None:
-        """`count` blocks for the writer of `ticket`, ascending; None, and nothing changed, if there
-        are not that many."""
+        """Set aside `count` blocks, ascending, for the KV writer of `ticket`.
+
+        None if there are too few; nothing changes then.
+        """
         if ticket in self._reservations or count < 1:
-            raise BlockLedgerError(f"ticket {ticket}: {count} blocks, or it is known already")
+            raise BlockLedgerError(f"ticket {ticket}: {count} blocks requested, or known already")
         blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
@@ -252,18 +260,18 @@ class BlockPool:
         return blocks
 
     def mark_writing(self, ticket: TicketId) -> None:
-        """The writer has begun."""
+        """The KV writer of `ticket` has begun to write."""
         self._change_ticket_state(ticket, (BlockState.RESERVED,), BlockState.WRITING)
 
     def commit_ticket(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
-        """Everything has landed and the writer is gone: the blocks are the owner's."""
-        promise = self._end_reservation(ticket, (BlockState.WRITING,), BlockState.IN_USE)
-        for block in promise.blocks:
-            self._ownership.add_reference(block, promise.owner)
-        return promise.blocks
+        """All KV has landed and the writer is fenced off: the owner gets the blocks."""
+        reservation = self._end_reservation(ticket, (BlockState.WRITING,), BlockState.IN_USE)
+        for block in reservation.blocks:
+            self._ownership.add_reference(block, reservation.owner)
+        return reservation.blocks
 
     def release_ticket(self, ticket: TicketId) -> None:
-        """The hand-off is lost and its writer is fenced."""
+        """The hand-off failed and its KV writer is fenced off: free the blocks."""
         self._free_reserved_blocks(
             self._end_reservation(
                 ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.FREE
@@ -271,48 +279,54 @@ class BlockPool:
         )
 
     def quarantine_ticket(self, ticket: TicketId) -> None:
-        """The hand-off is lost, but its writer may still write."""
+        """The hand-off failed, but its KV writer may still write: keep the blocks out of use."""
         self._change_ticket_state(
             ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.QUARANTINED
         )
 
     def free_quarantined_ticket(self, ticket: TicketId) -> None:
-        """Proof is in hand that the writer of a quarantined ticket writes no more."""
+        """The KV writer of a quarantined ticket is fenced off: free the blocks."""
         self._free_reserved_blocks(
             self._end_reservation(ticket, (BlockState.QUARANTINED,), BlockState.FREE)
         )
 
-    # account
+    # ledger
 
     def take_ledger(self) -> BlockLedger:
+        """A snapshot of all blocks by state and by owner."""
         now = self._clock()
-        promised = (
+        reserved = (
             BlockLedgerEntry(
-                promise.owner, promise.state, len(promise.blocks), now - promise.since, ticket
+                reservation.owner,
+                reservation.state,
+                len(reservation.blocks),
+                now - reservation.since,
+                ticket,
             )
-            for ticket, promise in self._reservations.items()
+            for ticket, reservation in self._reservations.items()
         )
         return BlockLedger(
             self.num_blocks,
             self.count_blocks_by_state(),
-            (*self._ownership.iter_ledger_entries(), *promised),
+            (*self._ownership.iter_ledger_entries(), *reserved),
         )
 
     def check_invariants(self) -> None:
-        """Raise LedgerError unless every count and every cross-reference agrees. Looks at
-        everything: for tests."""
+        """Raise BlockLedgerError unless all counts and cross-references agree. Slow: for tests."""
         self._ownership.check_invariants()
         self.prefix_index.check_invariants()
         require_invariant(
             sum(self.count_blocks_by_state().values()) == self.num_blocks,
-            "the states do not add up to all blocks",
+            "the counts by state do not add up to all blocks",
         )
-        free, promises = set(self._free), list(self._reservations.values())
+        free, reservations = set(self._free), list(self._reservations.values())
         require_invariant(len(free) == len(self._free), "a block is on the free list twice")
-        promised = {block: promise.state for promise in promises for block in promise.blocks}
+        reserved = {
+            block: reservation.state for reservation in reservations for block in reservation.blocks
+        }
         require_invariant(
-            len(promised) == sum(len(promise.blocks) for promise in promises),
-            "a block is promised twice",
+            len(reserved) == sum(len(reservation.blocks) for reservation in reservations),
+            "a block is reserved twice",
         )
         for number in range(self.num_blocks):
             block = BlockIndex(number)
@@ -327,14 +341,14 @@ class BlockPool:
             )
             if state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
                 require_invariant(
-                    promised.pop(block, None) is state, f"block {block} is {state}: no such ticket"
+                    reserved.pop(block, None) is state, f"block {block} is {state}: no such ticket"
                 )
             if block in self.prefix_index:
-                twins = self.prefix_index.list_blocks_with_hash(
+                duplicates = self.prefix_index.list_blocks_with_hash(
                     self.prefix_index.get_entry(block).block_hash
                 )
                 require_invariant(
-                    state is BlockState.IN_USE or len(twins) == 1,
+                    state is BlockState.IN_USE or len(duplicates) == 1,
                     f"block {block} is {state}: indexed",
                 )
                 require_invariant(
@@ -344,11 +358,11 @@ class BlockPool:
             else:
                 require_invariant(
                     state is not BlockState.CACHED,
-                    f"block {block} is cached, but nobody can find it",
+                    f"block {block} is cached, but not in the prefix index",
                 )
-        require_invariant(not promised, "a ticket names blocks of another state")
+        require_invariant(not reserved, "a ticket has blocks in another state")
 
-    # the steps underneath
+    # helpers
 
     def _on_block_indexed(self, entry: IndexedBlock) -> None:
         if len(entry.token_ids) == self.block_size:
@@ -359,15 +373,15 @@ class BlockPool:
             self.cache_journal.record_eviction(entry.block_hash)
 
     def _find_blocks(
-        self, chain: HashChain, max_tokens: int, pooled: Sequence[BlockIndex]
+        self, chain: HashChain, max_tokens: int, pool_blocks: Sequence[BlockIndex]
     ) -> list[BlockIndex]:
         blocks: list[BlockIndex] = []
         for number in range(min(max_tokens, len(chain.tokens)) // self.block_size):
             block = self.prefix_index.find_block(
                 chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number)
             )
-            if block is None and number < len(pooled):
-                block = pooled[number]
+            if block is None and number < len(pool_blocks):
+                block = pool_blocks[number]
             if block is None:
                 break
             blocks.append(block)
@@ -387,8 +401,7 @@ class BlockPool:
         heappush(self._free, block)
 
     def _retire_block(self, block: BlockIndex) -> None:
-        """The last reference is gone: keep the block as cache if nobody else holds the same
-        content."""
+        """The last reference is gone: cache the block if no other block has the same content."""
         if (
             block in self.prefix_index
             and len(
@@ -409,22 +422,22 @@ class BlockPool:
     def _change_ticket_state(
         self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState
     ) -> _TicketReservation:
-        promise = self._reservations.get(ticket)
-        if promise is None or promise.state not in allowed:
-            state = promise.state.value if promise else "unknown"
+        reservation = self._reservations.get(ticket)
+        if reservation is None or reservation.state not in allowed:
+            state = reservation.state.value if reservation else "unknown"
             raise BlockLedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
-        for block in promise.blocks:
-            self._ownership.change_state(block, promise.state, after)
-        promise.state, promise.since = after, self._clock()
-        return promise
+        for block in reservation.blocks:
+            self._ownership.change_state(block, reservation.state, after)
+        reservation.state, reservation.since = after, self._clock()
+        return reservation
 
     def _end_reservation(
         self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState
     ) -> _TicketReservation:
-        promise = self._change_ticket_state(ticket, allowed, after)
+        reservation = self._change_ticket_state(ticket, allowed, after)
         del self._reservations[ticket]
-        return promise
+        return reservation
 
-    def _free_reserved_blocks(self, promise: _TicketReservation) -> None:
-        for block in promise.blocks:
+    def _free_reserved_blocks(self, reservation: _TicketReservation) -> None:
+        for block in reservation.blocks:
             heappush(self._free, block)

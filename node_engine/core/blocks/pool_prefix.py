@@ -1,9 +1,7 @@
-"""Blocks of the host's shared pool, as this node's sequences read them: in place, for as long as a
-pin holds them.
+"""Blocks of the host's shared pool that sequences of this node read in place, under a pin.
 
-They are named by global block indices like the node's own, behind them: `BlockPool` keeps no books
-on them, and the pool's process knows this node's pins. What is here counts who still reads through
-each pin.
+Their global block indices follow those of the node's own arena. `BlockPool` does not track them:
+the pool process knows the pins of this node, and this module counts the readers of each pin.
 """
 
 from collections.abc import Callable
@@ -15,8 +13,10 @@ from node_engine.core.blocks.block_pool import PartialHit
 
 
 class RefCountedPin:
-    """One pin and those who read through it. `release` is called once, when the last of them is
-    done. Whoever makes it has the first use. Compute thread only."""
+    """One pin of the shared pool and the number of its readers. Compute thread only.
+
+    The creator holds the first reference. `release` is called once, after the last reader.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -27,14 +27,14 @@ class RefCountedPin:
         return self._ref_count
 
     def acquire(self) -> "RefCountedPin":
-        """One more use."""
-        require_invariant(self._ref_count > 0, "a pin is used after its release")
+        """Add a reader; returns this pin."""
+        require_invariant(self._ref_count > 0, "a pool pin is used after its release")
         self._ref_count += 1
         return self
 
     def release(self) -> None:
-        """One use less."""
-        require_invariant(self._ref_count > 0, "a pin is released twice")
+        """Remove a reader; the last one releases the pin in the pool."""
+        require_invariant(self._ref_count > 0, "a pool pin is released twice")
         self._ref_count -= 1
         if self._ref_count == 0:
             self._release()
@@ -42,17 +42,18 @@ class RefCountedPin:
 
 @dataclass(frozen=True, slots=True)
 class PoolPrefix:
-    """What the pool has of a context: its full blocks 0, 1, ..., and the block that goes on from
-    there. Whoever has it owns one use of `pin`, and ends it with `release`. The last
-    `num_remote_blocks` of the blocks have come from another host's pool for this."""
+    """The prefix of a context that the host's shared pool has.
 
-    blocks: tuple[BlockIndex, ...]
-    partial_hit: PartialHit | None
+    The holder owns one reference on `pin` and gives it up with `release`.
+    """
+
+    blocks: tuple[BlockIndex, ...]  # full blocks 0, 1, ... of the context
+    partial_hit: PartialHit | None  # the block that continues them
     pin: RefCountedPin
-    num_remote_blocks: int = 0
+    num_remote_blocks: int = 0  # the last so many of `blocks` came from another host's pool
 
     def acquire(self) -> "PoolPrefix":
-        """The same for one more."""
+        """Add a reference on the pin for one more holder; returns this prefix."""
         self.pin.acquire()
         return self
 

@@ -1,10 +1,9 @@
-"""Which blocks hold which tokens: a hash index for whole blocks and sorted siblings for a shared
-beginning.
+"""Finds blocks by content: a hash index for whole blocks, sorted siblings for partial matches.
 
-A block is found by its BlockHash, which names its whole prefix; its tokens and its parent are
-compared as well, so that not even a collision can serve the wrong KV. Under one parent the token
-tuples of all children are kept sorted: the child with the longest common beginning is then a
-neighbour of the place where the wanted tokens would stand (binary search).
+A block is found by its BlockHash, which covers its whole prefix. Its tokens and its parent hash are
+compared as well, so that a hash collision cannot return the wrong KV. The token tuples of all
+children of one parent are kept sorted: the child with the longest common prefix is then a neighbour
+of the insertion point of the requested tokens (binary search).
 """
 
 from bisect import bisect_left, insort
@@ -18,31 +17,35 @@ from node_engine.core.blocks.block_ledger import require_invariant
 
 @dataclass(frozen=True, slots=True)
 class IndexedBlock:
+    """The content of a block: its tokens after the prefix that `parent_hash` names."""
+
     block_hash: BlockHash
     parent_hash: BlockHash
     token_ids: tuple[int, ...]
 
 
 def _ignore_entry(entry: IndexedBlock) -> None:
-    """For an index that nobody follows."""
+    """Default listener."""
 
 
 class PrefixIndex:
-    """Blocks by content. Several blocks may hold the same content (*twins*); the first one is
-    found, the others follow when it is removed. `gained` and `lost` are called with each content
-    that becomes findable or ceases to be so."""
+    """Blocks by content.
+
+    Several blocks may hold the same content (*duplicates*). Look-ups return the first one; when it
+    is removed, the next one takes its place.
+    """
 
     def __init__(
         self,
-        gained: Callable[[IndexedBlock], None] = _ignore_entry,
-        lost: Callable[[IndexedBlock], None] = _ignore_entry,
+        on_content_added: Callable[[IndexedBlock], None] = _ignore_entry,
+        on_content_removed: Callable[[IndexedBlock], None] = _ignore_entry,
     ) -> None:
-        self._on_content_added, self._on_content_removed = gained, lost
+        """The callbacks receive each content that becomes findable or stops being findable."""
+        self._on_content_added, self._on_content_removed = on_content_added, on_content_removed
         self._entries: dict[BlockIndex, IndexedBlock] = {}
         self._blocks_by_hash: dict[BlockHash, list[BlockIndex]] = {}
-        self._children: dict[
-            BlockHash, list[tuple[tuple[int, ...], BlockHash]]
-        ] = {}  # by parent, sorted
+        # Tokens and hashes of the blocks that follow a parent, by parent hash, sorted.
+        self._children: dict[BlockHash, list[tuple[tuple[int, ...], BlockHash]]] = {}
 
     def __contains__(self, block: BlockIndex) -> bool:
         return block in self._entries
@@ -53,29 +56,29 @@ class PrefixIndex:
     def get_entry(self, block: BlockIndex) -> IndexedBlock:
         return self._entries[block]
 
-    def list_blocks_with_hash(self, name: BlockHash) -> Sequence[BlockIndex]:
-        """Blocks with that content, the one that look-ups find first."""
-        return self._blocks_by_hash.get(name, ())
+    def list_blocks_with_hash(self, block_hash: BlockHash) -> Sequence[BlockIndex]:
+        """Blocks with this hash; the first one is the one that look-ups return."""
+        return self._blocks_by_hash.get(block_hash, ())
 
     def add_block(self, block: BlockIndex, entry: IndexedBlock) -> None:
-        """Make `block` findable. A colliding hash (same name, other content) is left alone."""
-        twins = self._blocks_by_hash.setdefault(entry.block_hash, [])
-        if twins and self._entries[twins[0]] != entry:
+        """Make `block` findable. Ignored if another content already has the same hash."""
+        duplicates = self._blocks_by_hash.setdefault(entry.block_hash, [])
+        if duplicates and self._entries[duplicates[0]] != entry:
             return
-        if not twins:
+        if not duplicates:
             insort(
                 self._children.setdefault(entry.parent_hash, []),
                 (entry.token_ids, entry.block_hash),
             )
             self._on_content_added(entry)
-        twins.append(block)
+        duplicates.append(block)
         self._entries[block] = entry
 
     def remove_block(self, block: BlockIndex) -> None:
         entry = self._entries.pop(block)
-        twins = self._blocks_by_hash[entry.block_hash]
-        twins.remove(block)
-        if twins:
+        duplicates = self._blocks_by_hash[entry.block_hash]
+        duplicates.remove(block)
+        if duplicates:
             return
         del self._blocks_by_hash[entry.block_hash]
         siblings = self._children[entry.parent_hash]
@@ -85,49 +88,57 @@ class PrefixIndex:
         self._on_content_removed(entry)
 
     def iter_contents(self) -> Iterator[IndexedBlock]:
-        """Each content once."""
-        return (self._entries[twins[0]] for twins in self._blocks_by_hash.values())
+        """Every indexed content, each once."""
+        return (self._entries[duplicates[0]] for duplicates in self._blocks_by_hash.values())
 
     def find_block(
-        self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]
+        self, block_hash: BlockHash, parent_hash: BlockHash, tokens: Sequence[int]
     ) -> BlockIndex | None:
-        """The block that holds exactly `tokens` after `parent`."""
-        twins = self._blocks_by_hash.get(name)
-        if twins is None:
+        """The block that holds exactly `tokens` after the prefix `parent_hash`."""
+        duplicates = self._blocks_by_hash.get(block_hash)
+        if duplicates is None:
             return None
-        entry = self._entries[twins[0]]
+        entry = self._entries[duplicates[0]]
         return (
-            twins[0] if entry.parent_hash == parent and entry.token_ids == tuple(tokens) else None
+            duplicates[0]
+            if entry.parent_hash == parent_hash and entry.token_ids == tuple(tokens)
+            else None
         )
 
     def find_partial_match(
-        self, parent: BlockHash, tokens: Sequence[int]
+        self, parent_hash: BlockHash, tokens: Sequence[int]
     ) -> tuple[BlockIndex, int] | None:
-        """The child of `parent` that shares the longest beginning with `tokens`, and how many
-        tokens of it; None if no child shares even one."""
-        siblings = self._children.get(parent, [])
-        wanted = tuple(tokens)
-        place = bisect_left(siblings, (wanted,))
+        """The child of `parent_hash` that shares the most leading tokens with `tokens`.
+
+        Returns the block and the number of shared tokens, or None if no child shares any.
+        """
+        siblings = self._children.get(parent_hash, [])
+        requested = tuple(tokens)
+        position = bisect_left(siblings, (requested,))
         best: tuple[BlockIndex, int] | None = None
-        for candidate, name in siblings[max(0, place - 1) : place + 1]:
-            shared = common_prefix_length(candidate, wanted)
+        for candidate, block_hash in siblings[max(0, position - 1) : position + 1]:
+            shared = common_prefix_length(candidate, requested)
             if shared > (best[1] if best else 0):
-                best = (self._blocks_by_hash[name][0], shared)
+                best = (self._blocks_by_hash[block_hash][0], shared)
         return best
 
     def check_invariants(self) -> None:
-        """Raise LedgerError if the three tables do not tell the same story."""
+        """Raise BlockLedgerError if the three tables do not agree."""
         require_invariant(
-            sum(len(twins) for twins in self._blocks_by_hash.values()) == len(self._entries),
+            sum(len(duplicates) for duplicates in self._blocks_by_hash.values())
+            == len(self._entries),
             "indexed blocks",
         )
-        for name, twins in self._blocks_by_hash.items():
-            require_invariant(len(set(twins)) == len(twins) > 0, f"twins {twins}")
+        for block_hash, duplicates in self._blocks_by_hash.items():
             require_invariant(
-                {self._entries[block].block_hash for block in twins} == {name}, f"hash of {twins}"
+                len(set(duplicates)) == len(duplicates) > 0, f"duplicates {duplicates}"
             )
             require_invariant(
-                len({self._entries[block] for block in twins}) == 1, f"content of {twins}"
+                {self._entries[block].block_hash for block in duplicates} == {block_hash},
+                f"hash of {duplicates}",
+            )
+            require_invariant(
+                len({self._entries[block] for block in duplicates}) == 1, f"content of {duplicates}"
             )
         require_invariant(
             sum(len(siblings) for siblings in self._children.values()) == len(self._blocks_by_hash),
@@ -135,8 +146,8 @@ class PrefixIndex:
         )
         for parent, siblings in self._children.items():
             require_invariant(siblings == sorted(siblings), "order of siblings")
-            for tokens, name in siblings:
-                entry = self._entries[self._blocks_by_hash[name][0]]
+            for tokens, block_hash in siblings:
+                entry = self._entries[self._blocks_by_hash[block_hash][0]]
                 require_invariant(
                     (entry.parent_hash, entry.token_ids) == (parent, tokens),
                     "a child under the wrong parent",
@@ -145,7 +156,7 @@ class PrefixIndex:
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix."""
-    for position, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
+    for position, (ours, theirs) in enumerate(zip(left, right, strict=False)):
+        if ours != theirs:
             return position
     return min(len(left), len(right))

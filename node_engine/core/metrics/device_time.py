@@ -1,9 +1,7 @@
-"""Where the device's time went: seconds per phase and tenant class, which add up to the time that
-it was busy.
+"""Device seconds per phase and tenant class; they add up to the time that the device was busy.
 
-A step's time is divided by its tokens. That is what a token costs when a step is bound by
-arithmetic; for a step bound by memory it charges prompts, which come many at a time, more than they
-add to it.
+The time of a step is divided equally among its tokens. This is accurate for a compute-bound step;
+in a memory-bound step it charges prompts more than they add to it.
 """
 
 from collections import defaultdict
@@ -15,27 +13,29 @@ from node_engine.core.step.step_batch import SequenceId, StepBatch
 
 class DeviceTime:
     def __init__(self) -> None:
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # phase, class
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # (phase, class)
         self.busy_seconds = 0.0
 
     def charge_step(
-        self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float
+        self, batch: StepBatch, get_sequence: Callable[[SequenceId], Sequence], seconds: float
     ) -> None:
-        """A step took `seconds`, whether it succeeded or not. Computing a context is prefill, and
-        is charged to whoever made it necessary."""
+        """Charge the `seconds` of a step, successful or not, to the classes of its sequences.
+
+        Computing a context counts as prefill and is charged to the class that made it necessary.
+        """
         self.busy_seconds += seconds
-        for piece in batch.slices:
-            sequence = sequence_of(piece.sequence_id)
-            share = seconds * len(piece.token_ids) / batch.num_tokens
-            if piece.start < sequence.context_len:
-                self._seconds["prefill", sequence.charged_class_at(piece.start)] += share
+        for slice_ in batch.slices:
+            sequence = get_sequence(slice_.sequence_id)
+            share = seconds * len(slice_.token_ids) / batch.num_tokens
+            if slice_.start < sequence.context_len:
+                self._seconds["prefill", sequence.charged_class_at(slice_.start)] += share
             else:
                 self._seconds["decode", sequence.tenant_class] += share
 
     def counters(self) -> dict[str, float]:
-        """As a node reports them."""
-        found = {
+        """Prometheus counters, as a node reports them."""
+        counters = {
             f'baton_device_seconds_total{{phase="{phase}",class="{tenant_class}"}}': seconds
             for (phase, tenant_class), seconds in self._seconds.items()
         }
-        return found | {"baton_device_busy_seconds_total": self.busy_seconds}
+        return counters | {"baton_device_busy_seconds_total": self.busy_seconds}

@@ -1,5 +1,7 @@
-"""What one node has published is read in the shared pool from then on, so that a block is in memory
-once per host."""
+"""Replaces a node's own copies of published blocks by the shared pool's blocks in block tables.
+
+A block is then in memory once per host.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -13,7 +15,7 @@ from node_engine.core.sequences.sequence import Sequence, SequenceState
 
 
 class _DuplicateBlocks(NamedTuple):
-    """Own blocks that hold logical block `logical_block` of the chain."""
+    """This node's own blocks that hold logical block `logical_block` of a chain."""
 
     logical_block: int
     own_blocks: tuple[BlockIndex, ...]
@@ -24,27 +26,29 @@ def dedup_to_shared_pool(
     sequences: Iterable[Sequence],
     chain: HashChain,
     blocks: tuple[BlockIndex, ...],
-    hold: RefCountedPin,
+    pin: RefCountedPin,
 ) -> int:
-    """Between two steps: the shared pool has the full blocks 0, 1, ... of `chain` in `blocks`.
-    Whoever reads own copies of them reads those of the pool from now on, and the copies go; a
-    sender that still reads one keeps it that long. Who waits may start with them. Returns the
-    copies given up."""
-    twins = (
+    """Use the shared pool's `blocks`, full blocks 0, 1, ... of `chain`, instead of own copies.
+
+    Called between two steps. Sequences that read own copies read the pool's blocks from now on, and
+    the copies are released; a copy that a sender still reads is kept until then. WAITING sequences
+    get the blocks as their pool prefix. Returns the number of copies removed from the index.
+    """
+    duplicates = (
         _DuplicateBlocks(
             number, tuple(pool.prefix_index.list_blocks_with_hash(chain.block_hash(number)))
         )
         for number in range(len(blocks))
     )
-    copies = [each for each in twins if each.own_blocks]
-    for block in (block for each in copies for block in each.own_blocks):
+    copies = [copy for copy in duplicates if copy.own_blocks]
+    for block in (block for copy in copies for block in copy.own_blocks):
         pool.unindex_block(block)
     for sequence in sequences:
         if sequence.state is SequenceState.WAITING:
-            _set_longer_pool_prefix(pool.block_size, sequence, chain, blocks, hold)
+            _set_longer_pool_prefix(pool.block_size, sequence, chain, blocks, pin)
         else:
-            _swap_blocks(pool, sequence, copies, blocks, hold)
-    return sum(len(each.own_blocks) for each in copies)
+            _swap_blocks(pool, sequence, copies, blocks, pin)
+    return sum(len(copy.own_blocks) for copy in copies)
 
 
 def _swap_blocks(
@@ -52,17 +56,17 @@ def _swap_blocks(
     sequence: Sequence,
     copies: list[_DuplicateBlocks],
     blocks: SequenceOf[BlockIndex],
-    hold: RefCountedPin,
+    pin: RefCountedPin,
 ) -> None:
-    table, given_up = sequence.block_table, []
+    table, replaced = sequence.block_table, []
     for number, own in copies:
         if number < len(table) and table[number] in own:
-            given_up.append(table[number])
+            replaced.append(table[number])
             table[number] = blocks[number]
-    if given_up:
-        sequence.num_pool_blocks += len(given_up)
-        sequence.pool_pins.append(hold.acquire())
-        pool.release_blocks(given_up, sequence.owner)
+    if replaced:
+        sequence.num_pool_blocks += len(replaced)
+        sequence.pool_pins.append(pin.acquire())
+        pool.release_blocks(replaced, sequence.owner)
 
 
 def _set_longer_pool_prefix(
@@ -70,17 +74,17 @@ def _set_longer_pool_prefix(
     sequence: Sequence,
     chain: HashChain,
     blocks: tuple[BlockIndex, ...],
-    hold: RefCountedPin,
+    pin: RefCountedPin,
 ) -> None:
-    """Its own look-up was too early."""
-    most = min(len(blocks), sequence.num_reusable_tokens // block_size)
+    """A WAITING sequence looked the pool up before these blocks were there."""
+    max_blocks = min(len(blocks), sequence.num_reusable_tokens // block_size)
     shared = next(
         (
             number
-            for number in range(most)
+            for number in range(max_blocks)
             if sequence.chain.block_hash(number) != chain.block_hash(number)
         ),
-        most,
+        max_blocks,
     )
     if shared > (len(sequence.pool_prefix.blocks) if sequence.pool_prefix else 0):
-        sequence.set_pool_prefix(PoolPrefix(blocks[:shared], None, hold.acquire()))
+        sequence.set_pool_prefix(PoolPrefix(blocks[:shared], None, pin.acquire()))

@@ -1,14 +1,13 @@
-"""Which sequences have blocks: admission with prefix reuse, growth, and who gives way when blocks
-run out.
+"""Gives KV blocks to sequences and takes them back: prefix reuse, growth, preemption.
 
-When a block is missing, speculative prefills (no ticket yet) give theirs first, the lowest class
-and then the newest first, and wait again; then a running or locally prefilling sequence is
-preempted (victims.py says which). Blocks under a ticket or read by a sender are never taken; they
-come back by themselves, and whoever needs them waits.
+When a block is missing, unticketed prefills are requeued first, the lowest class and then the
+newest first; then a running or locally prefilling sequence is preempted (preemption.py selects it).
+Blocks under a ticket or read by a sender are never taken: they are returned when the hand-off ends,
+and the sequence that needs them waits.
 
-What the host's shared pool has of a context stands in the block table beside own blocks, and the
-sequence holds the pool's pin for as long (pooled.py). Where kernels cannot read there, it is copied
-into own blocks at once.
+Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
+the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
+blocks are copied into own blocks at once.
 """
 
 from collections.abc import Callable
@@ -38,49 +37,46 @@ RUNNING, AWAITING_KV, FINISHED = (
 )
 
 
-CopyBlocks = Callable[
-    [SequenceOf[tuple[BlockIndex, BlockIndex]]], None
-]  # whole blocks: source, destination
+# Copies whole blocks: pairs of source and destination.
+CopyBlocks = Callable[[SequenceOf[tuple[BlockIndex, BlockIndex]]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRefusal:
-    """Nothing was reserved: blocks needed, blocks to be had, and free places for sequences."""
+    """Why a sequence cannot be admitted now; nothing was reserved for it."""
 
     needed_blocks: int
     free_blocks: int
-    free_slots: int
+    free_slots: int  # room for sequences that compute
 
 
 class KVCacheManager:
-    """Blocks given to sequences and taken back. `outcomes` collects what happened to those that
-    gave way."""
+    """Gives blocks to sequences and takes them back; collects the outcomes of preemptions."""
 
     def __init__(
         self,
         pool: BlockPool,
         table: SequenceTable,
         max_num_seqs: int,
-        victims: PreemptionPolicy,
-        copy_in: CopyBlocks | None = None,
+        preemption_policy: PreemptionPolicy,
+        copy_pool_blocks: CopyBlocks | None = None,
     ) -> None:
-        """`copy_in` copies blocks of the shared pool into own ones, at once; None: they are read
-        where they are."""
+        """`copy_pool_blocks` copies pool blocks into own ones; None: they are read in place."""
         self.outcomes: list[SequenceOutcome] = []
-        self._copy_pool_blocks = copy_in
+        self._copy_pool_blocks = copy_pool_blocks
         self._block_pool = pool
         self._sequences = table
         self._max_num_seqs = max_num_seqs
-        self._preemption_policy = victims
+        self._preemption_policy = preemption_policy
         self._sequences_in_flight: frozenset[SequenceId] = frozenset()
         self._deferred_releases: list[tuple[str, list[BlockIndex], list[RefCountedPin]]] = []
-        self._requeued: set[AttemptKey] = set()  # whose senders may still hold blocks
+        self._requeued: set[AttemptKey] = set()  # their senders may still hold blocks
 
-    # what there is
+    # queries
 
     @property
     def free_slots(self) -> int:
-        """Places for sequences that compute or are about to."""
+        """How many more sequences may compute or await KV."""
         taken = sum(
             len(self._sequences.get_by_state(state)) for state in (PREFILLING, RUNNING, AWAITING_KV)
         )
@@ -88,32 +84,31 @@ class KVCacheManager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks for new work: one is kept back for each running sequence, so that admission does
-        not preempt."""
+        """Blocks for new work; one per running sequence is kept back, so that it can grow."""
         return max(
             0, self._block_pool.num_available_blocks - len(self._sequences.get_by_state(RUNNING))
         )
 
     @property
     def unclaimed_slots(self) -> int:
-        """`free_slots` without those that firm WAITING sequences are entitled to."""
+        """`free_slots` minus those for entitled WAITING sequences (local or ticketed prefills)."""
         return max(0, self.free_slots - len(self._list_entitled_waiting()))
 
     @property
     def unclaimed_blocks(self) -> int:
-        """`free_blocks` without what firm WAITING sequences may need."""
+        """`free_blocks` minus those that entitled WAITING sequences may need."""
         return max(
             0,
             self.free_blocks
             - sum(
-                self.count_blocks_for(each.context_len) for each in self._list_entitled_waiting()
+                self.count_blocks_for(sequence.context_len)
+                for sequence in self._list_entitled_waiting()
             ),
         )
 
     @property
     def releasing_blocks(self) -> int:
-        """Blocks of dropped sequences that their senders have yet to let go: nobody else need give
-        way for them."""
+        """Blocks of requeued prefills that their senders still read; they become free soon."""
         self._requeued = {
             key
             for key in self._requeued
@@ -125,12 +120,11 @@ class KVCacheManager:
         )
 
     def pop_outcomes(self) -> list[SequenceOutcome]:
-        taken, self.outcomes = self.outcomes, []
-        return taken
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
 
     def estimate_admission(self, sequence: Sequence) -> tuple[int, CapacityRefusal | None]:
-        """Tokens of the context that are not here, and why it cannot be admitted now. Nothing is
-        kept."""
+        """Missing tokens of the context, and why it cannot be admitted now. Changes nothing."""
         match = self._match_prefix(sequence)
         needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
         fits = self.unclaimed_slots > 0 and needed <= self.unclaimed_blocks
@@ -147,15 +141,16 @@ class KVCacheManager:
         return -(-num_tokens // self._block_pool.block_size)
 
     def admit_sequence(self, sequence: Sequence) -> bool:
-        """Give a WAITING sequence every block of its context; the prefix that is here already is
-        not computed again."""
+        """Give a WAITING sequence all blocks of its context and reuse its cached prefix.
+
+        Returns False if there are too few blocks now.
+        """
         match = self._match_prefix(sequence)
         needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
         fresh = self._allocate_blocks(sequence, needed)
         covered, partial = match.num_tokens, match.partial_hit
-        if (
-            partial and fresh is None and self._block_pool.is_own_block(partial.source_block)
-        ):  # the reference on it may be what is missing
+        if partial and fresh is None and self._block_pool.is_own_block(partial.source_block):
+            # Without the reference on the partial block there may be enough.
             self._block_pool.release_blocks((partial.source_block,), sequence.owner)
             covered, partial = covered - partial.num_tokens, None
             fresh = self._allocate_blocks(sequence, needed)
@@ -174,23 +169,24 @@ class KVCacheManager:
         return True
 
     def reserve_for_handoff(self, sequence: Sequence, ticket: TicketId) -> CapacityRefusal | None:
-        """Match the prefix that is here and reserve the rest of a new sequence's context for
-        another node to write. Never waits, and takes nothing that waiting sequences are entitled
-        to."""
+        """Match the cached prefix of a new sequence and reserve the rest for a KV writer.
+
+        Never waits, and takes no blocks that WAITING sequences are entitled to.
+        """
         slots, limit = self.unclaimed_slots, self.unclaimed_blocks
         match = self._match_prefix(sequence, allow_partial=False)
         needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
-        limit = min(limit, self.free_blocks)  # what was matched is not to be had any more
+        limit = min(limit, self.free_blocks)  # matched blocks can no longer be evicted
         lacking = self.count_blocks_for(sequence.context_len) - len(match.blocks)
-        promised = (
+        reserved = (
             self._block_pool.reserve_for_ticket(lacking, ticket, sequence.owner)
             if slots and needed <= limit
             else None
         )
-        if promised is None:
+        if reserved is None:
             self._block_pool.release_blocks(match.blocks, sequence.owner)
             return CapacityRefusal(needed, limit, slots)
-        sequence.ticket_id, sequence.reserved_blocks = ticket, promised
+        sequence.ticket_id, sequence.reserved_blocks = ticket, reserved
         self._start_block_table(
             sequence,
             match,
@@ -200,7 +196,7 @@ class KVCacheManager:
         return None
 
     def commit_handoff(self, sequence: Sequence, num_computed: int) -> None:
-        """What was promised has been written: KV of `num_computed` tokens is here."""
+        """The reserved blocks are written: the KV of `num_computed` tokens is here."""
         if sequence.ticket_id is None:
             raise BlockLedgerError(f"sequence {sequence.key} has no ticket")
         sequence.block_table.extend(self._block_pool.commit_ticket(sequence.ticket_id))
@@ -209,8 +205,10 @@ class KVCacheManager:
         self.index_full_blocks(sequence)
 
     def index_full_blocks(self, sequence: Sequence) -> None:
-        """Make every block that has become full findable, and the end of the context in a block
-        that has not: another choice of the same prompt then finds all of it."""
+        """Index the blocks that have become full, and the partly filled end of the context.
+
+        Other choices of the same prompt can then reuse the whole context.
+        """
         size = self._block_pool.block_size
         for number in range(sequence.num_indexed_blocks, sequence.num_computed_tokens // size):
             self._block_pool.index_block(sequence.block_table[number], sequence.chain, number)
@@ -222,8 +220,10 @@ class KVCacheManager:
             )
 
     def grow_sequence(self, sequence: Sequence) -> bool:
-        """Make room for the KV of a RUNNING sequence's next token. False if it waits, or is no
-        more."""
+        """Make room for the KV of a RUNNING sequence's next token, by preemption if necessary.
+
+        Returns False if the sequence must wait or has ended.
+        """
         if self.count_blocks_for(sequence.num_computed_tokens + 1) <= len(sequence.block_table):
             return True
         while (fresh := self._block_pool.allocate_blocks(1, sequence.owner)) is None:
@@ -245,26 +245,25 @@ class KVCacheManager:
         return True
 
     def _on_no_victim(self, sequence: Sequence) -> bool:
-        """Nobody else gives way to `sequence`: others go on instead, or what is pinned comes
-        back."""
+        """`sequence` is its own victim: preempt it, fail it, or wait for blocks to be released."""
         held, total = sequence.num_own_blocks, self._block_pool.num_blocks
         if held >= total:
             message = (
                 f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
             )
             self._fail_sequence(sequence, OutOfBlocks(message))
-        elif others := [each for each in self._list_preemptible() if each is not sequence]:
-            lowest = max(others, key=lambda each: each.priority_level)
+        elif others := [other for other in self._list_preemptible() if other is not sequence]:
+            lowest = max(others, key=lambda other: other.priority_level)
             above = lowest.tenant_class if lowest.priority_level < sequence.priority_level else ""
             self._fail_sequence(
                 sequence, Preempted(f"{sequence.key} gave its blocks to other work"), above
             )
         return False
 
-    # blocks back
+    # releasing blocks
 
     def requeue_prefill(self, sequence: Sequence, taker: Sequence) -> None:
-        """Back to WAITING without blocks, which `taker` needs: prefill starts over."""
+        """Take the blocks of `sequence`, which `taker` needs; it is WAITING and starts over."""
         self._give_blocks_back(sequence)
         sequence.restart_prefill(
             taker.tenant_class if taker.priority_level < sequence.priority_level else ""
@@ -274,21 +273,24 @@ class KVCacheManager:
         self.outcomes.append(PrefillRequeued(sequence))
 
     def finish_sequence(self, sequence: Sequence) -> None:
+        """End a sequence in any state and release its blocks and pins."""
         self._give_blocks_back(sequence)
         sequence.set_pool_prefix(None)
         self._sequences.change_state(sequence, FINISHED)
 
     def on_step_begin(self, computing: frozenset[SequenceId]) -> None:
-        """Blocks of these sequences are being written until `on_step_end`."""
+        """Until `on_step_end` the engine may write blocks of these sequences."""
         self._sequences_in_flight = computing
 
     def on_step_end(self) -> None:
+        """Release the blocks of sequences that ended during the step."""
         self._sequences_in_flight = frozenset()
-        for owner, blocks, holds in self._deferred_releases:
-            self._release_references(owner, blocks, holds)
+        for owner, blocks, pins in self._deferred_releases:
+            self._release_references(owner, blocks, pins)
         self._deferred_releases.clear()
 
     def on_copy_done(self, sequence: Sequence) -> None:
+        """The step has made the sequence's copy on write: release the source block."""
         if sequence.pending_copy is not None:
             self._block_pool.release_blocks((sequence.pending_copy[0],), sequence.owner)
             sequence.pending_copy = None
@@ -296,34 +298,37 @@ class KVCacheManager:
     # the shared pool
 
     def _match_prefix(self, sequence: Sequence, *, allow_partial: bool = True) -> PrefixMatch:
-        """What own cache and pool have of the context: own blocks first, and the partial block that
-        is longer."""
-        pooled, limit = sequence.pool_prefix, sequence.num_reusable_tokens
-        known = pooled.blocks if pooled else ()
+        """Match the context in own cache and pool; own blocks and the longer partial hit win."""
+        pool_prefix, limit = sequence.pool_prefix, sequence.num_reusable_tokens
+        pool_blocks = pool_prefix.blocks if pool_prefix else ()
         match = self._block_pool.match_prefix(
-            sequence.chain, limit, sequence.owner, allow_partial=allow_partial, pooled=known
+            sequence.chain,
+            limit,
+            sequence.owner,
+            allow_partial=allow_partial,
+            pool_blocks=pool_blocks,
         )
-        theirs = (
-            pooled.partial_hit
-            if pooled and allow_partial and len(match.blocks) == len(known)
+        pool_hit = (
+            pool_prefix.partial_hit
+            if pool_prefix and allow_partial and len(match.blocks) == len(pool_blocks)
             else None
         )
-        mine = match.partial_hit
-        if theirs is None or (mine is not None and mine.num_tokens >= theirs.num_tokens):
+        own_hit = match.partial_hit
+        if pool_hit is None or (own_hit is not None and own_hit.num_tokens >= pool_hit.num_tokens):
             return match
-        if mine is not None:
-            self._block_pool.release_blocks((mine.source_block,), sequence.owner)
+        if own_hit is not None:
+            self._block_pool.release_blocks((own_hit.source_block,), sequence.owner)
         return PrefixMatch(
             match.blocks,
-            theirs,
-            len(match.blocks) * self._block_pool.block_size + theirs.num_tokens,
+            pool_hit,
+            len(match.blocks) * self._block_pool.block_size + pool_hit.num_tokens,
         )
 
     def _count_pool_blocks(self, blocks: SequenceOf[BlockIndex]) -> int:
         return sum(not self._block_pool.is_own_block(block) for block in blocks)
 
     def _count_ready_blocks(self, match: PrefixMatch) -> int:
-        """Blocks of a match for which no own one is needed."""
+        """Number of matched blocks that can be read where they are."""
         return len(match.blocks) - (
             self._count_pool_blocks(match.blocks) if self._copy_pool_blocks else 0
         )
@@ -331,15 +336,14 @@ class KVCacheManager:
     def _copy_partial_block(
         self, sequence: Sequence, source: BlockIndex, block: BlockIndex
     ) -> None:
-        """`block` begins as a copy of `source`, on write or, from where kernels cannot read, at
-        once."""
+        """Copy `source` to `block`: in the next step, or at once if kernels cannot read it."""
         if self._copy_pool_blocks and not self._block_pool.is_own_block(source):
             self._copy_pool_blocks([(source, block)])
         else:
             sequence.pending_copy = (source, block)
 
     def _keep_pool_pin(self, sequence: Sequence) -> None:
-        """Blocks are given: keep the pool's pin if they are read through it."""
+        """After admission: keep the pool's pin if the sequence reads pool blocks."""
         reads = sequence.num_pool_blocks or (
             sequence.pending_copy is not None
             and not self._block_pool.is_own_block(sequence.pending_copy[0])
@@ -348,51 +352,46 @@ class KVCacheManager:
             sequence.pool_pins.append(sequence.pool_prefix.pin.acquire())
         sequence.set_pool_prefix(None)
 
-    # the steps underneath
+    # helpers
 
     def _start_block_table(
         self, sequence: Sequence, match: PrefixMatch, fresh: tuple[BlockIndex, ...]
     ) -> tuple[BlockIndex, ...]:
-        """Begin the table with what was matched. Returns what is left of `fresh`."""
-        table, borrowed, size = (
-            list(match.blocks),
-            self._count_pool_blocks(match.blocks),
-            self._block_pool.block_size,
-        )
+        """Begin the block table with the matched blocks. Returns the unused blocks of `fresh`."""
+        table, size = list(match.blocks), self._block_pool.block_size
+        num_pool_blocks = self._count_pool_blocks(match.blocks)
         from_pool = match.partial_hit is not None and not self._block_pool.is_own_block(
             match.partial_hit.source_block
         )
-        sequence.num_pool_tokens = borrowed * size + (
+        sequence.num_pool_tokens = num_pool_blocks * size + (
             match.partial_hit.num_tokens if match.partial_hit and from_pool else 0
         )
-        sequence.num_remote_pool_tokens = (
-            min(borrowed, sequence.pool_prefix.num_remote_blocks if sequence.pool_prefix else 0)
-            * size
-        )
-        if self._copy_pool_blocks and borrowed:
+        num_remote = sequence.pool_prefix.num_remote_blocks if sequence.pool_prefix else 0
+        sequence.num_remote_pool_tokens = min(num_pool_blocks, num_remote) * size
+        if self._copy_pool_blocks and num_pool_blocks:
             places = [
                 number
                 for number, block in enumerate(table)
                 if not self._block_pool.is_own_block(block)
             ]
-            pairs = [
-                (table[number], mine) for number, mine in zip(places, fresh[:borrowed], strict=True)
-            ]
-            self._copy_pool_blocks(pairs)
-            for number, (_, mine) in zip(places, pairs, strict=True):
-                table[number] = mine
-                self._block_pool.index_block(mine, sequence.chain, number)
-            fresh, borrowed = fresh[borrowed:], 0
-        sequence.block_table, sequence.num_pool_blocks = table, borrowed
+            copies = fresh[:num_pool_blocks]
+            self._copy_pool_blocks(
+                [(table[number], copy) for number, copy in zip(places, copies, strict=True)]
+            )
+            for number, copy in zip(places, copies, strict=True):
+                table[number] = copy
+                self._block_pool.index_block(copy, sequence.chain, number)
+            fresh, num_pool_blocks = fresh[num_pool_blocks:], 0
+        sequence.block_table, sequence.num_pool_blocks = table, num_pool_blocks
         sequence.num_indexed_blocks = len(table)
         sequence.num_cached_tokens = sequence.num_computed_tokens = match.num_tokens
         return fresh
 
     def _list_entitled_waiting(self) -> list[Sequence]:
         return [
-            each
-            for each in self._sequences.get_by_state(WAITING).values()
-            if not each.is_unticketed
+            sequence
+            for sequence in self._sequences.get_by_state(WAITING).values()
+            if not sequence.is_unticketed
         ]
 
     def _allocate_blocks(self, sequence: Sequence, needed: int) -> tuple[BlockIndex, ...] | None:
@@ -405,34 +404,40 @@ class KVCacheManager:
         )
 
     def _requeue_unticketed(self, taker: Sequence, needed: int) -> None:
-        """Drop what it takes to get `needed` blocks for `taker`, at once or when senders let go of
-        them; nothing if that would not be enough."""
+        """Requeue as many unticketed prefills as needed for `taker` to get `needed` blocks.
+
+        Some blocks may become free only when senders release them. Does nothing if all unticketed
+        prefills together would not be enough.
+        """
         room = self.free_blocks + self.releasing_blocks
         victims = [
-            each for state in (PREFILLING, HANDING_OFF) for each in self._list_unticketed(state)
+            victim for state in (PREFILLING, HANDING_OFF) for victim in self._list_unticketed(state)
         ]
         if needed > room + sum(victim.num_own_blocks for victim in victims):
             return
-        for victim in sorted(
-            victims, key=lambda each: (each.priority_level, each.id), reverse=True
-        ):
+        victims.sort(key=lambda victim: (victim.priority_level, victim.id), reverse=True)
+        for victim in victims:
             if needed <= room:
                 return
             self.requeue_prefill(victim, taker)
             room = self.free_blocks + self.releasing_blocks
 
     def _list_unticketed(self, state: SequenceState) -> list[Sequence]:
-        return [each for each in self._sequences.get_by_state(state).values() if each.is_unticketed]
+        return [
+            sequence
+            for sequence in self._sequences.get_by_state(state).values()
+            if sequence.is_unticketed
+        ]
 
     def _find_newest_unticketed(self) -> Sequence | None:
         victims = (*self._list_unticketed(PREFILLING), *self._list_unticketed(HANDING_OFF))
-        return max(victims, key=lambda each: (each.priority_level, each.id), default=None)
+        return max(victims, key=lambda victim: (victim.priority_level, victim.id), default=None)
 
     def _list_preemptible(self) -> list[Sequence]:
         local = (
-            each
-            for each in self._sequences.get_by_state(PREFILLING).values()
-            if not each.is_prefill_only
+            sequence
+            for sequence in self._sequences.get_by_state(PREFILLING).values()
+            if not sequence.is_prefill_only
         )
         return [*self._sequences.get_by_state(RUNNING).values(), *local]
 
@@ -444,16 +449,16 @@ class KVCacheManager:
         blocks = sequence.block_table
         if sequence.pending_copy is not None:
             blocks = [*blocks, sequence.pending_copy[0]]
-        holds, sequence.pool_pins = sequence.pool_pins, []
+        pins, sequence.pool_pins = sequence.pool_pins, []
         sequence.block_table, sequence.pending_copy, sequence.num_pool_blocks = [], None, 0
         if sequence.id in self._sequences_in_flight:
-            self._deferred_releases.append((sequence.owner, blocks, holds))
+            self._deferred_releases.append((sequence.owner, blocks, pins))
         else:
-            self._release_references(sequence.owner, blocks, holds)
+            self._release_references(sequence.owner, blocks, pins)
 
     def _release_references(
-        self, owner: str, blocks: list[BlockIndex], holds: list[RefCountedPin]
+        self, owner: str, blocks: list[BlockIndex], pins: list[RefCountedPin]
     ) -> None:
         self._block_pool.release_blocks(blocks, owner)
-        for hold in holds:
-            hold.release()
+        for pin in pins:
+            pin.release()

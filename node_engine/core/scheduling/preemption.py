@@ -1,10 +1,12 @@
-"""Who gives its blocks up when a running sequence needs one more. Policies are pluggable; three
-rules hold for all: the lowest class first and never one above the asker's own; nobody who is nearly
-done, while there is somebody else; and the answer may be the asker itself.
+"""Selects the sequence to preempt when a running sequence needs one more block.
 
-There is no livelock: a preempted sequence keeps the tokens that its client has, whoever took the
-blocks draws a token with them in the same step, and the coordinator places the loser again only
-where its whole context has room.
+Policies are pluggable; three rules hold for all. The lowest class is preempted first, never one
+above the requesting sequence's own. A sequence that is nearly done is spared while there is another
+candidate. The requesting sequence itself may be selected.
+
+There is no livelock: a preempted sequence keeps the tokens that its client has, the sequence that
+takes the blocks samples a token with them in the same step, and the coordinator places the
+preempted one again only on a node with room for its whole context.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -12,27 +14,27 @@ from typing import Protocol
 
 from node_engine.core.sequences.sequence import Sequence
 
-NEARLY_DONE_TOKENS = 8  # tokens: waiting for them is cheaper than computing a whole context again
+NEARLY_DONE_TOKENS = 8  # waiting for so few tokens is cheaper than a recompute
 
 
 class PreemptionPolicy(Protocol):
     def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        """One of `candidates`, of which there is at least one, all of one class."""
+        """Select one of `candidates`: at least one sequence, all of one class."""
         ...
 
 
 class MostBlocksFirst:
-    """One sequence goes instead of many; then the newest."""
+    """The sequence with the most blocks, so that few are preempted; then the newest."""
 
     def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        return max(candidates, key=lambda each: (each.num_own_blocks, each.id))
+        return max(candidates, key=lambda sequence: (sequence.num_own_blocks, sequence.id))
 
 
 class CheapestToResumeFirst:
-    """The fewest tokens whose KV would have to be computed again; then the newest."""
+    """The sequence with the fewest computed tokens to compute again; then the newest."""
 
     def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        return min(candidates, key=lambda each: (each.num_computed_tokens, -each.id))
+        return min(candidates, key=lambda sequence: (sequence.num_computed_tokens, -sequence.id))
 
 
 PREEMPTION_POLICIES: dict[str, type[PreemptionPolicy]] = {
@@ -42,10 +44,12 @@ PREEMPTION_POLICIES: dict[str, type[PreemptionPolicy]] = {
 
 
 def select_victim(
-    asker: Sequence, residents: SequenceOf[Sequence], policy: PreemptionPolicy
+    requester: Sequence, residents: SequenceOf[Sequence], policy: PreemptionPolicy
 ) -> Sequence:
-    """`residents` include the asker."""
-    below = [each for each in residents if each.priority_level >= asker.priority_level]
-    able = [each for each in below if each.num_remaining_tokens > NEARLY_DONE_TOKENS] or below
-    lowest = max(each.priority_level for each in able)
-    return policy.choose_victim([each for each in able if each.priority_level == lowest])
+    """The sequence to preempt in favour of `requester`, which is one of `residents`."""
+    below = [other for other in residents if other.priority_level >= requester.priority_level]
+    candidates = [
+        other for other in below if other.num_remaining_tokens > NEARLY_DONE_TOKENS
+    ] or below
+    lowest = max(other.priority_level for other in candidates)
+    return policy.choose_victim([other for other in candidates if other.priority_level == lowest])

@@ -1,16 +1,18 @@
-"""How much of a prompt a step may compute beside sequences that decode, so that these keep their
-pace.
+"""How many prompt tokens a step may compute while sequences decode, so that TPOT stays bounded.
 
-    seconds of a step = a + b sequences + c resident  +  d new + e new (before + new / 2)
-                        `--------- decode ---------'     `---------- prompts ----------'
+    seconds of a step = a + b sequences + c context  +  d new + e new (computed + new / 2)
+                        `--------- decode --------'     `----------- prompts ------------'
 
-is learned from the steps of this node: the first part from those without prompts, the second from
-what is left of those with both. A step with running sequences earns `share` of its decode part; the
-prompts in it spend theirs. So over any stretch of time prompts take at most `share` of what decode
-takes, and a running sequence gets its tokens at most 1 + `share` times as late as without them.
-Credit of `DEFAULT_BURST` steps is saved up, so that a short prompt is computed at once: no single
-step is longer by more than the share of so many and its own, or by a block where that is more. A
-step that cannot afford a block takes none, and a later one does.
+(`sequences` decode, with `context` tokens in their caches; `new` prompt tokens are computed after
+`computed` earlier ones.) The cost model is learned from the steps of this node: the decode part
+from steps without prompts, the prompt part from what remains of mixed steps. A step with running
+sequences earns `prefill_step_share` of its decode part as credit, and the prompts in it spend their
+part. Over any stretch of time prompts therefore take at most that share of the time of decode, and
+a running sequence gets its tokens at most 1 + share times as late as without them.
+
+Credit of up to LOCAL_PREFILL_BURST_STEPS steps is saved, so that a short prompt is computed at
+once: no step becomes longer by more than the share of so many steps and its own, or by one block
+where that is more. A step that cannot afford a block computes none; a later step does.
 
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency
 Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
@@ -23,36 +25,40 @@ from baton.limits import LOCAL_PREFILL_BURST_STEPS as BURST
 from baton.online_fit import OnlineLinearFit
 from node_engine.core.step.step_batch import StepBatch
 
-DECODE_PRIOR = (0.005, 0.0002, 0.00002)  # seconds: as such, per sequence, per 1024 tokens in caches
-PREFILL_PRIOR = (0.05, 0.005)  # per 1024 tokens, per 1024**2 token pairs
-SAMPLE_INTERVAL = 8  # one of so many steps is learned from, once `_ENOUGH` of their kind were
-_STEPS_BEFORE_SAMPLING = 32
+DECODE_PRIOR = (0.005, 0.0002, 0.00002)  # seconds: constant, per sequence, per 1024 context tokens
+PREFILL_PRIOR = (0.05, 0.005)  # seconds: per 1024 tokens, per 1024**2 token pairs
+_STEPS_BEFORE_SAMPLING = 32  # so many steps of each kind are all observed
+SAMPLE_INTERVAL = 8  # afterwards one in so many
 _ROUNDING_MARGIN = 1.01
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
 
 
 class PrefillTokenBudget:
-    """`prefill_step_share` None: prompts may fill a step. It may be changed at any time."""
+    """Grants prompt tokens to steps that decode, from a cost model learned on this node."""
 
     def __init__(self, block_size: int) -> None:
+        # Share of decode time that prompts may take; None: unbounded. May be changed at any time.
         self.prefill_step_share: float | None = None
         self._block_size = block_size
         self._decode_fit = OnlineLinearFit(DECODE_PRIOR)
         self._prefill_fit = OnlineLinearFit(PREFILL_PRIOR)
-        self._credit_seconds = (
-            0.0  # seconds; also a debt, where steps took longer than was predicted
-        )
-        self._max_credit_seconds = 0.0  # of credit and of debt
-        self._num_steps = {True: 0, False: 0}  # with prompts, without
+        self._credit_seconds = 0.0  # negative (a debt) if steps took longer than predicted
+        self._max_credit_seconds = 0.0  # bound of credit and debt
+        self._num_steps = {True: 0, False: 0}  # by whether they had prompts
 
-    def compute_token_limit(self, sequences: int, resident: int, before: int) -> int | None:
-        """What the next step may take of a prompt of which `before` tokens are computed, beside
-        `sequences` that have `resident` tokens in their caches, in whole blocks; None: no bound."""
-        if self.prefill_step_share is None or not sequences:
+    def compute_token_limit(
+        self, num_sequences: int, context_tokens: int, computed_tokens: int
+    ) -> int | None:
+        """Prompt tokens that the next step may compute, in whole blocks; None: no bound.
+
+        `num_sequences` decode in it with `context_tokens` in their caches; `computed_tokens` of the
+        prompt are computed already.
+        """
+        if self.prefill_step_share is None or not num_sequences:
             return None
-        slope, curve = self._prefill_token_cost(before)
+        slope, curve = self._prefill_token_cost(computed_tokens)
         earned = self.prefill_step_share * self._decode_fit.predict(
-            (1.0, sequences, resident * _KILO)
+            (1.0, num_sequences, context_tokens * _KILO)
         )
         self._max_credit_seconds = max(
             BURST * earned,
@@ -67,8 +73,7 @@ class PrefillTokenBudget:
         )
 
     def compute_time_share(self, batch: StepBatch, tokens: int) -> float:
-        """Of a step's time, the share, 0 to 1, of a prompt that has so many tokens in it: what it
-        adds to the step, as far as is known."""
+        """Share of a step's time, 0 to 1, that a prompt with `tokens` tokens in it has added."""
         decode, prompts = _step_features(batch)
         new = prompts[0] / _KILO
         if tokens == 1 or not new:
@@ -76,7 +81,7 @@ class PrefillTokenBudget:
         return self._prefill_fraction(decode, prompts) * tokens / new
 
     def observe_step(self, batch: StepBatch, seconds: float) -> None:
-        """A step has run."""
+        """Update credit and cost model after a step that took `seconds`."""
         decode, prompts = _step_features(batch)
         running, mixed = bool(decode[1]), bool(prompts[0])
         if self.prefill_step_share is not None and running:
@@ -100,43 +105,44 @@ class PrefillTokenBudget:
             self._decode_fit.add_observation(decode, seconds)
         elif running:
             self._prefill_fit.add_observation(prompts, seconds - self._decode_fit.predict(decode))
-        elif (
-            self._num_steps[mixed] <= _STEPS_BEFORE_SAMPLING
-        ):  # better than nothing: beside nobody a prompt pays for the whole step
+        elif self._num_steps[mixed] <= _STEPS_BEFORE_SAMPLING:
+            # A first estimate: without decode slices the whole step is charged to the prompt.
             self._prefill_fit.add_observation(prompts, seconds)
 
     def _prefill_fraction(self, decode: tuple[float, ...], prompts: tuple[float, ...]) -> float:
         if not decode[1]:
             return 1.0
-        theirs = self._prefill_fit.predict(prompts)
-        whole = theirs + self._decode_fit.predict(decode)
-        return theirs / whole if whole > 0.0 else 0.0
+        prefill_seconds = self._prefill_fit.predict(prompts)
+        total = prefill_seconds + self._decode_fit.predict(decode)
+        return prefill_seconds / total if total > 0.0 else 0.0
 
-    def _prefill_token_cost(self, before: int) -> tuple[float, float]:
-        """Seconds of a prompt's next token, and how much more each one after it takes."""
+    def _prefill_token_cost(self, computed_tokens: int) -> tuple[float, float]:
+        """Seconds of a prompt's next token, and the increase for each token after it."""
         kilo, pairs = self._prefill_fit.coefficients
-        return kilo * _KILO + pairs * _MEBI * before, pairs * _MEBI
+        return kilo * _KILO + pairs * _MEBI * computed_tokens, pairs * _MEBI
 
 
 def _round_to_few_sizes(tokens: int, block_size: int) -> int:
-    """Rounds down to whole blocks whose number has at most three significant bits, so that chunks
-    come in few lengths: on a GPU each new one may cost a search for kernels. What is not taken
-    remains as credit."""
+    """Round down to a number of whole blocks with at most three significant bits.
+
+    Chunks then have few different lengths: on a GPU each new length may cost a search for kernels.
+    The time not used remains as credit.
+    """
     blocks = tokens // block_size
     shift = max(0, blocks.bit_length() - 3)
     return (blocks >> shift << shift) * block_size
 
 
 def _step_features(batch: StepBatch) -> tuple[tuple[float, float, float], tuple[float, float]]:
-    """A slice of one token is a step of decode, or costs as little as one."""
-    sequences = resident = new = 0
+    """Inputs of the cost model for decode and for prompts. One-token slices count as decode."""
+    sequences = context_tokens = new = 0
     pairs = 0.0
-    for piece in batch.slices:
-        length = len(piece.token_ids)
+    for slice_ in batch.slices:
+        length = len(slice_.token_ids)
         if length == 1:
             sequences += 1
-            resident += piece.start + 1
+            context_tokens += slice_.start + 1
         else:
             new += length
-            pairs += length * (piece.start + length / 2)
-    return (1.0, float(sequences), resident * _KILO), (new * _KILO, pairs * _MEBI)
+            pairs += length * (slice_.start + length / 2)
+    return (1.0, float(sequences), context_tokens * _KILO), (new * _KILO, pairs * _MEBI)

@@ -1,19 +1,22 @@
-"""One scheduler for both roles: which sequences compute what in the next step.
+"""The scheduler of a node in either role: decides what the sequences compute in the next step.
 
-A step has a budget of tokens. Running sequences take one each; the rest, or what
-`PrefillTokenBudget` grants of it, goes to prompts in chunks that end on block boundaries (except a
-prompt's last), the firm before the speculative, higher classes first, then whoever is due first. A
-prompt is due when, since its arrival, `STRETCH` times as many tokens have been computed as it has
-itself: so short ones pass long ones, and none is passed for ever. The one that has been at it
-longest gets a block in every step, so that a hand-off under way never stands still. All blocks of a
-context are allocated at admission, so that a half-computed prompt never waits for memory; a running
-sequence grows block by block.
+A step has a budget of tokens. Running sequences take one each. The rest, or what
+`PrefillTokenBudget` grants of it, goes to prompts in chunks that end on block boundaries (except
+the last chunk of a prompt). Unticketed prefills come last; then higher classes first, then earlier
+virtual deadlines. A prompt's virtual deadline is the moment when this node has computed
+PREFILL_STRETCH times as many prompt tokens since its arrival as it has itself: short prompts
+overtake long ones, and none starves. The oldest prefill in progress gets a block in every step, so
+that a hand-off always makes progress. All blocks of a context are allocated at admission, so that a
+partly computed prompt never waits for memory; a running sequence grows block by block.
 
-    for ever:  plan = next_step();  computed = engine.run(plan.batch);  outcomes = update(plan.batch, computed)
+    while True:
+        step = scheduler.schedule_step()
+        results = engine.run(step.batch)
+        outcomes = scheduler.update_from_results(step.batch, results)
 
-Every other method may be called at any time, also between `next_step` and `update`: a sequence that
-ends there takes no further part, but its blocks return in `update`, because until then the engine
-may be writing them.
+Every other method may be called at any time, also between `schedule_step` and
+`update_from_results`: a sequence that ends there takes no further part, but its blocks are released
+in `update_from_results`, because the engine may be writing them until then.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -55,54 +58,52 @@ WAITING, PREFILLING, HANDING_OFF = (
     SequenceState.HANDING_OFF,
 )
 AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
-PREFILL_STRETCH = 4  # tokens of others that may go before a prompt's own, for each of these
+PREFILL_STRETCH = 4  # tokens of other prompts that may overtake each token of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_num_seqs` bounds the sequences that compute or are about to, `max_batched_tokens` the
-    tokens of a step, `max_model_len` prompt and output together."""
+    """Bounds of what a node computes."""
 
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_model_len: int
+    max_num_seqs: int  # sequences that compute or await KV
+    max_batched_tokens: int  # tokens of a step
+    max_model_len: int  # tokens of prompt and output together
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionEstimate:
-    """What serving a context here would take. `num_missing_tokens` tokens of it, at least one,
-    would have to be computed or received; `refusal` says why this node cannot compute them itself
-    now."""
+    """What it would take to serve a context on this node."""
 
-    num_missing_tokens: int
-    refusal: CapacityRefusal | None
+    num_missing_tokens: int  # to be computed or received, at least one
+    refusal: CapacityRefusal | None  # why this node cannot compute them now; None if it can
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """Live sequences by state, and tokens of context that are still to be computed here."""
+    """The load of a node."""
 
     num_sequences_by_state: dict[SequenceState, int]
-    queued_tokens: int
+    queued_tokens: int  # context tokens that are still to be computed here
 
 
 class Scheduler:
-    """Called on the compute thread only. At most one live sequence per attempt key."""
+    """Schedules the sequences of a node, at most one per attempt key. Compute thread only."""
 
     def __init__(
         self,
         pool: BlockPool,
         limits: SchedulerLimits,
         eos_token_ids: tuple[int, ...] = (),
-        victims: PreemptionPolicy | None = None,
-        copy_in: CopyBlocks | None = None,
+        preemption_policy: PreemptionPolicy | None = None,
+        copy_pool_blocks: CopyBlocks | None = None,
     ) -> None:
-        """`copy_in`: as for Residency."""
+        """`copy_pool_blocks`: as for KVCacheManager. Raises ConfigError for inconsistent limits."""
         least = limits.max_num_seqs - 1 + pool.block_size
         if limits.max_num_seqs < 1 or limits.max_batched_tokens < least:
             raise ConfigError(
-                f"max_batched_tokens is {limits.max_batched_tokens}, but max_num_seqs {limits.max_num_seqs} with"
-                f" block_size {pool.block_size} needs {least}: raise --max-batched-tokens or lower --max-num-seqs"
+                f"max_batched_tokens is {limits.max_batched_tokens}, but max_num_seqs"
+                f" {limits.max_num_seqs} with block_size {pool.block_size} needs {least}:"
+                " raise --max-batched-tokens or lower --max-num-seqs"
             )
         self.block_pool = pool
         self.limits = limits
@@ -111,15 +112,17 @@ class Scheduler:
         self._arrival_counter = count()
         self._sequences = SequenceTable()
         self._cache_manager = KVCacheManager(
-            pool, self._sequences, limits.max_num_seqs, victims or MostBlocksFirst(), copy_in
+            pool,
+            self._sequences,
+            limits.max_num_seqs,
+            preemption_policy or MostBlocksFirst(),
+            copy_pool_blocks,
         )
-        self._num_prefilled_tokens = (
-            0  # tokens of prompts computed so far: the time by which prompts are due
-        )
+        self._num_prefilled_tokens = 0  # prompt tokens computed so far: the virtual time
         self._batch_in_flight: StepBatch | None = None
         self._sequences_in_flight: dict[SequenceId, Sequence] = {}  # of the step in flight
 
-    # what there is
+    # queries
 
     def get_sequence(self, key: AttemptKey) -> Sequence | None:
         return self._sequences.get(key)
@@ -133,14 +136,12 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        """How many sequences `reserve_for_handoff` would still take: what a node reports as room
-        for new work."""
+        """Number of sequences that `reserve_for_handoff` would accept now."""
         return self._cache_manager.unclaimed_slots
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks `reserve_for_handoff` would still give: what a node reports as room for
-        new work."""
+        """Number of blocks that `reserve_for_handoff` would give now."""
         return self._cache_manager.unclaimed_blocks
 
     def get_load(self) -> SchedulerLoad:
@@ -154,43 +155,53 @@ class Scheduler:
         )
 
     def estimate_admission(
-        self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None = None
+        self, work: AttemptSpec, root_hash: BlockHash, pool_prefix: PoolPrefix | None = None
     ) -> AdmissionEstimate:
-        """Look, and keep nothing. Raises TooLong or OutOfBlocks if the context can never fit."""
-        sequence = self._create_sequence(work, root, hand_off=False)
-        sequence.pool_prefix = pooled
-        lacking, refusal = self._cache_manager.estimate_admission(sequence)
-        return AdmissionEstimate(lacking, refusal)
+        """Estimate what serving `work` here would take. Changes nothing.
 
-    # sequences come and go
+        Raises ContextLengthExceeded or OutOfBlocks if the context can never fit.
+        """
+        sequence = self._create_sequence(work, root_hash, is_prefill_only=False)
+        sequence.pool_prefix = pool_prefix
+        missing, refusal = self._cache_manager.estimate_admission(sequence)
+        return AdmissionEstimate(missing, refusal)
+
+    # adding and ending sequences
 
     def add_sequence(
         self,
         work: AttemptSpec,
-        root: BlockHash,
+        root_hash: BlockHash,
         *,
-        hand_off: bool = False,
-        pooled: PoolPrefix | None = None,
+        is_prefill_only: bool = False,
+        pool_prefix: PoolPrefix | None = None,
     ) -> Sequence:
-        """Compute the context of `work` here, then decode it or, with `hand_off`, stop after the
-        first token. `pooled` is what the shared pool has of it.
+        """Add a sequence whose context is computed here.
 
-        Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
-        sequence = self._create_sequence(work, root, hand_off)
-        sequence.pool_prefix = pooled.acquire() if pooled else None
+        It is decoded here as well or, with `is_prefill_only`, ends with its first token.
+        `pool_prefix` is what the shared pool has of its context. Raises ContextLengthExceeded or
+        OutOfBlocks if the context can never fit; nothing is then kept.
+        """
+        sequence = self._create_sequence(work, root_hash, is_prefill_only)
+        sequence.pool_prefix = pool_prefix.acquire() if pool_prefix else None
         self._sequences.add_sequence(sequence)
         return sequence
 
     def reserve_for_handoff(
-        self, work: AttemptSpec, root: BlockHash, ticket: TicketId, pooled: PoolPrefix | None = None
+        self,
+        work: AttemptSpec,
+        root_hash: BlockHash,
+        ticket: TicketId,
+        pool_prefix: PoolPrefix | None = None,
     ) -> Sequence | CapacityRefusal:
-        """Another node will write the KV of `work`: match what is here and reserve the rest under
-        `ticket`. The answer comes at once. Afterwards `block_table` is what was matched and
-        `promised` what is to be written behind it.
+        """Add a sequence whose KV another node writes under `ticket`, or refuse it at once.
 
-        Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
-        sequence = self._create_sequence(work, root, hand_off=False)
-        sequence.pool_prefix = pooled.acquire() if pooled else None
+        Afterwards `block_table` has the matched prefix and `reserved_blocks` the blocks to be
+        written behind it. Raises ContextLengthExceeded or OutOfBlocks if the context can never fit;
+        nothing is then kept.
+        """
+        sequence = self._create_sequence(work, root_hash, is_prefill_only=False)
+        sequence.pool_prefix = pool_prefix.acquire() if pool_prefix else None
         refusal = self._cache_manager.reserve_for_handoff(sequence, ticket)
         if refusal is not None:
             sequence.set_pool_prefix(None)
@@ -202,59 +213,66 @@ class Scheduler:
     def commit_handoff(
         self, key: AttemptKey, sampled: tuple[int, ...] = (), score: TokenLogprobs | None = None
     ) -> list[SequenceOutcome]:
-        """The hand-off is complete: commit its blocks and decode on. `sampled` is the first token,
-        if the other node has drawn it, and `score` its score; without it the last token of the
-        context is run here, as when a decode is continued."""
+        """The hand-off is complete: commit its blocks and start to decode.
+
+        `sampled` has the first token and `score` its logprobs, if the other node has sampled it.
+        Without it, the last token of the context is computed here.
+        """
         sequence = self._sequences.require_sequence(key, AWAITING_KV)
         if len(sampled) > 1:
             raise BlockLedgerError(
-                f"sequence {key}: {len(sampled)} tokens drawn elsewhere, at most 1 can be"
+                f"sequence {key}: {len(sampled)} tokens sampled by prefill, at most 1 is possible"
             )
         self._cache_manager.commit_handoff(sequence, sequence.context_len + len(sampled) - 1)
         self._sequences.change_state(sequence, RUNNING)
         return [self._accept_token(sequence, token, score) for token in sampled]
 
     def mark_ticketed(self, key: AttemptKey) -> None:
-        """Somebody has promised room for this prefill: it is speculative no more."""
+        """A decode node has granted a ticket for this prefill: it is unticketed no longer."""
         sequence = self._sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
         if not sequence.has_ticket:
             sequence.has_ticket, sequence.arrival_order = True, next(self._arrival_counter)
 
     def stop_prefill(self, key: AttemptKey) -> None:
-        """Compute no more for a prefill whose blocks a sender may be reading: HANDING_OFF until
-        `finish_handoff`."""
+        """Stop a prefill whose blocks a sender may read: HANDING_OFF until `finish_handoff`."""
         sequence = self._sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
         sequence.is_stopped = True
         if sequence.state is not HANDING_OFF:
             self._sequences.change_state(sequence, HANDING_OFF)
 
     def finish_handoff(self, key: AttemptKey) -> None:
-        """The sender reads the blocks of this HANDING_OFF sequence no more."""
+        """The sender no longer reads the blocks of this HANDING_OFF sequence: end it."""
         self._cache_manager.finish_sequence(self._sequences.require_sequence(key, HANDING_OFF))
 
     def cancel_sequence(self, key: AttemptKey) -> bool:
-        """End a sequence in whatever state it is; False if there is none. Every block that it holds
-        returns; `promised` blocks are the ticket's and return when that is fenced."""
+        """End a sequence in any state and release its blocks; returns False if there is none.
+
+        `reserved_blocks` belong to the ticket and are released when its writer is fenced off.
+        """
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._cache_manager.finish_sequence(sequence)
         return sequence is not None
 
     def dedup_to_shared_pool(
-        self, chain: HashChain, blocks: tuple[BlockIndex, ...], hold: RefCountedPin
+        self, chain: HashChain, blocks: tuple[BlockIndex, ...], pin: RefCountedPin
     ) -> int:
-        """Not between `schedule_step` and `update_from_results`: the shared pool has these full
-        blocks of `chain` from its beginning on. Own copies make way for them in every block table.
-        Returns how many."""
+        """Replace own copies of `chain`'s full blocks 0, 1, ... by the pool's `blocks`.
+
+        Must not be called between `schedule_step` and `update_from_results`. Returns the number of
+        copies removed.
+        """
         if self._batch_in_flight is not None:
-            raise BlockLedgerError("block tables change between two steps only")
-        return dedup_to_shared_pool(self.block_pool, self._sequences, chain, blocks, hold)
+            raise BlockLedgerError("block tables may change only between two steps")
+        return dedup_to_shared_pool(self.block_pool, self._sequences, chain, blocks, pin)
 
     # steps
 
     def schedule_step(self) -> ScheduledStep:
-        """Decide the next step. If there is a batch, `update_from_results` or `abandon_step` has to
-        follow."""
+        """Decide the next step; for a batch, call `update_from_results` or `abandon_step` next.
+
+        Raises BlockLedgerError while a step is in flight.
+        """
         if self._batch_in_flight is not None:
             raise BlockLedgerError("the step in flight has not been updated")
         growing = self._grow_running_sequences()
@@ -262,11 +280,16 @@ class Scheduler:
         budget = self._prefill_tokens_allowed(growing)
         self._admit_waiting_sequences(budget)
         prefilling = sorted(
-            self._sequences.get_by_state(PREFILLING).values(), key=lambda each: each.priority_key
+            self._sequences.get_by_state(PREFILLING).values(),
+            key=lambda sequence: sequence.priority_key,
         )
         oldest = min(
-            (each for each in prefilling if each.has_started_prefill and not each.is_unticketed),
-            key=lambda each: each.arrival_order,
+            (
+                sequence
+                for sequence in prefilling
+                if sequence.has_started_prefill and not sequence.is_unticketed
+            ),
+            key=lambda sequence: sequence.arrival_order,
             default=None,
         )
         for sequence in prefilling:
@@ -281,64 +304,69 @@ class Scheduler:
         return ScheduledStep(self._build_batch(chosen) if chosen else None, outcomes)
 
     def update_from_results(
-        self, batch: StepBatch, computed: SequenceOf[SliceResult]
+        self, batch: StepBatch, results: SequenceOf[SliceResult]
     ) -> list[SequenceOutcome]:
-        """The step has run: `computed` is what each slice gave."""
+        """Apply the results of a step, one per slice; returns what became of its sequences."""
         self._require_in_flight(batch)
         outcomes: list[SequenceOutcome] = []
-        for piece, made in zip(batch.slices, computed, strict=True):
-            sequence = self._sequences_in_flight[piece.sequence_id]
+        for slice_, result in zip(batch.slices, results, strict=True):
+            sequence = self._sequences_in_flight[slice_.sequence_id]
             if sequence.state not in (PREFILLING, RUNNING):
                 continue  # cancelled or stopped meanwhile
             self._num_prefilled_tokens += (
-                len(piece.token_ids) if sequence.state is PREFILLING else 0
+                len(slice_.token_ids) if sequence.state is PREFILLING else 0
             )
-            sequence.num_computed_tokens += len(piece.token_ids)
+            sequence.num_computed_tokens += len(slice_.token_ids)
             self._cache_manager.on_copy_done(sequence)
             self._cache_manager.index_full_blocks(sequence)
-            if piece.logprobs_spec is not None:
+            if slice_.logprobs_spec is not None:
                 outcomes.append(
-                    PromptLogprobsComputed(sequence, piece.start + 1, made.prompt_logprobs)
+                    PromptLogprobsComputed(sequence, slice_.start + 1, result.prompt_logprobs)
                 )
-            if piece.sample_spec is not None:
-                if made.token_id is None:
-                    raise BlockLedgerError(f"sequence {sequence.key}: no token was drawn")
-                outcomes.append(self._accept_token(sequence, made.token_id, made.logprobs))
+            if slice_.sample_spec is not None:
+                if result.token_id is None:
+                    raise BlockLedgerError(f"sequence {sequence.key}: no token was sampled")
+                outcomes.append(self._accept_token(sequence, result.token_id, result.logprobs))
         self._clear_step_in_flight()
         return outcomes
 
     def abandon_step(self, batch: StepBatch) -> None:
-        """The step failed: nothing was computed. Its sequences are as before `schedule_step`, and
-        may be tried again."""
+        """The step failed: its sequences are as before `schedule_step` and may be tried again."""
         self._require_in_flight(batch)
         self._clear_step_in_flight()
 
-    # the steps underneath
+    # helpers
 
-    def _create_sequence(self, work: AttemptSpec, root: BlockHash, hand_off: bool) -> Sequence:
+    def _create_sequence(
+        self, work: AttemptSpec, root_hash: BlockHash, is_prefill_only: bool
+    ) -> Sequence:
         tokens = list(work.context_token_ids)
         if not tokens or self._sequences.get(work.key) is not None:
             raise BlockLedgerError(
-                f"sequence {work.key} has {len(tokens)} tokens, or is here already"
+                f"sequence {work.key} has {len(tokens)} tokens, or exists already"
             )
         if len(tokens) >= self.limits.max_model_len:
             raise ContextLengthExceeded(
-                f"{work.key} has {len(tokens)} tokens, max_model_len is {self.limits.max_model_len}: raise"
-                " --max-model-len or shorten the prompt"
+                f"{work.key} has {len(tokens)} tokens, max_model_len is"
+                f" {self.limits.max_model_len}: raise --max-model-len or shorten the prompt"
             )
         needed = self._cache_manager.count_blocks_for(len(tokens))
         if needed > self.block_pool.num_blocks:
             raise OutOfBlocks(
-                f"{work.key} needs {needed} blocks, the cache has {self.block_pool.num_blocks}: raise --kv-memory"
+                f"{work.key} needs {needed} blocks, the cache has {self.block_pool.num_blocks}:"
+                " raise --kv-memory"
             )
-        chain = HashChain(root, tokens, self.block_pool.block_size)
-        sequence = Sequence(SequenceId(next(self._arrival_counter)), work, tokens, chain, hand_off)
+        chain = HashChain(root_hash, tokens, self.block_pool.block_size)
+        sequence_id = SequenceId(next(self._arrival_counter))
+        sequence = Sequence(sequence_id, work, tokens, chain, is_prefill_only)
         sequence.virtual_deadline = self._num_prefilled_tokens + PREFILL_STRETCH * len(tokens)
         return sequence
 
     def _grow_running_sequences(self) -> list[Sequence]:
-        """The running sequences that have room for their next token, oldest first; others may be
-        preempted for it."""
+        """Make room for the next token of running sequences, oldest first; preempts if necessary.
+
+        Returns those that take part in the step.
+        """
         running = self._sequences.get_by_state(RUNNING)
         ready: list[Sequence] = []
         for sequence_id in sorted(running):
@@ -348,42 +376,45 @@ class Scheduler:
         return [sequence for sequence in ready if sequence.state is RUNNING]
 
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
-        """Tokens of prompts that the step may take beside these: what is left of it, as far as
-        their pace allows."""
+        """Prompt tokens that the step may compute beside the decoding sequences."""
         left = self.limits.max_batched_tokens - len(growing)
         if self.prefill_budget.prefill_step_share is None or not (
             self._sequences.get_by_state(WAITING) or self._sequences.get_by_state(PREFILLING)
         ):
             return left
-        resident = sum(len(sequence.token_ids) for sequence in growing)
-        before = max(
+        context_tokens = sum(len(sequence.token_ids) for sequence in growing)
+        computed_tokens = max(
             (
-                each.num_computed_tokens
-                for each in self._sequences.get_by_state(PREFILLING).values()
+                sequence.num_computed_tokens
+                for sequence in self._sequences.get_by_state(PREFILLING).values()
             ),
             default=0,
         )
-        allowed = self.prefill_budget.compute_token_limit(len(growing), resident, before)
+        allowed = self.prefill_budget.compute_token_limit(
+            len(growing), context_tokens, computed_tokens
+        )
         return left if allowed is None else min(left, allowed)
 
     def _admit_waiting_sequences(self, budget: int) -> None:
-        """Admit waiting sequences in order, as long as the work before the next one leaves it a
-        share of the step."""
+        """Admit WAITING sequences in order, while the step has tokens left for the next one."""
         waiting, prefilling = (
             self._sequences.get_by_state(WAITING),
             self._sequences.get_by_state(PREFILLING),
         )
         while waiting and self._cache_manager.free_slots:
-            head = min(waiting.values(), key=lambda each: each.priority_key)
-            ahead = (each for each in prefilling.values() if each.priority_key < head.priority_key)
-            left = budget - sum(each.context_len - each.num_computed_tokens for each in ahead)
+            head = min(waiting.values(), key=lambda sequence: sequence.priority_key)
+            left = budget - sum(
+                sequence.context_len - sequence.num_computed_tokens
+                for sequence in prefilling.values()
+                if sequence.priority_key < head.priority_key
+            )
             if left < min(
                 self.block_pool.block_size, head.context_len
             ) or not self._cache_manager.admit_sequence(head):
                 return
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of a prompt that fit the budget: all that are left, or up to a block boundary."""
+        """Prompt tokens that fit the budget: all that remain, or up to a block boundary."""
         start, end = sequence.num_computed_tokens, sequence.context_len
         if end - start > budget:
             end = (start + budget) // self.block_pool.block_size * self.block_pool.block_size
@@ -425,7 +456,7 @@ class Scheduler:
     def _accept_token(
         self, sequence: Sequence, token: int, score: TokenLogprobs | None
     ) -> SequenceOutcome:
-        """One more token of output, and what follows from it."""
+        """Append a sampled token and change the sequence's state; returns the outcome."""
         sequence.token_ids.append(token)
         finish = finish_reason(
             sequence.work.request.sampling,

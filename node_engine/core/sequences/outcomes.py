@@ -1,4 +1,4 @@
-"""What became of sequences in a step: a closed union that the shell turns into messages."""
+"""Outcomes of a step for its sequences: a closed union that the role turns into messages."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,7 @@ from node_engine.core.step.step_batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenEmitted:
-    """A token for the client. If `event.finish` is set the sequence is FINISHED and holds
-    nothing."""
+    """An output token. If `event.finish_reason` is set, the sequence is FINISHED without blocks."""
 
     sequence: Sequence
     event: TokenEvent
@@ -19,8 +18,11 @@ class TokenEmitted:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsComputed:
-    """Scores of the prompt's tokens `first_position` .. `first + len(scores)`, in order and without
-    a gap from 1 on. They come before what else the same step made of the sequence."""
+    """Logprobs of consecutive prompt tokens, the first of them at `first_position`.
+
+    Positions start at 1 and come in order without gaps. This outcome precedes the other outcomes of
+    the same sequence and step.
+    """
 
     sequence: Sequence
     first_position: int
@@ -29,9 +31,11 @@ class PromptLogprobsComputed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCompleted:
-    """The KV of the whole context is computed and the first token is sampled. The sequence is
-    HANDING_OFF and keeps its blocks until it is released, also when `event.finish` says that
-    nothing is left to decode."""
+    """The KV of the whole context is computed and the first token is sampled.
+
+    The sequence is HANDING_OFF and keeps its blocks until it is released, even if
+    `event.finish_reason` says that nothing is left to decode.
+    """
 
     sequence: Sequence
     event: TokenEvent
@@ -39,21 +43,22 @@ class PrefillCompleted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequeued:
-    """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it
-    is valid any more: the hand-off has to be aborted; it will start over, with its prompt's
-    scores."""
+    """An unticketed prefill lost its blocks and is WAITING again.
+
+    Layers announced for it are no longer valid: the hand-off must be aborted. The prefill starts
+    over, prompt logprobs included.
+    """
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
-    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or
-    TooLong. `preempting_class` is the class of whoever took a preempted one's blocks."""
+    """The sequence is FINISHED with an error and holds no blocks."""
 
     sequence: Sequence
-    error: BatonError
-    preempting_class: str = ""
+    error: BatonError  # Preempted, OutOfBlocks or ContextLengthExceeded
+    preempting_class: str = ""  # of a preemption: the tenant class that took the blocks
 
 
 SequenceOutcome = (
@@ -63,8 +68,7 @@ SequenceOutcome = (
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What `Scheduler.next_step` decided. `batch` is None when there is nothing to compute; the
-    outcomes hold either way."""
+    """The decision of `Scheduler.schedule_step`."""
 
-    batch: StepBatch | None
+    batch: StepBatch | None  # None if there is nothing to compute; `outcomes` may still have some
     outcomes: tuple[SequenceOutcome, ...]

@@ -1,16 +1,18 @@
-"""One node's work on one attempt. The scheduler owns it; it never leaves the process.
+"""A sequence: one node's work on one attempt. The scheduler owns it; it never leaves the process.
 
-    add -----> WAITING --admitted--> PREFILLING --first token--> RUNNING
-                ^   ^                  |    |                       ^
-                |   +---- dropped -----+    | first token,          | adopt
-                |                           v hand-off or stop      |
-                +-------- dropped ------ HANDING_OFF     expect -> AWAITING_KV
+    add_sequence --> WAITING --admitted--> PREFILLING --first token--> RUNNING
+                       ^  ^                  |    |                       ^
+                       |  +---- requeued ----+    | first token of a      | commit_handoff
+                       |                          v hand-off, or stopped  |
+                       +------- requeued ------ HANDING_OFF          AWAITING_KV
+                                                                          ^
+                                                  reserve_for_handoff ----+
 
     any state -- finished, failed, released, cancelled --> FINISHED
 
-`add` is for a context that this node computes, `expect` for one whose KV another node writes. A
-sequence that hands off ends its prefill in HANDING_OFF and keeps its blocks until the shell
-releases them.
+`add_sequence` is for a context that this node computes, `reserve_for_handoff` for one whose KV
+another node writes. A sequence that is handed off ends its prefill in HANDING_OFF and keeps its
+blocks until the role releases them.
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +29,10 @@ from node_engine.core.step.token_counts import TokenCounts, has_penalties
 class SequenceState(Enum):
     WAITING = "waiting"  # no blocks yet
     PREFILLING = "prefilling"  # has every block of its context, computes it in chunks
-    HANDING_OFF = (
-        "handing_off"  # computes nothing any more; its blocks are being read by the sender
-    )
-    AWAITING_KV = "awaiting_kv"  # a ticket for the blocks that it lacks is out
+    HANDING_OFF = "handing_off"  # prefill is over; the sender is reading its blocks
+    AWAITING_KV = "awaiting_kv"  # a ticket for its missing blocks has been granted
     RUNNING = "running"  # one token per step
-    FINISHED = "finished"  # holds nothing
+    FINISHED = "finished"  # no blocks
 
 
 _LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
@@ -60,56 +60,46 @@ _LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 
 def handoff_owner_label(key: AttemptKey) -> str:
-    """Label of the references that a hand-off has of its own on its source blocks, for as long as
-    they may be read."""
+    """Owner label under which a hand-off holds references on the source blocks that it may read."""
     return f"handoff {key}"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` are context and then what was sampled here. KV of the first `num_computed_tokens`
-    of them is in the blocks of `block_table`, which only grows until the sequence ends or is
-    dropped."""
+    """State of one sequence. Its block table only grows until the sequence ends or is requeued."""
 
     id: SequenceId
     work: AttemptSpec
-    token_ids: list[int]
+    token_ids: list[int]  # the context, then the tokens sampled here
     chain: HashChain
-    is_prefill_only: bool  # prefill only: end with the first token
-    has_ticket: bool = False  # somebody has promised room for what is handed off
-    is_stopped: bool = False  # hands off nothing more; blocks wait for the sender to let go
+    is_prefill_only: bool  # ends with the first token: the rest is decoded on another node
+    has_ticket: bool = False  # a decode node has reserved blocks for the hand-off
+    is_stopped: bool = False  # its prefill was stopped; the sender may still read its blocks
     ticket_id: TicketId | None = None  # under which another node writes `reserved_blocks`
     reserved_blocks: tuple[BlockIndex, ...] = ()
     state: SequenceState = SequenceState.WAITING
     block_table: list[BlockIndex] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    # tokens of the context that were not computed here: this node's cache or the pool had them
-    num_cached_tokens: int = 0
-    num_pool_tokens: int = 0  # of these, the pool's
-    num_remote_pool_tokens: int = 0  # of these, what another host's pool has sent for this sequence
-    num_pool_blocks: int = 0  # blocks of the table that are the pool's
-    pool_prefix: PoolPrefix | None = None  # what the pool was found to have, until blocks are given
-    pool_pins: list[RefCountedPin] = field(
-        default_factory=list
-    )  # under which the table's pool blocks are read
-    num_indexed_blocks: int = 0  # blocks offered to the prefix index
-    num_published_blocks: int = 0  # blocks offered to the shared pool
-    is_publishing: bool = False  # and they are on their way there
-    pending_copy: tuple[BlockIndex, BlockIndex] | None = (
-        None  # copy on write that the next step has to make
-    )
-    recomputed_until: tuple[int, str] = (
-        0,
-        "",
-    )  # tokens that it computes again, for the class that took their blocks
-    owner: str = ""
-    arrival_order: int = 0  # counts arrivals and tickets in one order
-    virtual_deadline: int = 0  # in the scheduler's own time: whoever is due earlier computes first
+    num_computed_tokens: int = 0  # leading tokens whose KV is in the blocks of `block_table`
+    num_cached_tokens: int = 0  # context tokens found in this node's cache or in the pool
+    num_pool_tokens: int = 0  # of these, found in the pool
+    num_remote_pool_tokens: int = 0  # of these, sent by another host's pool for this sequence
+    num_pool_blocks: int = 0  # blocks of the table that belong to the pool
+    pool_prefix: PoolPrefix | None = None  # result of the pool look-up, until admission
+    # Pins under which the pool blocks of the table are read.
+    pool_pins: list[RefCountedPin] = field(default_factory=list)
+    num_indexed_blocks: int = 0  # leading blocks that were added to the prefix index
+    num_published_blocks: int = 0  # leading blocks that were offered to the shared pool
+    is_publishing: bool = False  # a publication to the shared pool is in progress
+    # Source and destination of the copy on write that the next step must make.
+    pending_copy: tuple[BlockIndex, BlockIndex] | None = None
+    recomputed_until: int = 0  # leading tokens that are computed again after a requeue
+    recompute_charged_class: str = ""  # the tenant class that is charged for them
+    owner: str = ""  # label of its references in the block pool
+    arrival_order: int = 0  # position in the common order of arrivals and tickets
+    virtual_deadline: int = 0  # in tokens computed by this node; see the scheduler
     has_penalties: bool = False
-    needs_prompt_logprobs: bool = False  # its prompt is
-    token_counts: TokenCounts | None = (
-        None  # as of the last token drawn, of a sequence that is penalized
-    )
+    needs_prompt_logprobs: bool = False
+    token_counts: TokenCounts | None = None  # only with penalties; as of the last sampled token
 
     def __post_init__(self) -> None:
         self.owner, self.arrival_order = str(self.work.key), self.id
@@ -125,39 +115,37 @@ class Sequence:
 
     @property
     def context_len(self) -> int:
-        """Tokens whose KV must exist before the first token can be sampled."""
+        """Number of tokens whose KV must exist before the first token can be sampled."""
         return len(self.work.request.prompt_token_ids) + len(self.work.emitted_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of output, those of earlier attempts included."""
+        """Number of output tokens, those of earlier attempts included."""
         return len(self.token_ids) - len(self.work.request.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
-        """Every token of output so far, those of earlier attempts included: what Seal carries."""
+        """All output tokens so far, those of earlier attempts included."""
         return tuple(self.token_ids[len(self.work.request.prompt_token_ids) :])
 
     @property
     def num_own_blocks(self) -> int:
-        """Blocks of the table that are this arena's."""
+        """Number of blocks of the table that belong to this node's arena."""
         return len(self.block_table) - self.num_pool_blocks
 
     @property
     def is_unticketed(self) -> bool:
-        """Prefill for a hand-off that nobody has promised room for yet: its blocks are the first to
-        go."""
+        """Prefill for a hand-off without a ticket so far: its blocks are the first to be taken."""
         return self.is_prefill_only and not self.has_ticket and not self.is_stopped
 
     @property
     def priority_key(self) -> tuple[bool, int, int, int]:
-        """Who goes first: the firm before the speculative, higher classes before lower ones, then
-        who is due first."""
+        """Sort key of prefills: unticketed ones last, then by class, then by virtual deadline."""
         return self.is_unticketed, self.priority_level, self.virtual_deadline, self.arrival_order
 
     @property
     def priority_level(self) -> int:
-        """Place of its class in the strict order: 0 goes first."""
+        """Position of its tenant class in the strict priority order: 0 is served first."""
         return self.work.request.principal.priority_level
 
     @property
@@ -165,36 +153,41 @@ class Sequence:
         return self.work.request.principal.tenant_class
 
     def charged_class_at(self, position: int) -> str:
-        """The class that computing the context at this position is charged to: its own, unless
-        another one made it necessary to do it again."""
-        end, payer = self.recomputed_until
-        return payer if position < end else self.work.prefill_charged_class or self.tenant_class
+        """The class that is charged for computing the context at `position`.
+
+        Its own, unless another class took its blocks, so that they must be computed again.
+        """
+        if position < self.recomputed_until:
+            return self.recompute_charged_class
+        return self.work.prefill_charged_class or self.tenant_class
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens of output that may still come."""
+        """Largest number of output tokens still to come."""
         return self.work.request.sampling.max_tokens - self.num_output_tokens
 
     @property
     def has_started_prefill(self) -> bool:
-        """Some of its context has been computed here."""
+        """Whether some of its context has been computed here."""
         return self.num_computed_tokens > self.num_cached_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens at the beginning of the context whose KV may come from a cache: all but the last,
-        whose logits give the next token. None if the prompt is to be scored: that takes the logits
-        of every position."""
+        """Number of leading context tokens whose KV may come from a cache.
+
+        All but the last token, whose logits give the next one. With prompt logprobs 0, because they
+        need the logits of every position.
+        """
         return 0 if self.needs_prompt_logprobs else self.context_len - 1
 
-    def set_pool_prefix(self, pooled: PoolPrefix | None) -> None:
-        """What the shared pool has of the context, instead of what it was said to have."""
+    def set_pool_prefix(self, pool_prefix: PoolPrefix | None) -> None:
+        """Replace the result of the pool look-up, and release the previous one."""
         if self.pool_prefix is not None:
             self.pool_prefix.release()
-        self.pool_prefix = pooled
+        self.pool_prefix = pool_prefix
 
     def update_token_counts(self) -> TokenCounts:
-        """What penalties count, brought up to the present. Tokens are counted once each."""
+        """Add the tokens sampled since the last call to the token counts; returns the counts."""
         request = self.work.request
         if self.token_counts is None:
             self.token_counts = TokenCounts(
@@ -206,7 +199,7 @@ class Sequence:
         return self.token_counts
 
     def build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:
-        """Which tokens of the prompt a slice of positions [start, end) has to score."""
+        """The logprobs to compute in a slice of positions [start, end); None without any."""
         request = self.work.request
         top, targets = (
             request.sampling.prompt_logprobs,
@@ -214,11 +207,14 @@ class Sequence:
         )
         return PromptLogprobsSpec(targets, top) if top is not None and targets else None
 
-    def restart_prefill(self, payer: str = "") -> None:
-        """Forget what was computed and drawn here. `payer`: another class, which is charged for it
-        the next time."""
-        if payer:
-            self.recomputed_until = max(self.recomputed_until[0], self.num_computed_tokens), payer
+    def restart_prefill(self, charged_class: str = "") -> None:
+        """Discard all that was computed and sampled here.
+
+        `charged_class`, if given, is charged for computing it again instead of its own class.
+        """
+        if charged_class:
+            self.recomputed_until = max(self.recomputed_until, self.num_computed_tokens)
+            self.recompute_charged_class = charged_class
         del self.token_ids[self.context_len :]
         self.num_computed_tokens = self.num_cached_tokens = self.num_pool_tokens = (
             self.num_remote_pool_tokens

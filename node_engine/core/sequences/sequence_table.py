@@ -9,7 +9,7 @@ from node_engine.core.step.step_batch import SequenceId
 
 
 class SequenceTable:
-    """Every sequence that is not FINISHED. At most one per attempt key."""
+    """All sequences that are not FINISHED, at most one per attempt key."""
 
     def __init__(self) -> None:
         self._by_key: dict[AttemptKey, Sequence] = {}
@@ -24,11 +24,12 @@ class SequenceTable:
         return self._by_key.get(key)
 
     def require_sequence(self, key: AttemptKey, *states: SequenceState) -> Sequence:
+        """Raises BlockLedgerError unless the sequence exists and is in one of `states`."""
         sequence = self._by_key.get(key)
         if sequence is None or sequence.state not in states:
             state = sequence.state.value if sequence else "unknown"
             raise BlockLedgerError(
-                f"sequence {key} is {state}, not one of {[wanted.value for wanted in states]}"
+                f"sequence {key} is {state}, not one of {[expected.value for expected in states]}"
             )
         return sequence
 
@@ -37,7 +38,7 @@ class SequenceTable:
 
     def add_sequence(self, sequence: Sequence) -> None:
         if sequence.key in self._by_key:
-            raise BlockLedgerError(f"there is a sequence {sequence.key} already")
+            raise BlockLedgerError(f"sequence {sequence.key} exists already")
         self._by_key[sequence.key] = sequence
         self._by_state[sequence.state][sequence.id] = sequence
 

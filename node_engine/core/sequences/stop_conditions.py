@@ -1,5 +1,4 @@
-"""When a generation ends, and which tokens may not end it yet. The one place where these rules
-stand."""
+"""Stop rules: when a generation ends, and which tokens may not end it yet."""
 
 from collections.abc import Sequence
 
@@ -7,15 +6,17 @@ from baton.types import FinishReason, SamplingParams
 
 
 def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids that end this generation. With `ignore_eos`, EOS is a token like any other."""
+    """Token ids that end this generation. With `ignore_eos`, EOS does not."""
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
 def forbidden_token_ids(
     params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int
 ) -> tuple[int, ...]:
-    """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier
-    attempts included)."""
+    """Token ids that may not be sampled next: stop tokens, until `min_tokens` were generated.
+
+    `num_generated` counts output tokens, those of earlier attempts included.
+    """
     return stop_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
 
 
@@ -28,8 +29,11 @@ def finish_reason(
     num_generated: int,
     num_tokens: int,
 ) -> FinishReason | None:
-    """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of
-    output, those of earlier attempts included) and in `num_tokens` (prompt and output)."""
+    """Why the output ends with `last_token`; None if it goes on.
+
+    `num_generated` counts output tokens, those of earlier attempts included; `num_tokens` counts
+    prompt and output. Both include `last_token`.
+    """
     if last_token in stop_token_ids(params, eos_token_ids):
         return FinishReason.STOP
     if num_generated >= params.max_tokens or num_tokens >= max_model_len:

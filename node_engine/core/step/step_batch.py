@@ -1,4 +1,4 @@
-"""One step of a node as plain data: what the scheduler decides and what an engine answers.
+"""One step of a node as plain data: what the scheduler decides and what an engine returns.
 
 ```
 tokens   0          start            start+len(tokens)
@@ -21,78 +21,69 @@ SequenceId = NewType("SequenceId", int)  # process-local, never reused
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to draw the token that follows a slice. `position` is the token's absolute index in
-    prompt + output, which with `seed` and `choice_index` fixes the noise. `forbidden_token_ids` are
-    ids that may not be drawn (EOS before min_tokens). `token_counts` is what the penalties count,
-    None if `params` has none."""
+    """How to sample the token that follows a slice.
+
+    The noise is a function of `params.seed`, `choice_index` and `position` alone.
+    """
 
     params: SamplingParams
     choice_index: int
-    position: int
-    forbidden_token_ids: tuple[int, ...] = ()
-    token_counts: TokenCounts | None = None
+    position: int  # absolute index of the token in prompt + output
+    forbidden_token_ids: tuple[int, ...] = ()  # may not be sampled (EOS before min_tokens)
+    token_counts: TokenCounts | None = None  # input of the penalties; None without penalties
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsSpec:
-    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token.
-    `top_logprobs` is how many of the most likely ones to give beside each."""
+    """Compute the logprobs of prompt tokens."""
 
-    target_token_ids: tuple[int, ...]
-    top_logprobs: int
+    target_token_ids: tuple[int, ...]  # entry i follows the i-th token of the slice
+    top_logprobs: int  # number of most likely tokens to report for each position
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's share of a step: compute KV of `token_ids` at positions start.. and, if
-    `sample_spec` is set, draw the next token from the logits of the last one. `block_table` covers
-    at least positions 0 .. start + len(tokens). `logprobs_spec` asks for the scores of prompt
-    tokens as well."""
+    """The tokens of one sequence that a step computes."""
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
-    start: int
-    block_table: Sequence[BlockIndex]
-    sample_spec: SampleSpec | None
+    start: int  # position of the first of `token_ids`
+    block_table: Sequence[BlockIndex]  # covers at least positions 0 .. start + len(token_ids)
+    sample_spec: SampleSpec | None  # sample the next token from the logits of the last one
     logprobs_spec: PromptLogprobsSpec | None = None
 
 
 class SliceResult(NamedTuple):
-    """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is
-    set, and a score for each of `scoring.targets`."""
+    """What a step computed for one slice."""
 
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    token_id: int | None = None  # the sampled token; None without `sample_spec`
+    logprobs: TokenLogprobs | None = None  # of `token_id`, if its sampling parameters ask for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `target_token_ids`
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed.
-    `block_copies` are whole-block copies (source, destination) to be made before the forward pass:
-    copy on write."""
+    """The slices of one step: decode slices (one token, sampled) and prefill chunks mixed."""
 
     slices: tuple[SequenceSlice, ...]
+    # Copies of whole blocks (source, destination) to make before the forward pass: copy on write.
     block_copies: tuple[tuple[BlockIndex, BlockIndex], ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.slices)
+        return sum(len(slice_.token_ids) for slice_ in self.slices)
 
 
-LayerCallback = Callable[
-    [int], None
-]  # called with k when the KV of layer k is in the arena for every slice of the step
+# Called with a layer number when the KV of that layer is in the arena for every slice of the step.
+LayerCallback = Callable[[int], None]
 
 
 class DeviceLost(Exception):
-    """The device can compute nothing more for this process, which must end: a new one may find it
-    well."""
+    """The device is unusable for this process, which must exit; a new process may succeed."""
 
 
 class Engine(Protocol):
-    """A model, or something that behaves like one, over one arena of blocks. Called on the compute
-    thread only, once that runs."""
+    """A model, or a stand-in for one, over one arena of KV blocks. Compute thread only."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -104,39 +95,45 @@ class Engine(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def model_digest(self) -> bytes:
-        """Digest of weights, architecture and revision: two nodes may exchange KV only if it is
-        equal."""
+        """Digest of weights, architecture and revision; KV is exchanged only if it is equal."""
         ...
 
     @property
     def model_identity(self) -> ModelIdentity:
-        """All that tokens and KV depend on: two nodes may serve one request only if it is equal."""
+        """All that tokens and KV depend on; equal on all nodes that may serve one request."""
         ...
 
     @property
     def can_read_pool_in_place(self) -> bool:
-        """Whether it can read blocks beside the arena, where they are: what is bound may then be
-        longer."""
+        """Whether the engine can read blocks outside the arena, in the mapped shared pool.
+
+        If so, `bind_cache` may get memory that is longer than the arena.
+        """
         ...
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in
-        KVLayout. Blocks that follow, of which nothing is touched unless a block table or a copy
-        names it, are read and not written."""
+        """Use `arena` as cache memory: `num_blocks * layout.block_bytes` writable bytes.
+
+        Blocks after these are read only if a block table or a copy names them, and never written.
+        """
         ...
 
-    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Do now what would be done once, in the first steps, with no more tokens in one than there
-        will be, as long as it is `wanted`. After `bind_cache`, before anything is in the cache.
-        Raises what `run` does."""
+    def warm_up(
+        self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Do the one-time work of the first steps now (kernel selection, allocations).
+
+        Called after `bind_cache`, while the cache is empty. Steps have at most `max_batched_tokens`
+        tokens; no further step begins once `is_wanted` returns False. Raises what `run` raises.
+        """
         ...
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
     ) -> tuple[SliceResult, ...]:
-        """One forward pass. Returns what each slice gave.
+        """Run one forward pass; returns one result per slice.
 
-        Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside
-        the batch's blocks.
+        Raises OutOfMemory if the device has no memory left; blocks outside the batch are then
+        unchanged.
         """
         ...

@@ -1,4 +1,4 @@
-"""What penalties count: the distinct tokens of a sequence, and how often each is in its output."""
+"""Input of the penalties: the distinct tokens of a sequence and their counts in its output."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 from baton.types import SamplingParams
 
-_INITIAL_CAPACITY = 64  # for tokens that the prompt does not have
+_INITIAL_CAPACITY = 64  # for output tokens that are not in the prompt
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether any penalty is on: whoever has none pays for no counting."""
+    """Whether `params` has any penalty; without one, tokens need not be counted."""
     return (
         bool(params.presence_penalty or params.frequency_penalty)
         or params.repetition_penalty != 1.0
@@ -19,8 +19,10 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """Distinct tokens, those of the prompt ascending and then each as it first appears in the
-    output. Counting a token is amortised O(1); nothing is ever counted again."""
+    """Distinct tokens of a sequence: those of the prompt, then output tokens as they appear.
+
+    Counting a token takes amortised O(1); no token is counted twice.
+    """
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         distinct = np.unique(np.asarray(prompt, np.int64))
@@ -32,16 +34,16 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids, [n]. A view: valid until the next `add_output_tokens`."""
+        """Distinct token ids, [n]. The view is valid until the next `add_output_tokens`."""
         return self._ids[: self._num_distinct]
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `token_ids` is in the output, [n]; 0 for those of the prompt alone."""
+        """Count of each of `token_ids` in the output, [n]; 0 for tokens of the prompt alone."""
         return self._counts[: self._num_distinct]
 
     def add_output_tokens(self, output: Iterable[int]) -> None:
-        """Count more tokens of output."""
+        """Count more output tokens."""
         for token in output:
             place = self._index_of_token.setdefault(token, self._num_distinct)
             if place == self._num_distinct:

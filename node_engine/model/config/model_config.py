@@ -1,8 +1,7 @@
-"""What a Hugging Face folder says about its model, read without transformers, so that a node starts
-in a second.
+"""Reads the model configuration of a Hugging Face folder, without importing transformers.
 
-Whatever would change the arithmetic and is not built here is refused by name: an answer from a
-model that was read wrongly is worse than none.
+Settings that would change the arithmetic and are not supported are refused by name: wrong output
+from a misread model is worse than an error.
 """
 
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from node_engine.model.config.rope import RopeConfig, parse_rope
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture, resolved. `windows` says for each layer how many tokens a query sees, None
-    for all; `stored_dtype` is what the folder declares, as torch spells it."""
+    """The architecture, with all defaults filled in. Field names follow Hugging Face's config."""
 
     architecture: str
     vocab_size: int
@@ -41,9 +39,9 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # per layer: tokens that a query attends to, None for all
     rope: RopeConfig
-    stored_dtype: str
+    stored_dtype: str  # of the weights in the folder, as torch spells it
     eos_token_ids: tuple[int, ...]
 
 
@@ -59,8 +57,10 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: JsonObject, generation: GenerationDefaults) -> ModelConfig:
-    """Resolve the two files' contents. Raises ConfigError naming the key, its value and what is
-    possible."""
+    """Build the configuration from the contents of both files.
+
+    Raises ConfigError that names the key, its value and the supported values.
+    """
     architecture = _architecture(raw)
     family = MODEL_FAMILIES[architecture]
     _refuse_unsupported(raw)
@@ -91,18 +91,19 @@ def parse_model_config(raw: JsonObject, generation: GenerationDefaults) -> Model
 
 
 def _heads(raw: JsonObject, family: ModelFamily) -> tuple[int, int, int]:
-    """Query heads, KV heads and their width. A null stands for the value derived from the others,
-    as everywhere."""
+    """Query heads, KV heads and head_dim; null in config.json means the derived default."""
     heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
     assumed = heads if "num_key_value_heads" in raw else family.default_kv_heads or heads
     kv_heads = _positive(raw, "num_key_value_heads", assumed)
     if heads % kv_heads:
         raise ConfigError(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}: fix config.json"
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}:"
+            " fix config.json"
         )
     if raw.get("head_dim", family.default_head_dim) is None and hidden % heads:
         raise ConfigError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}: set head_dim in config.json"
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}:"
+            " set head_dim in config.json"
         )
     head_dim = _positive(raw, "head_dim", family.default_head_dim or hidden // heads)
     if head_dim % 2:
@@ -118,7 +119,8 @@ def _architecture(raw: JsonObject) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in MODEL_FAMILIES:
         raise ConfigError(
-            f"architectures {names!r} in config.json: Baton serves one of {', '.join(MODEL_FAMILIES)}"
+            f"architectures {names!r} in config.json:"
+            f" Baton serves one of {', '.join(MODEL_FAMILIES)}"
         )
     return str(names[0])
 
@@ -131,7 +133,8 @@ def _refuse_unsupported(raw: JsonObject) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(
-            f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only"
+            f"quantization_config with quant_method {method!r}:"
+            " Baton reads unquantized weights only"
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is built")
@@ -147,7 +150,7 @@ def _positive(raw: JsonObject, key: str, default: int | None = None) -> int:
 
 
 def _eos_token_ids(raw: JsonObject, generation: GenerationDefaults) -> tuple[int, ...]:
-    """All that either file names. Raises ConfigError for one that the vocabulary lacks."""
+    """EOS ids of both files. Raises ConfigError for an id outside the vocabulary."""
     ids = (*generation_defaults.parse_eos_token_ids(raw, "config.json"), *generation.eos_token_ids)
     vocab_size = _positive(raw, "vocab_size")
     if ids and max(ids) >= vocab_size:

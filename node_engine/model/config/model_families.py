@@ -1,5 +1,8 @@
-"""The architectures that are built, and where they differ: what each one's configuration class in
-transformers assumes when config.json is silent, and what its model class fixes or reads."""
+"""The supported architectures and their differences.
+
+For each: the defaults of its configuration class in transformers for keys that config.json lacks,
+and the features that its model class always has or reads from config.json.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +11,10 @@ from typing import Literal
 from baton.errors import ConfigError
 from baton.models.json_object import JsonObject, get_int_field
 
-# no: never. config: `attention_bias` says. fixed: always.
+# no: never. config: as `attention_bias` says. fixed: always.
 BiasRule = Literal["no", "config", "fixed"]
-# never: every layer attends to everything. always: to `sliding_window` tokens, unless that is null.
-# switched: so from layer `max_window_layers` on, if `use_sliding_window` is true.
+# never: every layer has full attention. always: `sliding_window` tokens, unless that is null.
+# switched: as always, from layer `max_window_layers` on, if `use_sliding_window` is true.
 WindowRule = Literal["never", "always", "switched"]
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -19,14 +22,14 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """`default_kv_heads` None: as many as heads. `default_head_dim` None: hidden_size / heads."""
+    """Defaults and features of one architecture."""
 
-    default_kv_heads: int | None
+    default_kv_heads: int | None  # None: as many as attention heads
     default_max_positions: int
-    default_head_dim: int | None = None
+    default_head_dim: int | None = None  # None: hidden_size / heads
     qkv_bias: BiasRule = "no"
     output_bias: BiasRule = "no"
-    has_mlp_bias_key: bool = False  # is `has_mlp_bias_key` read?
+    has_mlp_bias_key: bool = False  # whether config.json may have `mlp_bias`
     qk_norm: bool = False
     window_rule: WindowRule = "never"
 
@@ -47,17 +50,17 @@ MODEL_FAMILIES: Mapping[str, ModelFamily] = {
         window_rule="switched",
     ),
 }
-_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = (
-    4096,
-    28,
-)  # where a family has windows and config.json is silent
+# For families with windows, where config.json lacks the keys.
+_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 
 
 def compute_layer_windows(
     raw: JsonObject, family: ModelFamily, num_layers: int
 ) -> tuple[int | None, ...]:
-    """How many tokens a query of each layer sees, itself among them; None for all before it. Raises
-    ConfigError naming the key, its value and what is possible."""
+    """Attention window of each layer in tokens, the query itself included; None: full attention.
+
+    Raises ConfigError that names the key, its value and the supported values.
+    """
     window = _window(raw, family)
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -68,12 +71,14 @@ def compute_layer_windows(
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(
-            f"layer_types {kinds!r} in config.json: must be a list of num_hidden_layers {num_layers}"
+            f"layer_types {kinds!r} in config.json:"
+            f" must be a list of num_hidden_layers {num_layers}"
         )
     for layer, kind in enumerate(kinds):
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ConfigError(
-                f"layer_types[{layer}] {kind!r}: only {FULL_ATTENTION} and {SLIDING_ATTENTION} are built"
+                f"layer_types[{layer}] {kind!r}:"
+                f" only {FULL_ATTENTION} and {SLIDING_ATTENTION} are built"
             )
         if kind == SLIDING_ATTENTION and window is None:
             raise ConfigError(f"layer_types[{layer}] {kind!r}: {_explain_no_window(family)}")

@@ -1,5 +1,4 @@
-"""Rotary frequencies: the `default`, `linear` and `llama3` types, in the spellings of transformers
-4 and 5."""
+"""Rotary embedding (RoPE) of types `default`, `linear`, `llama3`; keys of transformers 4 and 5."""
 
 import math
 from collections.abc import Mapping
@@ -17,20 +16,21 @@ _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`theta` is the base. `linear` and `llama3` read `factor`; the rest is read by `llama3`
-    alone."""
+    """Parameters of the rotary embedding."""
 
     type: str
-    theta: float
-    factor: float = 1.0
+    theta: float  # the base of the frequencies
+    factor: float = 1.0  # for `linear` and `llama3`; the fields below for `llama3` alone
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Where
-    both are given the latter wins, as in transformers. Raises ConfigError."""
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (transformers 4).
+
+    If both are given, `rope_scaling` wins, as in transformers. Raises ConfigError.
+    """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, Mapping):
@@ -80,9 +80,8 @@ def compute_inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor
         return frequencies
     if rope.type == "linear":
         return frequencies / rope.factor
-    turns = (
-        rope.original_max_positions * frequencies / (2 * math.pi)
-    )  # rotations within the trained context
+    # Rotations within the context length of pre-training.
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0.0, 1.0
     )

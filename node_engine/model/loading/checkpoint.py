@@ -1,5 +1,4 @@
-"""Safetensors files of a Hugging Face folder: which tensors there are, and their memory-mapped
-contents."""
+"""The safetensors files of a Hugging Face folder: tensor names and memory-mapped contents."""
 
 import json
 from contextlib import ExitStack
@@ -16,11 +15,10 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Checkpoint:
-    """Open files of one folder. Tensors are views of the mapped files: valid while they are
-    referenced."""
+    """The open safetensors files of one folder. Tensors are views of the mapped files."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError that names the file."""
+        """Open all shards. Raises ConfigError that names the file."""
         self._stack = ExitStack()
         self._file_of_tensor: dict[str, safe_open] = {}
         with ExitStack() as opening:
@@ -34,7 +32,8 @@ class Checkpoint:
                 for name in shard.keys():
                     if name in self._file_of_tensor:
                         raise ConfigError(
-                            f"{path}: tensor {name} is in another shard as well: download the model again"
+                            f"{path}: tensor {name} is in another shard as well:"
+                            " download the model again"
                         )
                     self._file_of_tensor[name] = shard
             self._stack = opening.pop_all()
@@ -77,7 +76,8 @@ def _shards(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).is_file()]
         if outside or missing:
             raise ConfigError(
-                f"{index}: names shards that are not in {folder}: {outside or missing}: download them"
+                f"{index}: names shards that are not in {folder}: {outside or missing}:"
+                " download them"
             )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
@@ -85,7 +85,8 @@ def _shards(folder: Path) -> list[Path]:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise ConfigError(
-            f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors"
+            f"{folder}: pickled weights can run code ({', '.join(pickled)}):"
+            " convert them to safetensors"
         )
     raise ConfigError(
         f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"

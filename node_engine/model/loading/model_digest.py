@@ -1,4 +1,4 @@
-"""The model's name for the cluster: two nodes may exchange KV only if their digests are equal."""
+"""The model digest: two nodes may exchange KV only if their digests are equal."""
 
 import hashlib
 import json
@@ -10,23 +10,22 @@ import xxhash
 from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED
 from node_engine.model.config.model_config import ModelConfig
 
-# What the arithmetic does not depend on.
+# Configuration fields that do not affect the arithmetic.
 _EXCLUDED_FIELDS = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
 
 
 class ModelDigest:
-    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its
-    bytes.
+    """SHA-256 over the architecture and each tensor's name, dtype, shape and XXH3-128 of its bytes.
 
-    The names of blocks descend from it and from the layout, which has the dtype of KV. So what else
-    their contents depend on is part of it: the implementation of the model and the quantization of
-    its weights. Of shards and file order it is independent. XXH3 reads at memory speed and finds
-    accidents (another revision, a damaged download). It is no defence against weights forged on
-    purpose, and need not be: whoever may join the cluster holds its token.
+    Block hashes are derived from it and from the KV layout, which includes the dtype of KV. The
+    digest therefore also covers what else KV depends on: the implementation of the model and the
+    quantization of its weights. It does not depend on shards or file order. XXH3 runs at memory
+    speed and detects accidents (another revision, a damaged download), not weights forged on
+    purpose; members of the cluster are trusted, because they have its token.
     """
 
     def __init__(self, config: ModelConfig, origin: str) -> None:
-        """`origin` tells weights that were read from weights that were made up."""
+        """`origin` distinguishes weights from files and dummy weights."""
         self._architecture = {
             key: value for key, value in asdict(config).items() if key not in _EXCLUDED_FIELDS
         }
@@ -34,12 +33,12 @@ class ModelDigest:
         self._tensors: dict[str, str] = {}
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Take in a tensor as it is stored, on the CPU."""
+        """Add a tensor as it is stored, on the CPU."""
         contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
         self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
 
     def compute_digest(self) -> bytes:
-        """32 bytes."""
+        """The digest, 32 bytes."""
         named = {
             "implementation": NATIVE_IMPLEMENTATION,
             "quantization": UNQUANTIZED,

@@ -1,4 +1,4 @@
-"""From named tensors to a model's weights: checked, fused, packed, digested."""
+"""Loads the weights of a model: checks, fuses and packs tensors, and computes their digest."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ from node_engine.model.loading.model_digest import ModelDigest
 DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES_SHOWN = 5  # names in an error message
-# Buffers that old checkpoints carry and nobody reads.
+# Buffers in old checkpoints that are not used.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 TensorSource = Callable[[str], torch.Tensor]  # name -> tensor as stored
@@ -28,6 +28,8 @@ TensorSource = Callable[[str], torch.Tensor]  # name -> tensor as stored
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """Packed weights of one transformer layer."""
+
     attention_norm: RMSNorm
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     qk_norm: RMSNorm | None  # over each head of queries and keys: [heads + kv_heads, head_dim]
@@ -39,6 +41,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
+    """Packed weights of a model."""
+
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: RMSNorm
@@ -47,7 +51,7 @@ class ModelWeights:
 
 
 def compute_expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this architecture has, in the order of loading."""
+    """Name and shape of every tensor of this architecture's checkpoints, in loading order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -106,7 +110,7 @@ def load_weights(
 def build_dummy_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
 ) -> ModelWeights:
-    """Random weights, the same in every process, for measurements without a download."""
+    """Random weights, equal in every process, for measurements without a download."""
     generator = torch.Generator().manual_seed(DUMMY_SEED)
     shapes = compute_expected_shapes(config)
 
@@ -146,7 +150,8 @@ def _refuse_tensors(folder: Path, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
         raise ConfigError(
-            f"{folder} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{more}: download the model again"
+            f"{folder} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{more}:"
+            " download the model again"
         )
 
 
@@ -192,7 +197,7 @@ def _build_layer(
 def _build_qk_norm(
     config: ModelConfig, source: TensorSource, kernels: TorchKernels, prefix: str
 ) -> RMSNorm:
-    """Queries and keys lie side by side in the fused projection, so one call normalises both."""
+    """One norm for queries and keys, which are adjacent in the fused projection."""
     query, key = (
         source(f"{prefix}self_attn.q_norm.weight"),
         source(f"{prefix}self_attn.k_norm.weight"),
@@ -202,7 +207,7 @@ def _build_qk_norm(
 
 
 def _iter_layers_with_progress(num_layers: int) -> Iterator[int]:
-    """Count layers, with a bar when a person is watching."""
+    """Layer numbers, with a progress bar if stderr is a terminal."""
     layers: Iterable[int] = range(num_layers)
     if not sys.stderr.isatty():
         yield from layers

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and of the most likely ones in their place, from raw logits."""
+"""Log probabilities of tokens, and of the most likely alternatives, from raw logits."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,10 @@ _MAX_LOGITS_AT_ONCE = 1 << 24  # 64 MiB in float32, and as much again for the su
 
 
 def compute_rows_at_once(vocab_size: int) -> int:
-    """Into how many rows the logits of a prompt are cut, so that its scores take a bounded amount
-    of memory: at most three tensors of 2**24 elements in float32, or of one row."""
+    """Number of rows of prompt logits to process at a time, so that memory is bounded.
+
+    The bound is three float32 tensors of 2**24 elements, or of one row if that is larger.
+    """
     return max(1, _MAX_LOGITS_AT_ONCE // vocab_size)
 
 
@@ -21,8 +23,10 @@ def compute_logprobs(
     tokens: Sequence[int],  # one per row
     tops: Sequence[int],  # how many alternatives, per row
 ) -> list[TokenLogprobs]:
-    """Log softmax of each row at its token and at its most likely ones, the best first. Raises
-    NodeFailed when a row is not finite."""
+    """Log softmax of each row at its token and at its most likely tokens, best first.
+
+    Raises NodeFailed if a row is not finite.
+    """
     if not tokens:
         return []
     total = logits.logsumexp(-1, keepdim=True)  # [rows, 1]

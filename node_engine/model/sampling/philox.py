@@ -1,14 +1,14 @@
-"""Philox4x32-10 over vectors of counters.
+"""The counter-based random number generator Philox4x32-10, over vectors of counters.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-Counter-based: the noise at a counter is a pure function of counter and key, so that no generator
-state has to travel from step to step or from node to node.
+The noise at a counter is a pure function of counter and key, so no generator state has to be kept
+between steps or sent between nodes.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.uint64]  # 32-bit words, each in a 64-bit place, so that products are exact
+Words = npt.NDArray[np.uint64]  # 32-bit words in 64 bits each, so that products are exact
 
 _MULTIPLY_FIRST, _MULTIPLY_THIRD = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

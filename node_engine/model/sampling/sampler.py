@@ -1,27 +1,28 @@
-"""Drawing tokens: greedy, or Gumbel-max over the filtered distribution with counter-based noise.
+"""Samples tokens: greedy, or Gumbel-max over the filtered distribution with counter-based noise.
 
-Logits of a row go through, in this order, each step only if the row asks for it:
+The logits of a row are processed in this order; each step only if the row's parameters ask for it:
 
-    repetition penalty       Keskar et al. 2019 (CTRL), over prompt and output; a positive logit is divided by it, any
-                             other multiplied, as Hugging Face and vLLM have it
-    frequency and presence   OpenAI's: less frequency_penalty for each time that the token is in the output, and less
-                             presence_penalty once if it is there at all
-    logit_bias               OpenAI's: added, so that no penalty scales it
-    forbidden                minus infinity. The best of what is now is the greedy answer
-    temperature              divides
-    min_p                    Nguyen et al. 2024: keeps what is at least min_p times as likely as the most likely
-    top_k, then top_p        of what min_p has left, as vLLM has it
+    repetition penalty      Keskar et al. 2019 (CTRL), over prompt and output: a positive logit is
+                            divided by it, any other multiplied, as in Hugging Face and vLLM
+    frequency and presence  as OpenAI's: minus frequency_penalty for each occurrence of the token in
+                            the output, minus presence_penalty if it occurs at all
+    logit_bias              as OpenAI's: added, not scaled by any penalty
+    forbidden tokens        minus infinity; the best token after this step is the greedy result
+    temperature             divides the logits
+    min_p                   Nguyen et al. 2024: keeps tokens that are at least min_p times as likely
+                            as the most likely one
+    top_k, then top_p       applied to the tokens that min_p has kept, as in vLLM
 
-Scores are of the logits before any of this.
+Logprobs are computed from the logits before any of these steps.
 
-Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a
-request draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than
+Noise is a function of (seed, choice, absolute position, token id) alone, so that a request samples
+the same tokens alone or in a batch, resumed, and on any node. Gumbel-max is used rather than
 inversion of the cumulative distribution: logits that differ by rounding (another batch, another
 chunking) then change the token only if the two best scores are that close, while inversion has one
 such boundary per token of the vocabulary.
 
-Drawn rows go to the host: NumPy sorts and multiplies vectors of this size several times faster than
-torch's CPU operators, and one implementation serves every device.
+Rows to sample from are copied to the host: NumPy sorts and multiplies vectors of this size several
+times faster than torch's CPU operators, and one implementation serves every device.
 """
 
 import math
@@ -47,8 +48,10 @@ def sample_tokens(
     logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
 ) -> list[SliceResult]:
-    """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no
-    finite maximum: rather an error than a guess."""
+    """Sample one token per row, with logprobs where requested.
+
+    Raises NodeFailed if a row has no finite maximum.
+    """
     special = [row for row, spec in enumerate(specs) if _needs_extra_steps(spec)]
     if not special:
         return [SliceResult(token) for token in _pick_tokens(logits, specs)]
@@ -63,8 +66,7 @@ def sample_tokens(
 
 
 def _needs_extra_steps(spec: SampleSpec) -> bool:
-    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for
-    those that do."""
+    """Whether a row needs more than temperature and filters; other rows skip the extra work."""
     params = spec.params
     return (
         spec.token_counts is not None
@@ -89,9 +91,11 @@ def _pick_tokens(
 
 
 def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
-    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or,
-    where arithmetic takes it, to a copy in float32. Elementwise, so that a row's result does not
-    depend on the others."""
+    """Apply penalties, bias and forbidden tokens to some rows of [rows, vocab]; returns the logits.
+
+    Works in place or, where arithmetic needs it, on a float32 copy. All operations are elementwise:
+    the result of a row does not depend on other rows.
+    """
     counted = [(row, spec) for row, spec in rows if spec.token_counts is not None]
     biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
     if counted or biased:
@@ -112,9 +116,9 @@ def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]])
 
 
 def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
-    """All rows' counted tokens at once: one gather, one scatter."""
+    """Apply the penalties of all rows at once, with one gather and one scatter."""
     counts = [spec.token_counts for _, spec in rows if spec.token_counts is not None]
-    lengths = [len(each.token_ids) for each in counts]
+    lengths = [len(count.token_ids) for count in counts]
 
     def per_token(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
         return _to_device(logits, np.repeat(np.array(values, dtype), lengths))
@@ -122,14 +126,14 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]
     params = [spec.params for _, spec in rows]
     places = (
         per_token([row for row, _ in rows], np.int64),
-        _to_device(logits, np.concatenate([each.token_ids for each in counts])),
+        _to_device(logits, np.concatenate([count.token_ids for count in counts])),
     )
-    in_output = _to_device(logits, np.concatenate([each.output_counts for each in counts]))
-    repetition = per_token([each.repetition_penalty for each in params])
+    in_output = _to_device(logits, np.concatenate([count.output_counts for count in counts]))
+    repetition = per_token([param.repetition_penalty for param in params])
     values = logits[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= per_token([each.frequency_penalty for each in params]) * in_output
-    values -= per_token([each.presence_penalty for each in params]) * (in_output > 0)
+    values -= per_token([param.frequency_penalty for param in params]) * in_output
+    values -= per_token([param.presence_penalty for param in params]) * (in_output > 0)
     logits[places] = values
 
 
@@ -139,9 +143,8 @@ def _to_device(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> 
 
 def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
     """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
-    with np.errstate(
-        over="ignore"
-    ):  # a tiny temperature sends all but the best to -inf, as it should
+    # A tiny temperature sends all logits but the best to -inf, as intended.
+    with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
     floor = _lowest_kept_logit(scaled, spec.params)
     if floor is None:
@@ -151,9 +154,11 @@ def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
 
 
 def _lowest_kept_logit(scaled: Floats, params: SamplingParams) -> np.float32 | None:
-    """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of
-    `scaled` is 0. Scores equal to it are all kept, so that the order in which a sort leaves equals
-    is of no account."""
+    """The lowest logit that min_p, top-k and top-p keep; None for no bound.
+
+    The highest of `scaled` is 0. Logits equal to the bound are all kept, so that the result does
+    not depend on the order of equal elements in a sort.
+    """
     floor = None
     if params.min_p > 0.0:
         floor = np.float32(math.log(params.min_p))
@@ -164,7 +169,7 @@ def _lowest_kept_logit(scaled: Floats, params: SamplingParams) -> np.float32 | N
     if params.top_p < 1.0:
         weights = np.exp(scaled)
         total = weights.sum(dtype=np.float64)
-        # All that weigh less than this weigh less than 1 - top_p together: they need not be sorted.
+        # Tokens with smaller weights add up to less than 1 - top_p: no need to sort them.
         ranked = np.sort(scaled[weights >= (1.0 - params.top_p) * total / len(scaled)])[::-1]
         before = np.cumsum(np.exp(ranked), dtype=np.float64) - np.exp(ranked)
         floor = ranked[max(1, int(np.count_nonzero(before < params.top_p * total))) - 1]
@@ -176,8 +181,7 @@ def compute_gumbel_noise(
     spec: SampleSpec,
     tokens: TokenIds | None = None,  # [n], all of the vocabulary when None
 ) -> Floats:  # [n]
-    """Independent standard Gumbel variables, each a function of seed, choice, position and its
-    token id.
+    """Independent standard Gumbel variables, functions of seed, choice, position and token id.
 
     Computed as -log(-log(1 - u)) from 32-bit uniforms u: large values, which win, come from small
     u, where a float is finest.

@@ -167,7 +167,9 @@ class RoleBench:
         self.engine.bind_cache(self.block_memory, num_blocks)
         self.pool = BlockPool(num_blocks, PACED_LAYOUT.block_size, self.clock)
         limits = SchedulerLimits(8, max_batched_tokens, 4096)
-        self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids, copy_in=copy_in)
+        self.scheduler = Scheduler(
+            self.pool, limits, self.engine.eos_token_ids, copy_pool_blocks=copy_in
+        )
         self.pool_connector = PoolConnector(
             self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
         )

@@ -98,8 +98,8 @@ class SteppedNode:
         self.outcomes: list[SequenceOutcome] = []
         self.batches: list[StepBatch] = []
 
-    def add_work(self, job: AttemptSpec, *, hand_off: bool = False) -> NodeSequence:
-        return self.scheduler.add_sequence(job, self.root, hand_off=hand_off)
+    def add_work(self, job: AttemptSpec, *, is_prefill_only: bool = False) -> NodeSequence:
+        return self.scheduler.add_sequence(job, self.root, is_prefill_only=is_prefill_only)
 
     def step(self) -> StepBatch | None:
         """Returns the batch that was run, or None if there was nothing to compute."""

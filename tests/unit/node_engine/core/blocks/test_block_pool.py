@@ -156,7 +156,7 @@ def test_block_is_indexed_once() -> None:
     pool.allocate_blocks(1, "a")
     chain = HashChain(ROOT, [1, 2, 3, 4], SIZE)
     pool.index_block(BlockIndex(0), chain, 0)
-    with pytest.raises(BlockLedgerError, match="sealed before"):
+    with pytest.raises(BlockLedgerError, match="indexed before"):
         pool.index_block(BlockIndex(0), chain, 0)
 
 
@@ -172,12 +172,12 @@ def test_partly_filled_block_is_found_then_the_full_one() -> None:
             "the third token is nobody's business"
         )
         pool.release_blocks((block,), "b")
-    with pytest.raises(BlockLedgerError, match="sealed before"):
+    with pytest.raises(BlockLedgerError, match="indexed before"):
         pool.index_block(block, chain, 0, 2)
     tokens.append(4)
     pool.index_block(block, chain, 0)
     assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").blocks == (block,)
-    with pytest.raises(BlockLedgerError, match="sealed before"):
+    with pytest.raises(BlockLedgerError, match="indexed before"):
         pool.index_block(block, chain, 0, 3)
     pool.check_invariants()
 

@@ -45,7 +45,7 @@ def test_pool_blocks_use_no_own_blocks() -> None:
     node, pin = SteppedNode(num_blocks=6), CountedPin()
     found = make_pool_prefix(pin, 3, partial=7)
     sequence = node.scheduler.add_sequence(
-        make_work(0, PROMPT), node.root, hand_off=True, pooled=found
+        make_work(0, PROMPT), node.root, is_prefill_only=True, pool_prefix=found
     )
     found.release()
     node.scheduler.schedule_step()
@@ -63,7 +63,7 @@ def test_pool_blocks_use_no_own_blocks() -> None:
 def test_a_pin_is_held_until_the_step_in_flight_has_ended() -> None:
     node, pin = SteppedNode(), CountedPin()
     found = make_pool_prefix(pin, 2)
-    node.scheduler.add_sequence(make_work(0, PROMPT), node.root, pooled=found)
+    node.scheduler.add_sequence(make_work(0, PROMPT), node.root, pool_prefix=found)
     found.release()
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
@@ -80,7 +80,7 @@ def test_own_blocks_are_preferred_to_pool_blocks() -> None:
     node.add_work(make_work(0, PROMPT[: 2 * BLOCK + 1], max_tokens=1))
     node.run()
     found = make_pool_prefix(pin, 4)
-    sequence = node.scheduler.add_sequence(make_work(1, PROMPT), node.root, pooled=found)
+    sequence = node.scheduler.add_sequence(make_work(1, PROMPT), node.root, pool_prefix=found)
     found.release()
     node.scheduler.schedule_step()
     assert [node.pool.is_own_block(block) for block in sequence.block_table[:4]] == [
@@ -97,7 +97,7 @@ def test_unused_pool_pin_is_released_at_admission() -> None:
     node.add_work(make_work(0, PROMPT, max_tokens=1))
     node.run()
     found = make_pool_prefix(pin, 4)
-    sequence = node.scheduler.add_sequence(make_work(1, PROMPT), node.root, pooled=found)
+    sequence = node.scheduler.add_sequence(make_work(1, PROMPT), node.root, pool_prefix=found)
     found.release()
     assert pin.num_released == 0
     node.scheduler.schedule_step()

@@ -94,11 +94,11 @@ def test_unticketed_prefill_is_requeued_newest_first() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8, max_batched_tokens=64)
     guesses = [make_work(f"guess{salt}", unshared_prompt(32, salt)) for salt in range(3)]
     for guess in guesses:
-        node.add_work(guess, hand_off=True)
+        node.add_work(guess, is_prefill_only=True)
     node.step()
     node.step()
     firm = make_work("firm", unshared_prompt(60, 9))
-    node.add_work(firm, hand_off=True)
+    node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     node.step()
     dropped = [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)]
@@ -123,7 +123,7 @@ def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
     one as well."""
     node = SteppedNode(num_blocks=8, max_num_seqs=8, max_batched_tokens=128)
     guesses = [
-        node.add_work(make_work(f"guess{salt}", unshared_prompt(32, salt)), hand_off=True)
+        node.add_work(make_work(f"guess{salt}", unshared_prompt(32, salt)), is_prefill_only=True)
         for salt in range(4)
     ]
     node.run()
@@ -131,7 +131,7 @@ def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
     for guess in guesses:
         node.pool.share_blocks(guess.block_table, handoff_owner_label(guess.key))
     firm = make_work("firm", unshared_prompt(20, 9))
-    node.add_work(firm, hand_off=True)
+    node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     for _ in range(3):
         assert node.step() is None
@@ -149,7 +149,7 @@ def test_growth_waits_for_what_a_sender_still_holds() -> None:
         make_work("old", unshared_prompt(15, 1), 30),
         make_work("young", unshared_prompt(3, 2), 12),
     )
-    guess = node.add_work(make_work("guess", unshared_prompt(30, 3)), hand_off=True)
+    guess = node.add_work(make_work("guess", unshared_prompt(30, 3)), is_prefill_only=True)
     node.add_work(old)
     node.add_work(young)
     node.step()
@@ -175,7 +175,7 @@ def test_growth_requeues_unticketed_before_preempting() -> None:
         make_work("guess", unshared_prompt(16, 3)),
     )
     node.add_work(old)
-    node.add_work(guess, hand_off=True)
+    node.add_work(guess, is_prefill_only=True)
     node.add_work(young)
     node.run()
     assert node.error_codes() == {}
@@ -192,12 +192,12 @@ def test_nothing_is_requeued_in_vain() -> None:
         make_work("pinned", unshared_prompt(64, 1)),
         make_work("guess", unshared_prompt(32, 2)),
     )
-    node.add_work(pinned, hand_off=True)
+    node.add_work(pinned, is_prefill_only=True)
     node.scheduler.mark_ticketed(pinned.key)
-    node.add_work(guess, hand_off=True)
+    node.add_work(guess, is_prefill_only=True)
     node.run()
     firm = make_work("firm", unshared_prompt(80, 3))
-    node.add_work(firm, hand_off=True)
+    node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     assert node.step() is None
     assert not [each for each in node.outcomes if isinstance(each, PrefillRequeued)], (
@@ -216,10 +216,10 @@ def test_ticketed_prefill_is_not_requeued() -> None:
         make_work("guess", unshared_prompt(64, 1)),
         make_work("firm", unshared_prompt(80, 2)),
     )
-    node.add_work(guess, hand_off=True)
+    node.add_work(guess, is_prefill_only=True)
     node.run()
     node.scheduler.mark_ticketed(guess.key)
-    node.add_work(firm, hand_off=True)
+    node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     assert node.step() is None
     assert node.pool.count_blocks_held_by(str(guess.key)) == 4
@@ -231,9 +231,9 @@ def test_ticketed_prefill_goes_before_unticketed() -> None:
         make_work("guess", unshared_prompt(64, 1)),
         make_work("firm", unshared_prompt(32, 2)),
     )
-    node.add_work(guess, hand_off=True)
+    node.add_work(guess, is_prefill_only=True)
     node.step()
-    node.add_work(firm, hand_off=True)
+    node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     batch = node.step()
     assert batch_shape(batch) == [(0, 32, True)]
@@ -247,8 +247,8 @@ def test_late_ticket_does_not_overtake_a_started_prefill() -> None:
         make_work("long", unshared_prompt(512, 1)),
         make_work("begun", unshared_prompt(96, 2)),
     )
-    node.add_work(long, hand_off=True)
-    node.add_work(begun, hand_off=True)
+    node.add_work(long, is_prefill_only=True)
+    node.add_work(begun, is_prefill_only=True)
     node.scheduler.mark_ticketed(begun.key)
     assert batch_shape(node.step()) == [(0, 32, False)]
     node.scheduler.mark_ticketed(long.key)
@@ -318,7 +318,7 @@ def test_blocks_being_written_return_when_the_step_has_ended(how: str) -> None:
 def test_stopping_keeps_blocks_for_the_sender() -> None:
     node = SteppedNode(max_batched_tokens=32, max_num_seqs=4)
     job = make_work("a", unshared_prompt(100, 1))
-    node.add_work(job, hand_off=True)
+    node.add_work(job, is_prefill_only=True)
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     node.scheduler.stop_prefill(job.key)

@@ -100,7 +100,7 @@ def test_a_long_prompt_that_has_begun_gets_a_block_in_every_step() -> None:
 
 def test_requeued_prefill_is_recomputed_at_the_takers_cost() -> None:
     node = SteppedNode(6, max_batched_tokens=512)
-    guess = node.add_work(make_job("guess", 1, 3 * BLOCK), hand_off=True)
+    guess = node.add_work(make_job("guess", 1, 3 * BLOCK), is_prefill_only=True)
     node.step()
     assert guess.num_computed_tokens == 3 * BLOCK
     (gold,) = run_all_prefills(node, make_job("gold", 0, 5 * BLOCK - 1))

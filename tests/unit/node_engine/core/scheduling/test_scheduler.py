@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import ConfigError, ContextLengthExceeded
+from baton.kv.block_hash import BlockHash
 from baton.types import FinishReason
 from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
@@ -134,11 +135,11 @@ def test_the_model_length_ends_the_output() -> None:
 def test_one_live_sequence_per_key() -> None:
     node = SteppedNode()
     node.add_work(make_work("a", PROMPT[:4]))
-    with pytest.raises(BlockLedgerError, match="here already"):
+    with pytest.raises(BlockLedgerError, match="exists already"):
         node.add_work(make_work("a", PROMPT[:4]))
     with pytest.raises(BlockLedgerError, match="0 tokens"):
         node.add_work(make_work("b", []))
-    with pytest.raises(BlockLedgerError, match="here already"):
+    with pytest.raises(BlockLedgerError, match="exists already"):
         node.scheduler.reserve_for_handoff(make_work("a", PROMPT[:4]), node.root, TICKET_ID)
     assert node.pool.count_blocks(BlockState.RESERVED) == 0
 
@@ -232,6 +233,7 @@ def test_cache_salt_isolates_tenants() -> None:
     node = SteppedNode()
     node.add_work(make_work("warm", PROMPT[:64], 1))
     node.run()
-    sequence = node.scheduler.add_sequence(make_work("a", PROMPT[:64], 1), node.root[::-1])  # type: ignore[arg-type]
+    other_root = BlockHash(node.root[::-1])
+    sequence = node.scheduler.add_sequence(make_work("a", PROMPT[:64], 1), other_root)
     node.run()
     assert sequence.num_cached_tokens == 0

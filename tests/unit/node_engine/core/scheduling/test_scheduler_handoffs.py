@@ -29,7 +29,7 @@ def test_handoff_keeps_the_tokens(length: int, known: int) -> None:
             node.add_work(make_work("warm", PROMPT[:known], 1))
             node.run()
     job = make_work("a", PROMPT[:length], 20)
-    sent = prefill.add_work(job, hand_off=True)
+    sent = prefill.add_work(job, is_prefill_only=True)
     awaited = decode.scheduler.reserve_for_handoff(job, decode.root, TICKET_ID)
     assert not isinstance(awaited, CapacityRefusal)
     assert awaited.state is SequenceState.AWAITING_KV
@@ -65,7 +65,9 @@ def test_chunks_end_on_block_boundaries_also_behind_part_of_a_block() -> None:
     node.add_work(make_work("warm", PROMPT[:32], 1))
     node.run()
     node.batches.clear()
-    sequence = node.add_work(make_work("a", PROMPT[:27] + unshared_prompt(73, 5), 1), hand_off=True)
+    sequence = node.add_work(
+        make_work("a", PROMPT[:27] + unshared_prompt(73, 5), 1), is_prefill_only=True
+    )
     node.run()
     assert sequence.num_cached_tokens == 27
     pieces = [batch.slices[0] for batch in node.batches]
@@ -77,7 +79,7 @@ def test_the_first_token_may_be_the_last() -> None:
     tokens = expected_tokens(make_work("a", PROMPT[:5]))
     job = make_work("a", PROMPT[:5], 8, stop=tokens[:1])
     decode.scheduler.reserve_for_handoff(job, decode.root, TICKET_ID)
-    prefill.add_work(job, hand_off=True)
+    prefill.add_work(job, is_prefill_only=True)
     prefill.run()
     [completed] = prefill.outcomes
     assert isinstance(completed, PrefillCompleted)
@@ -96,7 +98,7 @@ def test_running_decode_resumes_on_another_node() -> None:
     first, second = SteppedNode(), SteppedNode()
     job = make_work("a", PROMPT[:20], 12)
     moved = make_work("a", PROMPT[:20], 12, emitted=expected_tokens(job)[:5])
-    first.add_work(moved, hand_off=True)
+    first.add_work(moved, is_prefill_only=True)
     first.run()
     awaited = second.scheduler.reserve_for_handoff(moved, second.root, TICKET_ID)
     assert not isinstance(awaited, CapacityRefusal)

@@ -118,7 +118,7 @@ def test_prefill_order_follows_virtual_deadlines(lengths: list[int], budget: int
         for number, size in enumerate(lengths)
     ]
     for job in jobs:
-        node.add_work(job, hand_off=True)
+        node.add_work(job, is_prefill_only=True)
     node.run()
     completed = [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)]
     ends = {key: number for number, key in enumerate(completed)}
@@ -172,7 +172,7 @@ class TwoNodes(RuleBasedStateMachine):
         """Both legs at once, or, if decode has no room, the speculative one alone."""
         self.jobs[job.first_work.request.id] = job
         if -(-len(job.work.context_token_ids) // BLOCK) <= self.prefill.pool.num_blocks:
-            self.prefill.add_work(job.work, hand_off=True)
+            self.prefill.add_work(job.work, is_prefill_only=True)
         self.offer_job(job)
 
     def offer_job(self, job: TrackedJob) -> None:

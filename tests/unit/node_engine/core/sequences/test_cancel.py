@@ -30,7 +30,7 @@ def waiting(node: SteppedNode) -> Sequence:
 
 
 def prefilling(node: SteppedNode) -> Sequence:
-    sequence = node.add_work(VICTIM, hand_off=True)
+    sequence = node.add_work(VICTIM, is_prefill_only=True)
     node.scheduler.mark_ticketed(VICTIM.key)
     node.step()
     return sequence

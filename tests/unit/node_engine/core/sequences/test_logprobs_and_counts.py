@@ -78,7 +78,7 @@ def test_tokens_are_scored_if_asked_for(top: int) -> None:
 def test_handoff_carries_the_first_tokens_score() -> None:
     prefill, decode = SteppedNode(), SteppedNode()
     job = with_sampling(make_work("a", PROMPT[:40], 3), logprobs=2)
-    prefill.add_work(job, hand_off=True)
+    prefill.add_work(job, is_prefill_only=True)
     awaited = decode.scheduler.reserve_for_handoff(job, decode.root, T)
     assert not isinstance(awaited, CapacityRefusal)
     prefill.run()
@@ -149,7 +149,7 @@ def test_decode_reserves_all_of_a_prompt_that_is_scored() -> None:
     awaited = decode.scheduler.reserve_for_handoff(job, decode.root, T)
     assert not isinstance(awaited, CapacityRefusal)
     assert len(awaited.reserved_blocks) == 4
-    prefill.add_work(job, hand_off=True)
+    prefill.add_work(job, is_prefill_only=True)
     prefill.run()
     check_prompt_scores(prompt_scores(prefill.outcomes, job), job, 1)
     transfer_kv(prefill, decode, job.key, T)
@@ -175,7 +175,7 @@ def test_a_resumed_attempt_scores_the_prompt_alone() -> None:
 def test_requeued_prefill_scores_its_prompt_anew() -> None:
     node = SteppedNode(num_blocks=10)
     job = with_sampling(make_work("a", PROMPT[:100], 4), prompt_logprobs=1)
-    node.add_work(job, hand_off=True)
+    node.add_work(job, is_prefill_only=True)
     node.step()
     assert prompt_scores(node.outcomes, job)
     firm = make_work("b", PROMPT[::-1][:100], 1)
@@ -252,7 +252,7 @@ def test_counts_are_of_the_step_that_is_tried_again() -> None:
 def test_requeued_prefill_counts_anew() -> None:
     node = SteppedNode(num_blocks=8)
     job = with_sampling(make_work("a", PROMPT[:100], 4), presence_penalty=1.0)
-    sequence = node.add_work(job, hand_off=True)
+    sequence = node.add_work(job, is_prefill_only=True)
     while node.step() is not None:
         pass
     assert len(sequence.output_token_ids) == 1

@@ -27,7 +27,7 @@ def make_choice(job: AttemptSpec, number: int) -> AttemptSpec:
 
 def hand_over(prefill: SteppedNode, decode: SteppedNode, job: AttemptSpec) -> None:
     ticket = TicketId(str(job.key))
-    prefill.add_work(job, hand_off=True)
+    prefill.add_work(job, is_prefill_only=True)
     assert not isinstance(
         decode.scheduler.reserve_for_handoff(job, decode.root, ticket), CapacityRefusal
     )

@@ -30,7 +30,8 @@ KNOWN_ANSWERS = [
 
 
 def spec(position: int = 0, params: SamplingParams = DRAWN, **others: object) -> SampleSpec:
-    return replace(SampleSpec(params, choice_index=0, position=position), **others)  # type: ignore[arg-type]
+    made = SampleSpec(params, choice_index=0, position=position)
+    return replace(made, **others)  # type: ignore[arg-type]
 
 
 def logits_of(size: int, seed: int = 0) -> np.ndarray:
@@ -41,7 +42,8 @@ def logits_of(size: int, seed: int = 0) -> np.ndarray:
 def test_philox_gives_the_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
-    words = philox4x32(tuple(np.array([word, 7], dtype=np.uint64) for word in counter), key)  # type: ignore[arg-type]
+    counters = tuple(np.array([word, 7], dtype=np.uint64) for word in counter)
+    words = philox4x32(counters, key)  # type: ignore[arg-type]
     assert tuple(int(word[0]) for word in words) == expected
 
 
