@@ -24,7 +24,7 @@ from tests.history import ClientApi, ClientCall, Closed
 
 HOLD_SECONDS = 0.6  # seconds
 # seconds: longer than the coordinator's and the tickets' patience (tests/proxied_cluster.py
-# IMPATIENT)
+# SHORT_TIMEOUTS)
 FAULT_SECONDS = 1.4
 State = InboundState | OutboundState
 
@@ -90,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         (state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in FAILPOINT_BY_STATE
     ]  # the others are thorough
     cases = CASES
-    if "grpc_scene" in metafunc.fixturenames:
+    if "observed_over_grpc" in metafunc.fixturenames:
         some = rng.sample(
             [case for case in some if case[0] not in ONE_SIDED], DEFAULT_CASES_OVER_GRPC
         )
@@ -130,50 +130,50 @@ def _make_call(state: State, fault: str, victim: str, turn: int) -> ClientCall:
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_fault_in_a_handoff_state(
-    scene: ObservedCluster, state: State, fault: str, victim: str
+    observed: ObservedCluster, state: State, fault: str, victim: str
 ) -> None:
-    await _run_case(scene, state, fault, victim)
+    await _run_case(observed, state, fault, victim)
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_fault_in_a_handoff_state_over_grpc(
-    grpc_scene: ObservedCluster, state: State, fault: str, victim: str
+    observed_over_grpc: ObservedCluster, state: State, fault: str, victim: str
 ) -> None:
-    await _run_case(grpc_scene, state, fault, victim)
+    await _run_case(observed_over_grpc, state, fault, victim)
 
 
 async def _hold_in_state(
-    scene: ObservedCluster, state: State, fault: str, victim: str
+    observed: ObservedCluster, state: State, fault: str, victim: str
 ) -> PendingCall:
     """A request whose hand-off has come to the state. On a busy machine one may be served without:
     by decode alone, if prefill was not heard of for too long, or before this process has seen it.
     Then another asks."""
 
     async def quarantined() -> bool:
-        return any(ledger.quarantined for ledger in (await scene.cluster.get_ledgers()).ledgers)
+        return any(ledger.quarantined for ledger in (await observed.cluster.get_ledgers()).ledgers)
 
     turns = itertools.count()
     while True:
-        trap = await scene.arm_failpoints(
+        trap = await observed.arm_failpoints(
             FAILPOINT_BY_STATE[state].process, FAILPOINT_BY_STATE[state].spec
         )
-        asked = scene.start_call(_make_call(state, fault, victim, next(turns)))
+        asked = observed.start_call(_make_call(state, fault, victim, next(turns)))
         there = quarantined if state is InboundState.QUARANTINED else trap.has_hit
-        if await scene.wait_until_or_end(asked, f"a hand-off is {state.value}", there):
+        if await observed.wait_until_or_end(asked, f"a hand-off is {state.value}", there):
             return asked
 
 
-async def _run_case(scene: ObservedCluster, state: State, fault: str, victim: str) -> None:
-    asked = await _hold_in_state(scene, state, fault, victim)
+async def _run_case(observed: ObservedCluster, state: State, fault: str, victim: str) -> None:
+    asked = await _hold_in_state(observed, state, fault, victim)
     strike: Fault = FAULTS[fault](victim)
-    await strike.inject(scene.cluster)
+    await strike.inject(observed.cluster)
     if fault == "kill":
-        scene.cluster.start_missing()
+        observed.cluster.start_missing()
     else:
         await asyncio.sleep(FAULT_SECONDS)
-    await strike.remove(scene.cluster)
-    scene.cluster.start_missing()
-    scene.was_coordinator_killed = COORDINATOR in strike.killed_processes
+    await strike.remove(observed.cluster)
+    observed.cluster.start_missing()
+    observed.was_coordinator_killed = COORDINATOR in strike.killed_processes
     end = (await asked.wait_end()).end
     assert COORDINATOR in strike.victims or end == Closed(is_orderly=True), asked.operation.events[
         -1
