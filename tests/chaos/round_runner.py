@@ -21,11 +21,10 @@ from tests.history import (
     Operation,
     RequestIdentity,
     Tokens,
-    find_held_blocks,
     find_mixed_models,
-    find_unbalanced_ledgers,
     find_violations,
 )
+from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 

@@ -21,10 +21,9 @@ from tests.history import (
     Closed,
     History,
     Operation,
-    find_held_blocks,
-    find_unbalanced_ledgers,
     find_violations,
 )
+from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 

@@ -40,7 +40,7 @@ START = 60.0  # seconds that nodes may take to join
 async def node_processes(
     coordinator: CoordinatorHarness, folder: Path, **settings: Any
 ) -> AsyncIterator[None]:
-    """One prefill and one decode node, each a process, joined to the coordinator's coordinator."""
+    """One prefill and one decode node, each a process, joined to the coordinator."""
     config, _ = plan.complete_config(
         Config(
             kv_memory="16MiB",
