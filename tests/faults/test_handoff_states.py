@@ -1,10 +1,8 @@
-"""Kill, freeze or restart each process while a hand-off stands in each state that either side of it
-can have.
+"""Kill, freeze or restart each process while a KV transfer is in each state of either side.
 
-Each state is held by a failpoint, long enough for the fault to strike there as soon as somebody has
-come to it. The request under way, which one fault can delay and not break, ends with the
-reference's tokens (only the coordinator's own death may end it), and every block comes back. It is
-one output, or several of one prompt, or asks for its prompt back with scores.
+A failpoint holds each state long enough for the fault to be injected in it. One fault can delay the
+request but not break it: it ends with the reference's tokens, unless the coordinator dies, and all
+its blocks are released. Requests have one choice, several choices, or ask for echo and scores.
 """
 
 import asyncio
@@ -23,16 +21,14 @@ from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_cal
 from tests.history import ClientApi, ClientCall, Closed
 
 HOLD_SECONDS = 0.6  # seconds
-# seconds: longer than the coordinator's and the tickets' patience (tests/proxied_cluster.py
-# SHORT_TIMEOUTS)
+# Longer than the timeouts of nodes and tickets in tests/proxied_cluster.py:SHORT_TIMEOUTS.
 FAULT_SECONDS = 1.4
 State = InboundState | OutboundState
 
 
 @dataclass(frozen=True, slots=True)
 class StateFailpoint:
-    """A failpoint on processes whose name begins with `process` that makes hand-offs stay in a
-    state."""
+    """A failpoint on processes whose name begins with `process` that holds a state."""
 
     process: str
     spec: str
@@ -70,8 +66,12 @@ FAILPOINT_BY_STATE: dict[State, StateFailpoint] = {
     ),
 }
 TRANSIENT_STATES = {
-    InboundState.SEALING: "a writer drops its lock before it sends Seal: only one that is broken is found in it",
-    OutboundState.ABORTING: "reads are made by the thread that aborts: none is in flight when it looks",
+    InboundState.SEALING: (
+        "a writer releases its lock before it sends Seal; only a broken one stays in this state"
+    ),
+    OutboundState.ABORTING: (
+        "the thread that aborts makes the reads itself; none is in flight when it checks"
+    ),
 }
 FAULTS = {"kill": KillProcess, "freeze": FreezeProcess, "restart": RestartProcess}
 VICTIMS = (COORDINATOR, "prefill-0", "decode-0", "decode-1")

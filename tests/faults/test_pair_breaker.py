@@ -1,5 +1,5 @@
-"""Hand-offs to one decode node fail again and again: everybody is served all the same, the pair is
-kept apart, and it is found out when it works again."""
+"""KV transfers to one decode node keep failing: the breaker of the pair opens, requests are served,
+and a probe closes the breaker once transfers work again."""
 
 import itertools
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.grpc_calls import call_cluster_service
 from tests.history import ClientApi, Closed
 
 UNSEEN_SALTS = itertools.count(5000)  # decode must not hold the prompt already
+# A node that rejoined would have a closed breaker; a slow KV transfer would count as a failure.
 LONG_TIMEOUTS = {"silence": 60.0, "stall": 60.0, "ticket_ttl": 30.0, "progress_timeout": 30.0}
-"""A node that joined anew would have a clean record, and a slow hand-off would be one more that fails."""
 
 
 async def count_breaker_changes(observed: ObservedCluster, state: str) -> float:

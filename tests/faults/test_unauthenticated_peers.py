@@ -31,16 +31,16 @@ _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 def garbage_payloads() -> dict[str, bytes]:
     noise = random.Random(0).randbytes(4096)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     return {
         "nothing": b"",
         "noise": noise,
         "pickle": b"\x80\x04\x95\x0e\0\0\0\0\0\0\0\x8c\x02os\x8c\x06system\x93.",
         "an endless header": b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 18),
-        "an endless body": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
-        + noise,
-        "a negative length": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-        "two lengths": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
-        "chunks without end": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+        "an endless body": head + b"content-length: 99999999999\r\n\r\n" + noise,
+        "a negative length": head + b"content-length: -1\r\n\r\n",
+        "two lengths": head + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        "chunks without end": head + b"transfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n",
         "http/2 and noise": _HTTP2 + noise,
         "http/2 and a huge frame": _HTTP2 + _SETTINGS + struct.pack(">I", 0xFFFFFF)[1:] + noise,
         "http/2 and a flood of settings": _HTTP2 + _SETTINGS * 5000,

@@ -103,7 +103,7 @@ async def test_excess_of_five_times_the_capacity_is_refused_fast(
         f"5x for {overload.seconds:g} s, {kind}",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
         ended=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
-        goodput=f"{goodput:.1f} requests/s, {goodput / overload.reference_capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f}/s, {goodput / overload.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         TTFT=format_percentiles(list_ttfts(outcomes)),
         clients_own_delay=format_send_lag(outcomes),
@@ -131,7 +131,7 @@ async def test_clients_that_retry_at_once_do_not_slow_others(overload: OverloadR
     overload.record_figures(
         "retry storm, 3x",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
-        goodput=f"{goodput:.1f} requests/s, {goodput / overload.reference_capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f}/s, {goodput / overload.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         recovery=f"{recovery:.1f} s",
     )
@@ -169,9 +169,10 @@ async def test_huge_request_among_small_ones_is_served(overload: OverloadRun) ->
     outcomes = await small
     assert huge.is_served, huge.error
     assert set(check_outcomes(outcomes)) == {"answered"}
+    small_ttfts = format_percentiles(list_ttfts(outcomes))
     overload.record_figures(
         "101 of 128 blocks",
-        TTFT=f"{huge.ttft_seconds:.2f} s, the small ones' {format_percentiles(list_ttfts(outcomes))}",
+        TTFT=f"{huge.ttft_seconds:.2f} s, the small ones' {small_ttfts}",
         longest_silence=f"{loop.longest_token_gap_seconds:.2f} s",
     )
     overload.check_figure(

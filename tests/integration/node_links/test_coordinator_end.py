@@ -104,7 +104,9 @@ async def test_stream_survives_decode_node_loss(coordinator: CoordinatorHarness)
                     (victim,) = [
                         node
                         for node in (d0, d1)
-                        if coordinator.dispatcher.brain.count_attempts(node.incarnation)  # type: ignore[arg-type]
+                        if coordinator.dispatcher.brain.count_attempts(
+                            node.incarnation  # type: ignore[arg-type]
+                        )
                     ]
                     await victim.drop_connection()
         assert tuple(seen) == expected_tokens(PROMPT, 120)
