@@ -1,16 +1,16 @@
-"""A real cluster for tests: every part its own process, on free ports, in folders of its own.
+"""A real cluster for tests: each part is a process, on free ports and in its own folders.
 
     async with Cluster(tmp_path, model=str(folder), prefill=1, decode=2) as cluster:
         answer = await cluster.generate([1, 2, 3], max_tokens=8)
         cluster.kill("decode-0")
         ...
-        await cluster.wait_quiet()
+        await cluster.wait_idle()
     cluster.assert_clean()
 
-Entering waits until a warm-up token has come through. Processes are started directly and stay dead
-when they die (`start(name)` brings one back); with `supervised=True` they run under `baton up`.
-Nothing here is bound to an event loop, so a cluster may outlive the loop of one test. When the
-block ends with an error, the end of every log is printed.
+Entering waits until a warm-up request has been answered and all nodes have joined. Processes are
+forked (tests/fork_server.py) and are not restarted when they end, except by `start(name)`; with
+`supervised=True` they run under `baton up`. Nothing here is bound to an event loop, so a cluster
+may outlive the loop of one test. When the block ends with an error, the logs' ends are printed.
 """
 
 import asyncio
@@ -54,19 +54,21 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "pool_memory": "0",
     "drain_timeout": 5.0,
     "failpoints_rpc": True,
-    "core_dumps": os.getuid()
-    != 0,  # the environment of a process that cannot be dumped is root's to read
+    # Only root may read the environment of a process that must not leave core dumps.
+    "core_dumps": os.getuid() != 0,
 }
 _SHM = Path("/dev/shm")
-_EXIT_TIMEOUT_SECONDS = 30.0  # seconds from SIGTERM to SIGKILL
+_EXIT_TIMEOUT_SECONDS = 30.0  # from SIGTERM to SIGKILL
 
 
 class Cluster:
-    """See the module. `settings` are fields of Config. `per_node` gives one process (by name)
-    settings of its own, by field, or raw variables, by upper-case name. Names in `held_back` are
-    not started on entry. `environ` is added to the environment of every process, `open_files` is
-    its limit of them. `also` are processes beside those that `up` would start: each by its name and
-    the name of the one that it is like."""
+    """A cluster of `settings`, which are fields of Config. See the module.
+
+    `per_node` maps a process name to its own settings, by field, or to raw environment variables,
+    by upper-case name. Processes in `held_back` are not started on entry. `environ` is added to the
+    environment of every process; `open_files` is their descriptor limit. `also` maps names of
+    additional processes to the name of the process whose settings they copy.
+    """
 
     def __init__(
         self,
@@ -158,8 +160,7 @@ class Cluster:
         shutil.rmtree(self.segment_dir, ignore_errors=True)
 
     def assert_clean(self) -> None:
-        """After the block: no process of ours runs, no segment is left, and whoever was asked to
-        end did so well."""
+        """After the block: no process or segment is left, and every process ended as it should."""
         assert self.leaked_segments == []
         assert self.leaked_processes == {}
         assert self.ignored_sigterm == []
@@ -213,7 +214,7 @@ class Cluster:
         self.send_signal(name, signal.SIGTERM)
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP: it is there, and does nothing."""
+        """Stop a process with SIGSTOP; `resume` continues it."""
         self.send_signal(name, signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
@@ -377,9 +378,10 @@ def _process_name(pid: int) -> str:
 
 
 def _find_busy(answer: cluster_pb2.LedgerResponse) -> list[str]:
-    """What is not at rest: faults, and every owner of a block."""
+    """Ledger faults, and every owner of a block that is not cached."""
     owners = [
-        f"{ledger.node}: {owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
+        f"{ledger.node}: {owner.owner} {owner.state} {owner.blocks} blocks "
+        f"for {owner.age_seconds:.1f} s"
         for ledger in answer.ledgers
         for owner in ledger.owners
         if owner.state in OWNED_STATES

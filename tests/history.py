@@ -1,9 +1,10 @@
-"""What the clients of a load saw, and what is wrong with it. Pure: events in, complaints out.
+"""What the clients of a load saw, and a pure checker that finds violations in it.
 
-The invariants, by the names used in complaints:
+The invariants, by the names used in violations:
 
-    I1 conservation    every ledger balances at every look, and nothing is held once traffic has stopped
-    I2 right or error  what a client got is the reference's output, or a beginning of it that ends in an error
+    I1 conservation    every ledger balances at all times; nothing is held once traffic has stopped
+                       (tests/ledger_checks.py)
+    I2 right or error  a client gets the reference's output, or a prefix of it that ends in an error
     I3 one end         every operation has exactly one terminal event, in time
     I4 isolation       follows from I2 where tokens depend on what the KV blocks hold
     I5 blast radius    a process that was no target neither ends nor is started again
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.pb.common_pb2 import Ledger
 from baton.types import TokenLogprobs
 
 GRACE_SECONDS = 5.0  # seconds beyond its deadline in which an operation must have ended
@@ -25,16 +25,14 @@ GRACE_SECONDS = 5.0  # seconds beyond its deadline in which an operation must ha
 # else is a defect.
 EXCUSED_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
 
-Reference = Callable[
-    [Sequence[int], int], Sequence[int]
-]  # (prompt, max_tokens) -> the whole output
-Scorer = Callable[
-    [Sequence[int], int], Sequence[TokenLogprobs]
-]  # (tokens, top) -> scores of all of them but the first
+# (prompt, max_tokens) -> the complete output
+Reference = Callable[[Sequence[int], int], Sequence[int]]
+# (tokens, top) -> scores of all of them but the first
+Scorer = Callable[[Sequence[int], int], Sequence[TokenLogprobs]]
 
 
 class ClientApi(Enum):
-    """The ways in."""
+    """The APIs that clients use."""
 
     SSE = "sse"
     HTTP = "http"
@@ -48,26 +46,26 @@ class ClientApi(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
-    """What a client asks. `timeout_seconds` in seconds; `cancel_after_tokens` tokens (streams only)
-    or `cancel_after_seconds` seconds it goes away. `logprobs` and `echo` through gRPC only. With
-    `seed` the draw is one that takes noise and penalties: for engines whose tokens do not depend on
-    it."""
+    """What a client asks for, and when it cancels."""
 
     api: ClientApi
     prompt: tuple[int, ...]
     max_tokens: int
     timeout_seconds: float
-    cancel_after_tokens: int | None = None
+    cancel_after_tokens: int | None = None  # streams only
     cancel_after_seconds: float | None = None
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    echo: bool = False
+    logprobs: int | None = None  # gRPC only
+    echo: bool = False  # gRPC only
+    # Samples with temperature and penalties; for engines whose tokens do not depend on sampling.
     seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
+    """A part of the output of one choice."""
+
     tokens: tuple[int, ...]
     choice: int = 0
     scores: tuple[TokenLogprobs, ...] = ()
@@ -75,7 +73,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """The prompt, or the next part of it, given back."""
+    """The prompt, or the next part of it, returned because of `echo`."""
 
     tokens: tuple[int, ...]
     choice: int = 0
@@ -84,11 +82,10 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Which request it became, and the digests of all models that its nodes have; () through doors
-    that do not tell."""
+    """The request that the operation became, as its answer says."""
 
     request_id: str
-    model_digests: tuple[str, ...] = ()
+    model_digests: tuple[str, ...] = ()  # of all its nodes; empty if the API does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,34 +99,32 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The server said that there is no more, or could not be reached. `code` is a name of
-    grpc.StatusCode."""
+    """The server returned an error, or could not be reached."""
 
-    code: str
+    code: str  # a name of grpc.StatusCode
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `is_orderly` if the connection
-    just ended."""
+    """The end of the protocol: `[DONE]`, a complete body, status OK, or the connection's end."""
 
-    is_orderly: bool
+    is_orderly: bool  # False if the connection ended in the middle of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The connection ended before the server had said anything."""
+    """The connection ended before the server had sent anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The client went away."""
+    """The client cancelled the call or disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """The client's last patience was over."""
+    """No end came long after the deadline, and the client stopped waiting."""
 
 
 Event = (
@@ -148,7 +143,7 @@ _ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 @dataclass(slots=True)
 class Operation:
-    """One call and its events, in seconds of one clock."""
+    """One call and its events, each with its time in seconds on one clock."""
 
     number: int
     call: ClientCall
@@ -157,18 +152,18 @@ class Operation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of the first choice."""
+        """Tokens of the first choice."""
         return self.get_output(0).tokens
 
     @property
     def choices(self) -> frozenset[int]:
-        """Those of which anything has come."""
+        """Numbers of the choices of which anything has been received."""
         return frozenset(
             event.choice for _, event in self.events if isinstance(event, Tokens | EchoedPrompt)
         )
 
     def get_output(self, choice: int) -> Tokens:
-        """All that has come of a choice."""
+        """All tokens and scores received of a choice."""
         parts = [
             event
             for _, event in self.events
@@ -202,13 +197,12 @@ class Operation:
         asked += " stop" if call.stop_token_ids else ""
         asked += " echo" if call.echo else ""
         asked += "" if call.logprobs is None else f" logprobs={call.logprobs}"
-        return (
-            f"#{self.number} {call.api.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
-        )
+        sizes = f"{len(call.prompt)}+{call.max_tokens}"
+        return f"#{self.number} {call.api.value} {sizes} {asked}".rstrip()
 
 
 class History:
-    """Every operation of a load, in the order of their beginnings."""
+    """Every operation of a load, in the order in which they began."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -219,7 +213,7 @@ class History:
         return operation
 
     def count_outcomes(self) -> Counter[str]:
-        """How many operations ended in which way: what a round was like."""
+        """How many operations ended in which way."""
         return Counter(_outcome(operation) for operation in self.operations)
 
 
@@ -245,9 +239,12 @@ def find_violations(
     stop_excused: bool = False,
     grace: float = GRACE_SECONDS,
 ) -> list[str]:
-    """Breaches of I2, I3 and I7, one line each. `cut_excused`: the coordinator itself was killed,
-    which resets its clients' connections without a word. `stop_excused`: it was stopped in order,
-    and who knocks at that very moment may not be heard. `scorer` for those that ask for scores."""
+    """Violations of I2, I3 and I7, one line each.
+
+    With `cut_excused` the coordinator was killed, which resets its clients' connections. With
+    `stop_excused` it was stopped by SIGTERM, and connections made at that moment may go unanswered.
+    `scorer` checks the scores of calls that ask for them; without it, none are expected.
+    """
     found: list[str] = []
     for operation in operations:
         wrong = [
@@ -263,8 +260,7 @@ def find_violations(
 
 
 def find_unnamed_models(operations: Iterable[Operation]) -> list[str]:
-    """Answers that are complete and name no model, through the doors that tell: I7 would hold of
-    nothing."""
+    """Complete gRPC answers that name no model: I7 would have nothing to check."""
     return [
         f"{operation}: I7: finished and names no model"
         for operation in operations
@@ -275,13 +271,13 @@ def find_unnamed_models(operations: Iterable[Operation]) -> list[str]:
 
 
 def find_mixed_models(answers: Iterable[RequestIdentity | None]) -> list[str]:
-    """Breaches of I7: requests of one cluster that were placed on nodes of different models, or on
-    models that all the others were not."""
+    """Violations of I7: requests placed on nodes of different models, or of other models than the
+    majority of requests."""
     told = [answer for answer in answers if answer is not None and answer.model_digests]
     usual = Counter(model for answer in told for model in answer.model_digests).most_common(1)
     return [
-        f"I7: request {answer.request_id} was placed on nodes of model {' and '.join(answer.model_digests)}, "
-        f"others on {usual[0][0]}"
+        f"I7: request {answer.request_id} was placed on nodes of model "
+        f"{' and '.join(answer.model_digests)}, others on {usual[0][0]}"
         for answer in told
         if answer.model_digests != (usual[0][0],)
     ]
@@ -324,7 +320,8 @@ def _token_violations(operation: Operation, choice: int, right: tuple[int, ...])
             len(right),
         )
         return [
-            f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_describe_end(operation)})"
+            f"token {at} of {len(right)} is wrong, of {len(tokens)} received "
+            f"({_describe_end(operation)})"
         ]
     if finished is not None and tokens != right:
         return [f"finished ({finished.finish_reason}) with {len(tokens)} of {len(right)} tokens"]
@@ -334,7 +331,7 @@ def _token_violations(operation: Operation, choice: int, right: tuple[int, ...])
 def _score_violations(
     operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None
 ) -> list[str]:
-    """As many as there are tokens, and each as it should be."""
+    """There must be one score per token, and each must be the scorer's."""
     call, output = operation.call, operation.get_output(choice)
     expected: Sequence[TokenLogprobs] = ()
     if call.logprobs is not None and scorer is not None:
@@ -349,8 +346,7 @@ def _score_violations(
 
 
 def _echo_violations(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
-    """Before all else, whole, in one part or in several, and with its scores if any are asked
-    for."""
+    """The prompt must be echoed completely before any output, with its scores if asked for."""
     call, echoed = operation.call, operation.get_echoes(choice)
     scores: Sequence[TokenLogprobs] = ()
     if call.echo and call.logprobs is not None and scorer is not None:
@@ -363,7 +359,7 @@ def _echo_violations(operation: Operation, choice: int, scorer: Scorer | None) -
     part = prompt == right[: len(prompt)] and given == tuple(scores)[: len(given)]
     if not (whole if begun else part):
         return [
-            f"{len(prompt)} tokens of the prompt were given back in {len(echoed)} parts, or not as it was"
+            f"{len(prompt)} tokens of the prompt were echoed in {len(echoed)} parts, or altered"
         ]
     return []
 
@@ -396,8 +392,7 @@ def _end_violations(
             wrong.append("I3: hung")
         case _:
             pass
-    # gRPC tells of a connection that was reset with the status that the server did not live to
-    # send.
+    # gRPC reports a reset connection as the status that the killed server could not send.
     reset = (
         cut_excused and isinstance(operation.end, Failed) and operation.end.code == "UNAVAILABLE"
     )
@@ -419,44 +414,3 @@ def _end_violations(
 def _describe_end(operation: Operation) -> str:
     end = operation.finished or operation.end
     return "still open" if end is None else type(end).__name__.lower()
-
-
-# I1
-
-_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
-_HELD = ("reserved", "writing", "in_use", "quarantined")
-
-
-def find_unbalanced_ledgers(ledgers: Iterable[Ledger]) -> list[str]:
-    """Breaches of conservation that no moment excuses."""
-    found = []
-    for ledger in ledgers:
-        counts = {state: int(getattr(ledger, state)) for state in _STATES}
-        if sum(counts.values()) != ledger.total:
-            found.append(
-                f"I1: {ledger.node}: {counts} is {sum(counts.values())}, not {ledger.total}"
-            )
-        owned: Counter[str] = Counter()
-        for owner in ledger.owners:
-            owned[owner.state] += owner.blocks
-        found += [
-            f"I1: {ledger.node}: {counts[state]} blocks {state}, its owners have {owned[state]}"
-            for state in _HELD
-            if owned[state] < counts[state]
-        ]
-    return found
-
-
-def find_held_blocks(ledgers: Iterable[Ledger]) -> list[str]:
-    """What is not free and not cache: nothing, once traffic has stopped."""
-    return [
-        f"I1: {ledger.node}: {owner.blocks} blocks {owner.state} by {owner.owner} for {owner.age_seconds:.1f} s"
-        for ledger in ledgers
-        for owner in ledger.owners
-        if owner.state in _HELD
-    ] + [
-        f"I1: {ledger.node}: {getattr(ledger, state)} blocks {state}"
-        for ledger in ledgers
-        for state in _HELD
-        if getattr(ledger, state) and not any(owner.state == state for owner in ledger.owners)
-    ]

@@ -32,10 +32,13 @@ _CORPUS = (
     "def handoff(blocks): return [block for block in blocks if block.landed]",
     "A relay is won in the exchange zone: both run, neither waits, and nobody lets go too early.",
     "Once upon a time a small model answered every question with the same forty-eight words.",
-    "Whoever carries it runs the straight alone; whoever waits watches the clock, the lane and the crowd.",
-    "Rain fell on the stadium, yet every runner finished, tired, muddy, laughing and surprisingly fast.",
+    "Whoever carries it runs the straight alone; "
+    "whoever waits watches the clock, the lane and the crowd.",
+    "Rain fell on the stadium, yet every runner finished, "
+    "tired, muddy, laughing and surprisingly fast.",
     "Twelve gardeners planted seventy tulips between the quiet harbour and the old observatory.",
-    "Please write a short story about a lighthouse keeper, her telescope and an unexpected visitor.",
+    "Please write a short story about a lighthouse keeper, "
+    "her telescope and an unexpected visitor.",
     "for index, value in enumerate(sorted(results)): print(index, value.upper(), end='')",
     "Ein Block hält sechzehn Token. Un bloc contient seize jetons. 一个块有十六个词元。",
 )
@@ -227,6 +230,7 @@ def find_stable_prompts(
                 break
         else:
             raise LookupError(
-                f"no prompt of {length} tokens has a margin above {MIN_LOGIT_MARGIN}: try another seed"
+                f"no prompt of {length} tokens has a margin above {MIN_LOGIT_MARGIN}: "
+                "try another seed"
             )
     return found

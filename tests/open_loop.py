@@ -93,12 +93,9 @@ class OpenLoop:
     async def run_poisson_load(
         self, ask: OpenLoopRequest, rate: float, seconds: float
     ) -> list[OpenLoopOutcome]:
-        """Poisson arrivals, the same for the same seed and `who`; ends when the last answer has."""
-        source, when, began = (
-            random.Random(f"{self.arrival_seed}/{ask.tenant}"),
-            0.0,
-            time.monotonic(),
-        )
+        """Poisson arrivals, which depend on seed and tenant alone. Waits for all answers."""
+        source = random.Random(f"{self.arrival_seed}/{ask.tenant}")
+        when, began = 0.0, time.monotonic()
         async with asyncio.TaskGroup() as clients:
             asked: list[asyncio.Task[OpenLoopOutcome]] = []
             while (when := when + source.expovariate(rate)) < seconds:

@@ -2,8 +2,8 @@
 connections, slow bodies and readers, log sinks that block or fail, processes of a name that is
 taken, nodes of another model.
 
-`make test` plays each attack for two seconds and judges outcomes, counts and memory; `make abuse`
-plays it for `--abuse-seconds` and judges time too. The attackers run at the lowest priority on the
+`make test` runs each attack for two seconds and judges outcomes, counts and memory; `make abuse`
+runs it for `--abuse-seconds` and judges time too. The attackers run at the lowest priority on the
 same cores. Whoever behaves gets its own tokens: prompts that are repeated have the answers that
 were recorded before.
 """
@@ -65,8 +65,7 @@ class AbuseRun:
     async def check_report(
         self, name: str, report: TrafficReport, answers: Mapping[str, int]
     ) -> None:
-        """Whoever behaves is answered or refused, and the cluster is whole and at rest
-        afterwards."""
+        """Well-behaved clients are answered or refused, and the cluster is idle afterwards."""
         assert self._idle_report is not None
         self._record_figures(name, report, answers)
         assert set(report.result_counts) <= {"answered", "refused"}, report.result_counts
@@ -95,7 +94,7 @@ class AbuseRun:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(
+async def abuse_run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, figures: Figures
 ) -> AsyncIterator[AbuseRun]:
     seconds = float(request.config.getoption("--abuse-seconds"))
@@ -122,15 +121,15 @@ async def scene(
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-async def test_good_traffic_is_served_during_an_attack(scene: AbuseRun, kind: str) -> None:
-    cluster = scene.cluster
+async def test_good_traffic_is_served_during_an_attack(abuse_run: AbuseRun, kind: str) -> None:
+    cluster = abuse_run.cluster
     pids, before, joins = (
         cluster.get_pids(),
         measure_private_bytes(cluster.get_pids()),
         await _incarnation_by_node(cluster),
     )
-    attackers = await _start_attack(kind, cluster, scene.seconds)
-    good = asyncio.create_task(scene.traffic.run(REQUESTS_PER_SECOND, scene.seconds))
+    attackers = await _start_attack(kind, cluster, abuse_run.seconds)
+    good = asyncio.create_task(abuse_run.traffic.run(REQUESTS_PER_SECOND, abuse_run.seconds))
     largest = dict(before)
     while not good.done():
         await asyncio.wait({good}, timeout=0.25)
@@ -140,7 +139,7 @@ async def test_good_traffic_is_served_during_an_attack(scene: AbuseRun, kind: st
     output, _ = await attackers.communicate()
     assert attackers.returncode == 0
     answers: dict[str, int] = json.loads(output)
-    await scene.check_report(kind, report, answers)
+    await abuse_run.check_report(kind, report, answers)
     assert cluster.get_pids() == pids
     assert await _incarnation_by_node(cluster) == joins, "a node was lost"
     growth = {name: largest[name] - before[name] for name in before}
@@ -154,10 +153,12 @@ async def test_good_traffic_is_served_during_an_attack(scene: AbuseRun, kind: st
 
 
 @pytest.mark.parametrize("name", ["same-name", "impostor", "stranger"])
-async def test_good_traffic_is_served_while_a_join_is_refused(scene: AbuseRun, name: str) -> None:
+async def test_good_traffic_is_served_while_a_join_is_refused(
+    abuse_run: AbuseRun, name: str
+) -> None:
     """One of a name that is taken, with the same model and with other weights, and one of other
     weights alone."""
-    cluster = scene.cluster
+    cluster = abuse_run.cluster
     pids, joins, before = (
         cluster.get_pids(),
         await _incarnation_by_node(cluster),
@@ -166,13 +167,16 @@ async def test_good_traffic_is_served_while_a_join_is_refused(scene: AbuseRun, n
     cluster.start(name)
     try:
         refused = asyncio.create_task(_wait_join_refused(cluster, before))
-        report = await scene.traffic.run(REQUESTS_PER_SECOND, scene.seconds)
+        report = await abuse_run.traffic.run(REQUESTS_PER_SECOND, abuse_run.seconds)
         while not refused.done():
             report = TrafficReport(
-                [*report.outcomes, *(await scene.traffic.run(REQUESTS_PER_SECOND, 1.0)).outcomes]
+                [
+                    *report.outcomes,
+                    *(await abuse_run.traffic.run(REQUESTS_PER_SECOND, 1.0)).outcomes,
+                ]
             )
         await refused
-        await scene.check_report(f"process {name}", report, {})
+        await abuse_run.check_report(f"process {name}", report, {})
     finally:
         if name in cluster.get_pids():
             cluster.kill(name)
@@ -189,11 +193,11 @@ async def test_good_traffic_is_served_when_logs_cannot_be_written(
         tmp_path, full=sink == "full disk", model=str(find_default_model()), **SETTINGS
     )
     async with cluster:
-        scene = AbuseRun(cluster, seconds, figures)
+        abuse_run = AbuseRun(cluster, seconds, figures)
         pids = cluster.get_pids()
-        await scene.measure_idle()
-        report = await scene.traffic.run(REQUESTS_PER_SECOND, seconds)
-        await scene.check_report(f"logs: {sink}", report, {})
+        await abuse_run.measure_idle()
+        report = await abuse_run.traffic.run(REQUESTS_PER_SECOND, seconds)
+        await abuse_run.check_report(f"logs: {sink}", report, {})
         assert cluster.get_pids() == pids
     cluster.assert_clean()
 

@@ -1,7 +1,7 @@
-"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed
-and replayed.
+"""Faults that can be injected into a cluster and removed again.
 
-Two may strike at once: what the one has ended the other leaves alone.
+They are plain data, so that a round can be printed and repeated. Two may be injected at once: what
+one has ended, the other leaves alone.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ _ARMING_TIMEOUT_SECONDS = 1.0  # seconds
 
 
 class Fault:
-    """`victims` are the processes that may end because of it, `killed_processes` those of them that
-    end without a word."""
+    """Base of all faults; it changes nothing."""
 
     @property
     def victims(self) -> frozenset[str]:
+        """Processes that may end because of the fault."""
         return self.killed_processes
 
     @property
     def killed_processes(self) -> frozenset[str]:
+        """Those of the victims that may end without an orderly stop."""
         return frozenset()
 
     async def inject(self, cluster: ProxiedCluster) -> None:
         pass
 
     async def remove(self, cluster: ProxiedCluster) -> None:
-        """Take the fault away. What it has ended is started again by
-        `ProxiedCluster.start_missing`."""
+        """Remove the fault. `ProxiedCluster.start_missing` restarts what it has ended."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class KillProcess(Fault):
 
 @dataclass(frozen=True)
 class JoinMismatchedNode(Fault):
-    """A node of another model wants to join under this name, which may be that of a live node. It
-    is refused."""
+    """A node of another model tries to join under this name, maybe that of a live node."""
 
     name: str
 
@@ -73,7 +72,7 @@ class JoinMismatchedNode(Fault):
 
 @dataclass(frozen=True)
 class RestartProcess(Fault):
-    """SIGTERM, the orderly end, and a new start."""
+    """SIGTERM, and a new start once the process has ended."""
 
     process: str
 
@@ -196,7 +195,7 @@ class ResetLink(Fault):
 
 @dataclass(frozen=True)
 class StrandLink(Fault):
-    """Open connections of a link lead nowhere any more."""
+    """Open connections of a link never forward anything again."""
 
     link: str
 
@@ -214,7 +213,7 @@ class HalfCloseLink(Fault):
 
 
 async def _arm(cluster: ProxiedCluster, process: str, spec: str) -> None:
-    """Through the coordinator, if both are there: who is not has nothing armed."""
+    """Arm through the coordinator; a process that is down has no failpoints to arm."""
     with contextlib.suppress(grpc.RpcError, AssertionError, TimeoutError):
         async with asyncio.timeout(_ARMING_TIMEOUT_SECONDS):
             await cluster.arm_failpoints(process, spec)

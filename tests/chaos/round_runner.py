@@ -21,11 +21,10 @@ from tests.history import (
     Operation,
     RequestIdentity,
     Tokens,
-    find_held_blocks,
     find_mixed_models,
-    find_unbalanced_ledgers,
     find_violations,
 )
+from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 
@@ -154,14 +153,14 @@ class RoundRunner:
         return [f"{name} has ended" for name in sorted(spared) if now.get(name) != before[name]]
 
     async def _check_recovery(self, clients: RecordingClients, one: ChaosRound) -> list[str]:
-        """I6, then I1 at rest. The fault is over, but what it has armed may strike until it is
-        disarmed."""
+        """I6, then I1 without traffic. Failpoints of the fault may act until they are disarmed."""
         try:
             await self.cluster.wait_all_joined(_RECOVERY_TIMEOUT_SECONDS, one.victims)
             await self.cluster.disarm_failpoints(one.victims)
         except TimeoutError:
             return [
-                f"I6: not whole again {_RECOVERY_TIMEOUT_SECONDS:g} s after the fault: {await self._describe_state()}"
+                f"I6: not recovered {_RECOVERY_TIMEOUT_SECONDS:g} s after the fault: "
+                f"{await self._describe_state()}"
             ]
         probes = [await clients.run_call(self._probe) for _ in range(len(self.cluster.node_names))]
         bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(is_orderly=True)]
@@ -171,19 +170,18 @@ class RoundRunner:
 
     async def _find_held_blocks(self) -> list[str]:
         loop = asyncio.get_running_loop()
-        patience = loop.time() + _IDLE_TIMEOUT_SECONDS
+        deadline = loop.time() + _IDLE_TIMEOUT_SECONDS
         while True:
             answer = await self.cluster.get_ledgers()
             wrong = [*find_unbalanced_ledgers(answer.ledgers), *find_held_blocks(answer.ledgers)]
             wrong += [f"I1: {node} does not say what it holds" for node in answer.silent]
-            if not wrong or loop.time() > patience:
+            if not wrong or loop.time() > deadline:
                 return wrong
             await asyncio.sleep(_POLL_SECONDS)
 
     @contextlib.asynccontextmanager
     async def _watch_ledgers(self) -> AsyncIterator[list[str]]:
-        """The ledgers, while the block runs: a list that collects what is out of balance at any
-        look."""
+        """Poll the ledgers while the block runs; the list collects unbalanced ones."""
         seen: list[str] = []
         watching = asyncio.create_task(self._poll_ledgers(seen))
         try:
@@ -203,4 +201,5 @@ class RoundRunner:
             status = await self.cluster.get_status()
         except grpc.RpcError as error:
             return f"{sorted(self.cluster.get_pids())} run, and the coordinator says {error}"
-        return f"{sorted(self.cluster.get_pids())} run, {[node.name for node in status.nodes]} have joined; {status.reason}"
+        joined = [node.name for node in status.nodes]
+        return f"{sorted(self.cluster.get_pids())} run, {joined} have joined; {status.reason}"

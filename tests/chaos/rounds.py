@@ -1,4 +1,4 @@
-"""A round: a load, and the faults that strike it. Everything about it follows from its seed."""
+"""A chaos round: a load, and the faults injected into it. All of it follows from its seed."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,8 @@ from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
 from tests.history import ClientApi, ClientCall, Reference, Scorer
 
 TIMEOUT_SECONDS = 6.0  # seconds that a client allows an operation
-SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = (
-    0.4,
-    2.2,
-)  # seconds: within everybody's patience, and beyond it (tests/proxied_cluster.py IMPATIENT)
+# Shorter and longer than the timeouts of tests/proxied_cluster.py:SHORT_TIMEOUTS.
+SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = 0.4, 2.2
 MAX_STRIKE_AFTER_TOKENS = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG_FAULT_SECONDS)
 _POINTS = [
@@ -47,32 +45,31 @@ _MISMATCHED_NODE_SHARE = 0.15  # share of rounds in which a node of another mode
 
 @dataclass(frozen=True, slots=True)
 class ChaosLoad:
-    """What clients ask for: `draw_prompt` draws one. `reference` has the whole one of each, as
-    reference. `scorer` is there if tokens depend on the context alone, and says how they are
-    scored: any sampling and scores may then be asked for."""
+    """What the clients of a round ask for, and the right answers."""
 
     client_count: int
     draw_prompt: Callable[[random.Random], tuple[int, ...]]
     reference: Reference
+    # Set if tokens depend on the context alone: calls may then use any sampling and logprobs.
     scorer: Scorer | None = None
 
     def generate_calls(self, seed: int) -> Iterator[ClientCall]:
-        """Without end, in the order in which clients make them."""
+        """An endless sequence of calls, in the order in which clients make them."""
         rng = random.Random(f"calls {seed}")
         while True:
             yield self._draw_call(rng)
 
     def _draw_call(self, rng: random.Random) -> ClientCall:
-        door, prompt = rng.choice(list(ClientApi)), self.draw_prompt(rng)
+        api, prompt = rng.choice(list(ClientApi)), self.draw_prompt(rng)
         max_tokens = rng.choice(_OUTPUTS)
         after = within = None
         if rng.random() < _CANCELLED_SHARE:
-            if door.is_streaming and rng.random() < 0.5:
+            if api.is_streaming and rng.random() < 0.5:
                 after = rng.randint(1, max_tokens)
             else:
                 within = rng.uniform(0.0, 0.3)
         call = ClientCall(
-            door,
+            api,
             prompt,
             max_tokens,
             TIMEOUT_SECONDS,
@@ -97,14 +94,12 @@ class ChaosLoad:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRound:
-    """Calls are made without a pause; the faults strike when the clients have received
-    `strike_after_tokens` tokens and relent `duration_seconds` seconds later; then the last calls
-    are made."""
+    """A continuous load with faults that begin and end meanwhile."""
 
     seed: int
     faults: tuple[Fault, ...]
-    strike_after_tokens: int
-    duration_seconds: float
+    strike_after_tokens: int  # the faults begin when the clients have received so many
+    duration_seconds: float  # of the faults; then the last calls are made
 
     @property
     def victims(self) -> frozenset[str]:
@@ -115,7 +110,8 @@ class ChaosRound:
         return frozenset().union(*(fault.killed_processes for fault in self.faults))
 
     def __str__(self) -> str:
-        return f"{' and '.join(map(str, self.faults))} after {self.strike_after_tokens} tokens, for {self.duration_seconds:g} s"
+        moment = f"after {self.strike_after_tokens} tokens, for {self.duration_seconds:g} s"
+        return f"{' and '.join(map(str, self.faults))} {moment}"
 
 
 def draw_round(seed: int, processes: Sequence[str], links: Sequence[str]) -> ChaosRound:
@@ -136,7 +132,7 @@ def draw_round(seed: int, processes: Sequence[str], links: Sequence[str]) -> Cha
         names = [name for name in processes if name != COORDINATOR] + ["intruder"]
         faults.insert(
             0, JoinMismatchedNode(rng.choice(names))
-        )  # the last to relent: the others must not wait for its end
+        )  # removed last: the others must not wait for its end
     return ChaosRound(
         seed,
         tuple(faults),

@@ -1,9 +1,8 @@
-"""Where rounds are played: clusters, what their clients ask for, and what is right.
+"""Stages of chaos rounds: clusters, the calls of their clients, and the right answers.
 
-wide    two prefill and two decode nodes, one hand-off in two over shared memory, the rest over TCP
-tight   one prefill node, prompts that fill the decode nodes' caches: refusals, evictions,
-preemption. One of them is
-        reached over gRPC
+wide    two prefill and two decode nodes; half of the KV transfers use shared memory, half TCP
+tight   one prefill node and prompts that fill the decode nodes' caches: refusals, evictions,
+        preemption; KV transfers to one of the decode nodes use gRPC
 model   a small real model instead of the paced engine
 """
 
@@ -24,15 +23,14 @@ _FAMILIES = 4  # of prompts that begin alike
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """`settings` are those of LinkedCluster."""
+    """A load and the cluster that it runs on."""
 
     load: ChaosLoad
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of ProxiedCluster
 
 
 def choose_stage(number: int, rounds: int) -> str:
-    """The stage of round `number` of `rounds`: each stage has its share, and all of its rounds in a
-    row."""
+    """The stage of round `number` of `rounds`; the rounds of a stage follow each other."""
     bound = 0.0
     for name, share in _SHARES.items():
         bound += share * rounds / sum(_SHARES.values())

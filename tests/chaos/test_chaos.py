@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class StageCluster:
-    """The cluster of the stage in play. It is kept from round to round, and made anew after a round
+    """The cluster of the present stage. It is kept from round to round, and made anew after a round
     that failed."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,23 +70,23 @@ class StageCluster:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stages(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StageCluster]:
+async def stage_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StageCluster]:
     made = StageCluster(tmp_path_factory.mktemp("chaos"))
     yield made
     await made.close()
 
 
 async def test_chaos_round_keeps_the_invariants(
-    stage: str, seed: int, stages: StageCluster
+    stage: str, seed: int, stage_cluster: StageCluster
 ) -> None:
-    arena = await stages.get_runner(stage, seed)
-    one = draw_round(seed, arena.cluster.process_names, tuple(arena.cluster.proxies))
+    runner = await stage_cluster.get_runner(stage, seed)
+    one = draw_round(seed, runner.cluster.process_names, tuple(runner.cluster.proxies))
     try:
-        wrong = await arena.run_round(one)
+        wrong = await runner.run_round(one)
     except BaseException:
-        await stages.discard_cluster()
+        await stage_cluster.discard_cluster()
         raise
     if wrong:
-        await stages.discard_cluster()
+        await stage_cluster.discard_cluster()
         again = f"pytest tests/chaos --chaos-stage={stage} --chaos-rounds=1 --chaos-seed={seed}"
         pytest.fail("\n".join([str(one), *wrong, f"again: {again}"]), pytrace=False)

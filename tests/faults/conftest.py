@@ -1,5 +1,7 @@
-"""One cluster of real processes for all named scenarios, and one whose hand-offs go over gRPC, each
-at rest before and after every scenario."""
+"""Clusters of real processes for all named scenarios, idle before and after each of them.
+
+The KV transfers of one of the two go over gRPC.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +15,7 @@ from tests.faults.observed_cluster import ObservedCluster
 
 
 class SharedCluster:
-    """The scene in play: built when first asked for, and again after a test that failed."""
+    """A cluster that is built when first used, and again after a test that failed."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._folder = folder
@@ -31,23 +33,25 @@ class SharedCluster:
         return self._cluster
 
     async def close(self, *, clean: bool) -> None:
-        scene, self._cluster = self._cluster, None
-        if scene is not None and not clean:
-            scene.cluster.print_logs()
+        observed, self._cluster = self._cluster, None
+        if observed is not None and not clean:
+            observed.cluster.print_logs()
         await self._open.aclose()
-        if scene is not None and clean:
-            scene.cluster.assert_clean()
+        if observed is not None and clean:
+            observed.cluster.assert_clean()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def theatre(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedCluster]:
+async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedCluster]:
     made = SharedCluster(tmp_path_factory.mktemp("faults"))
     yield made
     await made.close(clean=True)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def grpc_theatre(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedCluster]:
+async def shared_grpc_cluster(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[SharedCluster]:
     over_grpc = {name: {"transport": "grpc"} for name in ("decode-0", "decode-1")}
     made = SharedCluster(tmp_path_factory.mktemp("grpc-faults"), per_node=over_grpc)
     yield made
@@ -55,26 +59,25 @@ async def grpc_theatre(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def scene(theatre: SharedCluster) -> AsyncIterator[ObservedCluster]:
-    """The cluster, at rest. Afterwards it must come to rest again by itself, and nobody may have
-    got a wrong answer."""
-    async with _checked_cluster(theatre) as made:
+async def observed(shared_cluster: SharedCluster) -> AsyncIterator[ObservedCluster]:
+    """The idle cluster. Afterwards it must become idle by itself, with no wrong answer given."""
+    async with _checked_cluster(shared_cluster) as made:
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def grpc_scene(grpc_theatre: SharedCluster) -> AsyncIterator[ObservedCluster]:
-    async with _checked_cluster(grpc_theatre) as made:
+async def observed_over_grpc(shared_grpc_cluster: SharedCluster) -> AsyncIterator[ObservedCluster]:
+    async with _checked_cluster(shared_grpc_cluster) as made:
         yield made
 
 
 @asynccontextmanager
-async def _checked_cluster(theatre: SharedCluster) -> AsyncIterator[ObservedCluster]:
-    made = await theatre.get_cluster()
+async def _checked_cluster(shared_cluster: SharedCluster) -> AsyncIterator[ObservedCluster]:
+    made = await shared_cluster.get_cluster()
     await made.cluster.wait_all_joined()
     yield made
     try:
         await made.recover_and_check()
     except BaseException:
-        await theatre.close(clean=False)
+        await shared_cluster.close(clean=False)
         raise

@@ -1,5 +1,4 @@
-"""A small paced cluster whose clients write down what they see, and the means to catch a request in
-a state."""
+"""A small paced cluster with recording clients, and means to catch a request in a given state."""
 
 import asyncio
 import inspect
@@ -22,26 +21,25 @@ from tests.history import (
     Closed,
     History,
     Operation,
-    find_held_blocks,
-    find_unbalanced_ledgers,
     find_violations,
 )
+from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 
 TIMEOUT_SECONDS = 40.0  # seconds that a client allows an operation
-PATIENCE_SECONDS = 60.0  # seconds until a scenario is stuck
+PATIENCE_SECONDS = 60.0  # seconds after which a wait fails
 _POLL_SECONDS = 0.02
 
 
 class ObservedCluster:
-    """One prefill and two decode nodes, all on one host, unless told otherwise."""
+    """One prefill and two decode nodes, all on one host, unless `build` gets other settings."""
 
     def __init__(self, cluster: ProxiedCluster, clients: RecordingClients) -> None:
         self.cluster = cluster
         self.clients = clients
         self.was_coordinator_killed = False
-        self._judged = 0
+        self._checked = 0
         self._open: list[PendingCall] = []
 
     @classmethod
@@ -54,7 +52,7 @@ class ObservedCluster:
             ) as clients:
                 yield cls(cluster, clients)
 
-    # asking
+    # requests
 
     def start_call(self, call: ClientCall) -> "PendingCall":
         operation = self.clients.history.begin_operation(call, time.monotonic())
@@ -63,7 +61,7 @@ class ObservedCluster:
         return asked
 
     async def complete_call(self, call: ClientCall) -> tuple[int, ...]:
-        """Of a call that must succeed. Whether it is right is looked at in the end, as of all."""
+        """Tokens of a call that must succeed; `find_violations` checks them with all others."""
         operation = await self.start_call(call).wait_end()
         assert operation.end == Closed(is_orderly=True), (
             f"{operation} ended in {operation.events[-1]}"
@@ -73,18 +71,18 @@ class ObservedCluster:
     # waiting
 
     async def wait_until(self, what: str, condition: Callable[[], Any]) -> None:
-        """`condition` may return an awaitable."""
+        """Poll until `condition`, which may return an awaitable, is true."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while not await _await_value(condition()):
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
-            raise AssertionError(f"waited {PATIENCE_SECONDS:g} s in vain: {what}") from None
+            raise AssertionError(f"not so after {PATIENCE_SECONDS:g} s: {what}") from None
 
     async def wait_until_or_end(
         self, asked: "PendingCall", what: str, condition: Callable[[], Any]
     ) -> bool:
-        """Whether the condition came to hold while the call was under way, or right after."""
+        """Whether the condition became true before the call ended, or right after."""
         came = False
 
         async def either() -> bool:
@@ -97,13 +95,13 @@ class ObservedCluster:
         return came
 
     async def arm_failpoints(self, process: str, spec: str) -> "FailpointTrap":
-        """Failpoints on the processes whose name begins with `process`."""
+        """Arm failpoints on the processes whose name begins with `process`."""
         trap = FailpointTrap(self, process, spec.rpartition(";")[2].partition("=")[0])
         await self.cluster.arm_failpoints(process, spec)
         return trap
 
     def count_failpoint_hits(self, process: str, point: str) -> int:
-        """How often a failpoint has acted on those processes, by their logs."""
+        """How often a failpoint has acted on those processes, according to their logs."""
         acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint"')
         logs = [
             self.cluster.logs.log_path(name)
@@ -119,13 +117,13 @@ class ObservedCluster:
         await self.wait_until(f"{requests} requests placed", placed)
 
     async def wait_admitted(self, requests: int) -> None:
-        """Placed or queued."""
+        """Wait until so many requests are placed or queued."""
 
         async def held() -> bool:
             status = await self.cluster.get_status()
             return bool(status.running + status.queued >= requests)
 
-        await self.wait_until(f"{requests} requests taken in", held)
+        await self.wait_until(f"{requests} requests admitted", held)
 
     async def wait_queued(self, requests: int = 1) -> None:
         async def queued() -> bool:
@@ -134,7 +132,7 @@ class ObservedCluster:
         await self.wait_until(f"{requests} requests queued", queued)
 
     async def wait_blocks(self, *states: str, node: str = "decode") -> Ledger:
-        """A ledger of a node of that name that has blocks in one of these states."""
+        """Wait for, and return, a ledger of such a node with blocks in one of these states."""
         found: list[Ledger] = []
 
         async def there() -> bool:
@@ -150,7 +148,7 @@ class ObservedCluster:
         return found[0]
 
     async def wait_tokens(self, asked: "PendingCall", tokens: int = 1) -> None:
-        """Until its client has so many tokens, or it has ended."""
+        """Wait until the call's client has so many tokens, or the call has ended."""
         await self.wait_until(
             f"{tokens} tokens", lambda: len(asked.operation.tokens) >= tokens or asked.task.done()
         )
@@ -158,11 +156,10 @@ class ObservedCluster:
     # the end
 
     async def recover_and_check(self, *, quiet_within: float = PATIENCE_SECONDS) -> None:
-        """Faults are over: everybody is back, every operation has ended and ended well, a probe
-        succeeds, and no block is held anywhere."""
+        """Remove all faults, then check all calls, a probe call, and that no block is held."""
         cluster = self.cluster
-        for link in cluster.proxies.values():
-            await link.heal()
+        for proxy in cluster.proxies.values():
+            await proxy.heal()
         cluster.start_missing()
         await cluster.disarm_failpoints()
         for asked in self._open:
@@ -173,7 +170,7 @@ class ObservedCluster:
         assert self.find_violations() == []
 
     async def wait_idle(self) -> None:
-        """Nothing waits, nothing runs, nothing is held."""
+        """Wait until no request is queued or running and no block is held."""
 
         async def idle() -> bool:
             status = await self.cluster.get_status()
@@ -183,21 +180,21 @@ class ObservedCluster:
         await self.wait_blocks_released()
 
     async def get_joined_nodes(self) -> set[str]:
-        """Names of the nodes that the coordinator, if there is one, knows."""
+        """Names of the nodes that have joined; none while the coordinator is down."""
         try:
             return {node.name for node in (await self.cluster.get_status()).nodes}
         except grpc.RpcError:
             return set()
 
     async def read_counter(self, name: str) -> float:
-        """One of the coordinator's own, over all labels."""
+        """A counter of the coordinator, summed over all labels."""
         counters = (await self.cluster.get_status()).counters
         return sum(value for key, value in counters.items() if key.partition("{")[0] == name)
 
     async def wait_blocks_released(self, within: float = PATIENCE_SECONDS) -> None:
-        """Every ledger balances and holds nothing but cache."""
+        """Wait until every ledger balances and holds only cached blocks."""
         loop = asyncio.get_running_loop()
-        patience = loop.time() + within
+        deadline = loop.time() + within
         while True:
             answer = await self.cluster.get_ledgers()
             wrong = [
@@ -207,18 +204,18 @@ class ObservedCluster:
             ]
             if not wrong:
                 return
-            assert loop.time() < patience, wrong
+            assert loop.time() < deadline, wrong
             await asyncio.sleep(_POLL_SECONDS)
 
     def exclude_operations(self, operations: Iterable[Operation]) -> None:
-        """Those that were meant to fail are not judged with the others."""
+        """Leave out of `find_violations` what was meant to fail."""
         for operation in operations:
             self.clients.history.operations.remove(operation)
 
     def find_violations(self) -> list[str]:
-        """What is wrong with the operations since the last time."""
+        """Violations of the operations since the last call."""
         operations = self.clients.history.operations
-        fresh, self._judged = operations[self._judged :], len(operations)
+        fresh, self._checked = operations[self._checked :], len(operations)
         cut, self.was_coordinator_killed = self.was_coordinator_killed, False
         return find_violations(
             fresh, paced_reference_tokens, scorer=paced_reference_logprobs, cut_excused=cut
@@ -226,25 +223,25 @@ class ObservedCluster:
 
 
 class FailpointTrap:
-    """Armed failpoints, the last of which is to catch somebody."""
+    """Armed failpoints; the last of them is the one that is waited for."""
 
-    def __init__(self, scene: ObservedCluster, process: str, point: str) -> None:
-        self._scene = scene
+    def __init__(self, observed: ObservedCluster, process: str, point: str) -> None:
+        self._observed = observed
         self._process = process
         self._point = point
-        self._hits = scene.count_failpoint_hits(process, point)
+        self._hits = observed.count_failpoint_hits(process, point)
 
     async def wait_hit(self) -> None:
-        """Until somebody has come to the last point."""
-        await self._scene.wait_until(f"{self._point} hit", self.has_hit)
+        """Wait until the last failpoint has acted."""
+        await self._observed.wait_until(f"{self._point} hit", self.has_hit)
 
     def has_hit(self) -> bool:
-        return self._scene.count_failpoint_hits(self._process, self._point) > self._hits
+        return self._observed.count_failpoint_hits(self._process, self._point) > self._hits
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A call under way."""
+    """A call that has started, and the task that runs it."""
 
     operation: Operation
     task: asyncio.Task[Operation]
@@ -254,7 +251,7 @@ class PendingCall:
         return self.task.result()
 
     async def cancel_call(self) -> None:
-        """The client goes away; returns when it is gone."""
+        """Cancel the call as a client that disconnects, and wait until that is done."""
         self.task.cancel()
         await asyncio.wait({self.task})
 
@@ -267,7 +264,7 @@ def make_call(
     salt: int = 0,
     timeout: float = TIMEOUT_SECONDS,
 ) -> ClientCall:
-    """A call with a prompt of its own for every (length, salt)."""
+    """A call with a different prompt for every (length, salt)."""
     rng = random.Random(f"{length} {salt}")
     return ClientCall(
         door, tuple(rng.randrange(1, 32000) for _ in range(length)), max_tokens, timeout

@@ -38,12 +38,12 @@ class RogueGrant:
 
 
 class RogueWriter:
-    """Use as `async with Rogue(scene) as rogue`. `obtain_ticket` gets it a ticket; `write_frame`
+    """Use as `async with Rogue(observed) as rogue`. `obtain_ticket` gets it a ticket; `write_frame`
     and its like send frames that are right but for the `wrong` fields."""
 
-    def __init__(self, scene: ObservedCluster) -> None:
-        self._cluster = scene
-        config = scene.cluster.config
+    def __init__(self, observed: ObservedCluster) -> None:
+        self._cluster = observed
+        config = observed.cluster.config
         engine = build_engine(config)
         self.layout = engine.layout
         changes = {
@@ -62,7 +62,7 @@ class RogueWriter:
             "quantization": engine.model_identity.quantization,
         }
         self._node = FakeNode(
-            scene.cluster.endpoints.cluster, "rogue", "prefill", config.cluster_token, changes
+            observed.cluster.endpoints.cluster, "rogue", "prefill", config.cluster_token, changes
         )
         self._dialer = ZmqDialer(derive_curve_keys(config.cluster_token), TransferSettings())
         self._link: ZmqWriterLink | None = None
@@ -111,7 +111,7 @@ class RogueWriter:
                 order.cancel()
                 return None
             message = order.result()
-            if message is None:  # given up as silent, on a busy machine
+            if message is None:  # the coordinator dropped us as silent, on a busy machine
                 await self._node.join()
                 return None
             if message.HasField("ticket"):

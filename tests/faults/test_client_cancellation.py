@@ -18,64 +18,66 @@ UNSEEN_SALTS = itertools.count(1000)  # a prompt that decode holds already is no
 StateCatcher = Callable[[ObservedCluster, ClientApi], Awaitable[PendingCall]]
 
 
-async def queued(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+async def queued(observed: ObservedCluster, door: ClientApi) -> PendingCall:
     """Behind two prompts that fill the prefill node's window."""
-    await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")
+    await observed.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")
     for _ in range(2):
-        scene.start_call(make_call(ClientApi.GRPC_ONCE, 900, 2, salt=next(UNSEEN_SALTS)))
-    await scene.wait_placed(2)
-    asked = scene.start_call(make_call(door, 300, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
-    await scene.wait_queued()
+        observed.start_call(make_call(ClientApi.GRPC_ONCE, 900, 2, salt=next(UNSEEN_SALTS)))
+    await observed.wait_placed(2)
+    asked = observed.start_call(make_call(door, 300, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await observed.wait_queued()
     return asked
 
 
-async def placed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+async def placed(observed: ObservedCluster, door: ClientApi) -> PendingCall:
     """Decode has not answered yet."""
-    await scene.cluster.arm_failpoints(
+    await observed.cluster.arm_failpoints(
         "decode", f"decode.allocate.before=delay({HOLD_SECONDS})*1;{SLOW_DECODE}"
     )
-    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
-    await scene.wait_placed()
+    asked = observed.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await observed.wait_placed()
     return asked
 
 
-async def reserved(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+async def reserved(observed: ObservedCluster, door: ClientApi) -> PendingCall:
     """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late
     leaves, and another asks."""
     while True:
-        await scene.cluster.arm_failpoints(
+        await observed.cluster.arm_failpoints(
             "prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1"
         )
-        asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
-        if not (await scene.wait_blocks("reserved", "writing", "in_use")).in_use:
+        asked = observed.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+        if not (await observed.wait_blocks("reserved", "writing", "in_use")).in_use:
             return asked
         await asked.cancel_call()
-        await scene.wait_idle()
+        await observed.wait_idle()
 
 
-async def streaming(scene: ObservedCluster, door: ClientApi) -> PendingCall:
-    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+async def streaming(observed: ObservedCluster, door: ClientApi) -> PendingCall:
+    asked = observed.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
     if door.is_streaming:
-        await scene.wait_tokens(asked, 3)
+        await observed.wait_tokens(asked, 3)
     else:
-        await scene.wait_blocks("in_use")
+        await observed.wait_blocks("in_use")
     return asked
 
 
-async def finished(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+async def finished(observed: ObservedCluster, door: ClientApi) -> PendingCall:
     """At the very moment of the last token."""
-    asked = scene.start_call(make_call(door, 100, 3, salt=next(UNSEEN_SALTS)))
-    await scene.wait_tokens(asked, 3)
+    asked = observed.start_call(make_call(door, 100, 3, salt=next(UNSEEN_SALTS)))
+    await observed.wait_tokens(asked, 3)
     return asked
 
 
-async def failed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+async def failed(observed: ObservedCluster, door: ClientApi) -> PendingCall:
     """Its deadline has just passed."""
-    await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1")
-    asked = scene.start_call(
+    await observed.cluster.arm_failpoints(
+        "prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1"
+    )
+    asked = observed.start_call(
         make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS), timeout=0.3)
     )
-    await scene.wait_until("an end", lambda: asked.operation.end)
+    await observed.wait_until("an end", lambda: asked.operation.end)
     assert isinstance(asked.operation.end, Failed)
     assert asked.operation.end.code == "DEADLINE_EXCEEDED"
     return asked
@@ -108,12 +110,14 @@ def list_cases() -> Iterator[Any]:
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("state", "door"), list(list_cases()))
 async def test_client_cancellation_releases_everything(
-    scene: ObservedCluster, state: RequestState, door: ClientApi
+    observed: ObservedCluster, state: RequestState, door: ClientApi
 ) -> None:
-    generated = await scene.read_counter("baton_generated_tokens_total")
-    await scene.cluster.arm_failpoints("decode", SLOW_DECODE)
-    asked = await CATCHER_BY_STATE[state](scene, door)
+    generated = await observed.read_counter("baton_generated_tokens_total")
+    await observed.cluster.arm_failpoints("decode", SLOW_DECODE)
+    asked = await CATCHER_BY_STATE[state](observed, door)
     await asked.cancel_call()
-    await scene.cluster.arm_failpoints("", "")
-    await scene.wait_idle()
-    assert await scene.read_counter("baton_generated_tokens_total") - generated < LONG_OUTPUT // 2
+    await observed.cluster.arm_failpoints("", "")
+    await observed.wait_idle()
+    assert (
+        await observed.read_counter("baton_generated_tokens_total") - generated < LONG_OUTPUT // 2
+    )

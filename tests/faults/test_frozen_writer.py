@@ -20,7 +20,7 @@ VICTIM_PROMPT_TOKENS = 480  # tokens: 30 blocks
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ObservedCluster]:
+async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ObservedCluster]:
     """One decode node, so that it is known where blocks are; a second prefill node, so that work
     goes on."""
     folder = tmp_path_factory.mktemp("frozen")
@@ -31,92 +31,96 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Obser
     made.cluster.assert_clean()
 
 
-async def freeze_writer_in_a_write(scene: ObservedCluster, salt: int) -> list[PendingCall]:
+async def freeze_writer_in_a_write(observed: ObservedCluster, salt: int) -> list[PendingCall]:
     """WRITER has stopped itself with a lock on some of DECODE's blocks, and its ticket has run
     out."""
-    await scene.cluster.arm_failpoints(WRITER, "transfer.write.after=stop+2*1")
+    await observed.cluster.arm_failpoints(WRITER, "transfer.write.after=stop+2*1")
     asked: list[PendingCall] = []
 
     async def caught() -> bool:
         if all(one.task.done() for one in asked):  # by the other writer
             asked.append(
-                scene.start_call(
+                observed.start_call(
                     make_call(ClientApi.SSE, VICTIM_PROMPT_TOKENS, 6, salt=salt + len(asked))
                 )
             )
-        return await count_quarantined(scene) > 0
+        return await count_quarantined(observed) > 0
 
-    await scene.wait_until("a writer stopped in a write", caught)
+    await observed.wait_until("a writer stopped in a write", caught)
     return asked
 
 
-async def count_quarantined(scene: ObservedCluster) -> int:
-    (ledger,) = [one for one in (await scene.cluster.get_ledgers()).ledgers if one.node == DECODE]
+async def count_quarantined(observed: ObservedCluster) -> int:
+    (ledger,) = [
+        one for one in (await observed.cluster.get_ledgers()).ledgers if one.node == DECODE
+    ]
     return int(ledger.quarantined)
 
 
-async def fill_cache(scene: ObservedCluster, salt: int) -> None:
+async def fill_cache(observed: ObservedCluster, salt: int) -> None:
     """Other prompts than ever before, enough to want every block of DECODE; all are answered
     rightly."""
     calls = [make_call(ClientApi.GRPC_ONCE, 950, 3, salt=salt + number) for number in range(10)]
-    operations = [await asked.wait_end() for asked in [scene.start_call(one) for one in calls]]
+    operations = [await asked.wait_end() for asked in [observed.start_call(one) for one in calls]]
     for operation in operations:
         assert operation.end == Closed(is_orderly=True), operation.events[-1]
         assert list(operation.tokens) == paced_reference_tokens(operation.call.prompt, 3)
 
 
-async def test_blocks_stay_quarantined_until_the_writer_is_dead(scene: ObservedCluster) -> None:
-    asked = await freeze_writer_in_a_write(scene, salt=100)
-    held = await count_quarantined(scene)
+async def test_blocks_stay_quarantined_until_the_writer_is_dead(observed: ObservedCluster) -> None:
+    asked = await freeze_writer_in_a_write(observed, salt=100)
+    held = await count_quarantined(observed)
     assert held == VICTIM_PROMPT_TOKENS // 16
-    await fill_cache(scene, salt=200)  # everything but these blocks is used meanwhile
-    assert await count_quarantined(scene) == held
-    scene.cluster.kill(WRITER)
-    await scene.wait_until("the blocks back", lambda: _has_no_quarantine(scene))
-    scene.cluster.start_missing()
+    await fill_cache(observed, salt=200)  # everything but these blocks is used meanwhile
+    assert await count_quarantined(observed) == held
+    observed.cluster.kill(WRITER)
+    await observed.wait_until("the blocks back", lambda: _has_no_quarantine(observed))
+    observed.cluster.start_missing()
     for one in asked:  # placed again with the other writer, long ago
         assert (await one.wait_end()).end == Closed(is_orderly=True)
-    await fill_cache(scene, salt=300)
-    await scene.recover_and_check()
+    await fill_cache(observed, salt=300)
+    await observed.recover_and_check()
 
 
 @pytest.mark.thorough
-async def test_resumed_writer_writes_only_into_quarantined_blocks(scene: ObservedCluster) -> None:
-    asked = await freeze_writer_in_a_write(scene, salt=400)
+async def test_resumed_writer_writes_only_into_quarantined_blocks(
+    observed: ObservedCluster,
+) -> None:
+    asked = await freeze_writer_in_a_write(observed, salt=400)
     for one in asked:
         assert (await one.wait_end()).end == Closed(is_orderly=True)
-    await fill_cache(scene, salt=500)
-    assert await count_quarantined(scene) == VICTIM_PROMPT_TOKENS // 16
-    scene.cluster.resume(WRITER)
-    await scene.wait_until("the blocks back", lambda: _has_no_quarantine(scene))
-    await fill_cache(scene, salt=600)
-    await scene.recover_and_check()
+    await fill_cache(observed, salt=500)
+    assert await count_quarantined(observed) == VICTIM_PROMPT_TOKENS // 16
+    observed.cluster.resume(WRITER)
+    await observed.wait_until("the blocks back", lambda: _has_no_quarantine(observed))
+    await fill_cache(observed, salt=600)
+    await observed.recover_and_check()
 
 
 @pytest.mark.thorough
-async def test_rejoins_do_not_release_quarantined_blocks(scene: ObservedCluster) -> None:
+async def test_rejoins_do_not_release_quarantined_blocks(observed: ObservedCluster) -> None:
     """Decode joins anew, the coordinator is another one: the writer is as alive as before, and so
     is its lock."""
-    asked = await freeze_writer_in_a_write(scene, salt=700)
+    asked = await freeze_writer_in_a_write(observed, salt=700)
     for one in asked:
         await one.wait_end()
-    scene.cluster.proxies[f"{DECODE} -> coordinator"].reset_connections()
+    observed.cluster.proxies[f"{DECODE} -> coordinator"].reset_connections()
     await asyncio.sleep(0)
-    await fill_cache(scene, salt=800)
-    assert await count_quarantined(scene) == VICTIM_PROMPT_TOKENS // 16
-    scene.cluster.kill("coordinator")
-    scene.was_coordinator_killed = True
-    scene.cluster.start("coordinator")
-    await scene.wait_until("decode is back", lambda: _joined(scene))
-    assert await count_quarantined(scene) == VICTIM_PROMPT_TOKENS // 16
-    scene.cluster.kill(WRITER)
-    await scene.wait_until("the blocks back", lambda: _has_no_quarantine(scene))
-    await scene.recover_and_check()
+    await fill_cache(observed, salt=800)
+    assert await count_quarantined(observed) == VICTIM_PROMPT_TOKENS // 16
+    observed.cluster.kill("coordinator")
+    observed.was_coordinator_killed = True
+    observed.cluster.start("coordinator")
+    await observed.wait_until("decode is back", lambda: _joined(observed))
+    assert await count_quarantined(observed) == VICTIM_PROMPT_TOKENS // 16
+    observed.cluster.kill(WRITER)
+    await observed.wait_until("the blocks back", lambda: _has_no_quarantine(observed))
+    await observed.recover_and_check()
 
 
-async def _has_no_quarantine(scene: ObservedCluster) -> bool:
-    return await count_quarantined(scene) == 0
+async def _has_no_quarantine(observed: ObservedCluster) -> bool:
+    return await count_quarantined(observed) == 0
 
 
-async def _joined(scene: ObservedCluster) -> bool:
-    return DECODE in await scene.get_joined_nodes()
+async def _joined(observed: ObservedCluster) -> bool:
+    return DECODE in await observed.get_joined_nodes()

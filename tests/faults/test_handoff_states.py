@@ -1,10 +1,8 @@
-"""Kill, freeze or restart each process while a hand-off stands in each state that either side of it
-can have.
+"""Kill, freeze or restart each process while a KV transfer is in each state of either side.
 
-Each state is held by a failpoint, long enough for the fault to strike there as soon as somebody has
-come to it. The request under way, which one fault can delay and not break, ends with the
-reference's tokens (only the coordinator's own death may end it), and every block comes back. It is
-one output, or several of one prompt, or asks for its prompt back with scores.
+A failpoint holds each state long enough for the fault to be injected in it. One fault can delay the
+request but not break it: it ends with the reference's tokens, unless the coordinator dies, and all
+its blocks are released. Requests have one choice, several choices, or ask for echo and scores.
 """
 
 import asyncio
@@ -23,16 +21,14 @@ from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_cal
 from tests.history import ClientApi, ClientCall, Closed
 
 HOLD_SECONDS = 0.6  # seconds
-# seconds: longer than the coordinator's and the tickets' patience (tests/proxied_cluster.py
-# IMPATIENT)
+# Longer than the timeouts of nodes and tickets in tests/proxied_cluster.py:SHORT_TIMEOUTS.
 FAULT_SECONDS = 1.4
 State = InboundState | OutboundState
 
 
 @dataclass(frozen=True, slots=True)
 class StateFailpoint:
-    """A failpoint on processes whose name begins with `process` that makes hand-offs stay in a
-    state."""
+    """A failpoint on processes whose name begins with `process` that holds a state."""
 
     process: str
     spec: str
@@ -70,8 +66,12 @@ FAILPOINT_BY_STATE: dict[State, StateFailpoint] = {
     ),
 }
 TRANSIENT_STATES = {
-    InboundState.SEALING: "a writer drops its lock before it sends Seal: only one that is broken is found in it",
-    OutboundState.ABORTING: "reads are made by the thread that aborts: none is in flight when it looks",
+    InboundState.SEALING: (
+        "a writer releases its lock before it sends Seal; only a broken one stays in this state"
+    ),
+    OutboundState.ABORTING: (
+        "the thread that aborts makes the reads itself; none is in flight when it checks"
+    ),
 }
 FAULTS = {"kill": KillProcess, "freeze": FreezeProcess, "restart": RestartProcess}
 VICTIMS = (COORDINATOR, "prefill-0", "decode-0", "decode-1")
@@ -90,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         (state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in FAILPOINT_BY_STATE
     ]  # the others are thorough
     cases = CASES
-    if "grpc_scene" in metafunc.fixturenames:
+    if "observed_over_grpc" in metafunc.fixturenames:
         some = rng.sample(
             [case for case in some if case[0] not in ONE_SIDED], DEFAULT_CASES_OVER_GRPC
         )
@@ -130,50 +130,50 @@ def _make_call(state: State, fault: str, victim: str, turn: int) -> ClientCall:
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_fault_in_a_handoff_state(
-    scene: ObservedCluster, state: State, fault: str, victim: str
+    observed: ObservedCluster, state: State, fault: str, victim: str
 ) -> None:
-    await _run_case(scene, state, fault, victim)
+    await _run_case(observed, state, fault, victim)
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_fault_in_a_handoff_state_over_grpc(
-    grpc_scene: ObservedCluster, state: State, fault: str, victim: str
+    observed_over_grpc: ObservedCluster, state: State, fault: str, victim: str
 ) -> None:
-    await _run_case(grpc_scene, state, fault, victim)
+    await _run_case(observed_over_grpc, state, fault, victim)
 
 
 async def _hold_in_state(
-    scene: ObservedCluster, state: State, fault: str, victim: str
+    observed: ObservedCluster, state: State, fault: str, victim: str
 ) -> PendingCall:
     """A request whose hand-off has come to the state. On a busy machine one may be served without:
     by decode alone, if prefill was not heard of for too long, or before this process has seen it.
     Then another asks."""
 
     async def quarantined() -> bool:
-        return any(ledger.quarantined for ledger in (await scene.cluster.get_ledgers()).ledgers)
+        return any(ledger.quarantined for ledger in (await observed.cluster.get_ledgers()).ledgers)
 
     turns = itertools.count()
     while True:
-        trap = await scene.arm_failpoints(
+        trap = await observed.arm_failpoints(
             FAILPOINT_BY_STATE[state].process, FAILPOINT_BY_STATE[state].spec
         )
-        asked = scene.start_call(_make_call(state, fault, victim, next(turns)))
+        asked = observed.start_call(_make_call(state, fault, victim, next(turns)))
         there = quarantined if state is InboundState.QUARANTINED else trap.has_hit
-        if await scene.wait_until_or_end(asked, f"a hand-off is {state.value}", there):
+        if await observed.wait_until_or_end(asked, f"a hand-off is {state.value}", there):
             return asked
 
 
-async def _run_case(scene: ObservedCluster, state: State, fault: str, victim: str) -> None:
-    asked = await _hold_in_state(scene, state, fault, victim)
+async def _run_case(observed: ObservedCluster, state: State, fault: str, victim: str) -> None:
+    asked = await _hold_in_state(observed, state, fault, victim)
     strike: Fault = FAULTS[fault](victim)
-    await strike.inject(scene.cluster)
+    await strike.inject(observed.cluster)
     if fault == "kill":
-        scene.cluster.start_missing()
+        observed.cluster.start_missing()
     else:
         await asyncio.sleep(FAULT_SECONDS)
-    await strike.remove(scene.cluster)
-    scene.cluster.start_missing()
-    scene.was_coordinator_killed = COORDINATOR in strike.killed_processes
+    await strike.remove(observed.cluster)
+    observed.cluster.start_missing()
+    observed.was_coordinator_killed = COORDINATOR in strike.killed_processes
     end = (await asked.wait_end()).end
     assert COORDINATOR in strike.victims or end == Closed(is_orderly=True), asked.operation.events[
         -1

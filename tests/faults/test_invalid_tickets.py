@@ -210,10 +210,10 @@ async def check_answer(rogue: RogueWriter, grant: RogueGrant) -> None:
     assert list(operation.tokens) == paced_reference_tokens(operation.call.prompt, 6)
 
 
-async def test_invalid_transfers_are_refused(scene: ObservedCluster) -> None:
+async def test_invalid_transfers_are_refused(observed: ObservedCluster) -> None:
     """One after the other, each with a request of its own, which is answered rightly all the same.
     One that was late is done again."""
-    async with RogueWriter(scene) as rogue:
+    async with RogueWriter(observed) as rogue:
         for number, (misdeed, code) in enumerate(ERROR_BY_INVALID_TRANSFER.items()):
             for turn in range(MAX_TRIES):
                 grant = await rogue.obtain_ticket(salt=number + 100 * turn)
@@ -224,8 +224,8 @@ async def test_invalid_transfers_are_refused(scene: ObservedCluster) -> None:
             assert refused.code == code, (misdeed.__name__, refused)
 
 
-async def test_malformed_frames_are_dropped(scene: ObservedCluster) -> None:
-    async with RogueWriter(scene) as rogue:
+async def test_malformed_frames_are_dropped(observed: ObservedCluster) -> None:
+    async with RogueWriter(observed) as rogue:
         for turn in range(MAX_TRIES):
             grant = await rogue.obtain_ticket(salt=50 + 100 * turn)
             for header in (
@@ -245,8 +245,8 @@ async def test_malformed_frames_are_dropped(scene: ObservedCluster) -> None:
         assert isinstance(answer, frames.CreditFrame), answer
 
 
-async def test_unused_ticket_expires(scene: ObservedCluster) -> None:
+async def test_unused_ticket_expires(observed: ObservedCluster) -> None:
     """Its request is served by somebody else, although the writer never gives up."""
-    async with RogueWriter(scene) as rogue:
+    async with RogueWriter(observed) as rogue:
         grant = await rogue.obtain_ticket(salt=60)
         assert (await grant.call.wait_end()).end == Closed(is_orderly=True)

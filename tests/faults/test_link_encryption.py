@@ -13,20 +13,20 @@ _HANDSHAKE = b"\x16\x03\x01"  # a TLS record that begins one
 _SEARCHED_TOKENS = 8  # tokens: what would not stand in random bytes by chance
 
 
-async def test_node_link_traffic_is_encrypted(scene: ObservedCluster) -> None:
-    cluster = scene.cluster
+async def test_node_link_traffic_is_encrypted(observed: ObservedCluster) -> None:
+    cluster = observed.cluster
     links = [cluster.proxies[f"{node} -> coordinator"] for node in cluster.node_names]
     for link in links:
         link.recorded_bytes = bytearray()
         # so that the nodes join anew, and what they show then is heard too
         link.reset_connections()
     try:
-        await scene.wait_until(
+        await observed.wait_until(
             "every node dials anew", lambda: all(link.recorded_bytes for link in links)
         )
         await cluster.wait_all_joined()
         asked = make_call(ClientApi.SSE, 100, 4, salt=77)
-        await scene.complete_call(asked)
+        await observed.complete_call(asked)
     finally:
         heard = {link.name: bytes(link.recorded_bytes or b"") for link in links}
         for link in links:

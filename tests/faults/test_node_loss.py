@@ -14,9 +14,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 OUTPUT_TOKENS = 60
 
 
-async def find_decode_node(scene: ObservedCluster) -> str:
+async def find_decode_node(observed: ObservedCluster) -> str:
     """The decode node that holds the only running request."""
-    return (await scene.wait_blocks("in_use")).node
+    return (await observed.wait_blocks("in_use")).node
 
 
 @pytest.mark.parametrize(
@@ -32,103 +32,108 @@ async def find_decode_node(scene: ObservedCluster) -> str:
     ids=str,
 )
 async def test_stream_survives_decode_node_loss(
-    scene: ObservedCluster, tokens: int, door: ClientApi
+    observed: ObservedCluster, tokens: int, door: ClientApi
 ) -> None:
-    await scene.cluster.arm_failpoints(
+    await observed.cluster.arm_failpoints(
         "decode", f"decode.step.before=delay(0.2)+{tokens}"
     )  # it is not done when its node dies
-    asked = scene.start_call(make_call(door, 50, OUTPUT_TOKENS, salt=tokens))
-    await scene.wait_tokens(asked, tokens)
-    victim = await find_decode_node(scene)
-    scene.cluster.kill(victim)
-    await scene.cluster.arm_failpoints("decode", "")
+    asked = observed.start_call(make_call(door, 50, OUTPUT_TOKENS, salt=tokens))
+    await observed.wait_tokens(asked, tokens)
+    victim = await find_decode_node(observed)
+    observed.cluster.kill(victim)
+    await observed.cluster.arm_failpoints("decode", "")
     operation = await asked.wait_end()
     assert operation.end == Closed(is_orderly=True)
     assert list(operation.tokens) == paced_reference_tokens(operation.call.prompt, OUTPUT_TOKENS)
 
 
-async def test_many_streams_survive_decode_node_loss(scene: ObservedCluster) -> None:
+async def test_many_streams_survive_decode_node_loss(observed: ObservedCluster) -> None:
     crowd = [
-        scene.start_call(make_call(door, 64, OUTPUT_TOKENS, salt=salt))
+        observed.start_call(make_call(door, 64, OUTPUT_TOKENS, salt=salt))
         for salt in range(4)
         for door in ClientApi
     ]
-    await scene.wait_until(
+    await observed.wait_until(
         "tokens at somebody", lambda: any(len(asked.operation.tokens) > 3 for asked in crowd)
     )
-    scene.cluster.kill("decode-1")
+    observed.cluster.kill("decode-1")
     ends = [(await asked.wait_end()).end for asked in crowd]
     assert ends == [Closed(is_orderly=True)] * len(crowd)
 
 
-async def test_prompts_of_a_lost_prefill_node_are_placed_again(scene: ObservedCluster) -> None:
-    await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)+2")
+async def test_prompts_of_a_lost_prefill_node_are_placed_again(observed: ObservedCluster) -> None:
+    await observed.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)+2")
     crowd = [
-        scene.start_call(make_call(door, 300, 5, salt=salt)) for salt, door in enumerate(ClientApi)
+        observed.start_call(make_call(door, 300, 5, salt=salt))
+        for salt, door in enumerate(ClientApi)
     ]
-    await scene.wait_blocks("reserved", "writing")
-    replaced = await scene.read_counter("baton_replaced_total")
-    scene.cluster.kill("prefill-0")
-    scene.cluster.start_missing()
+    await observed.wait_blocks("reserved", "writing")
+    replaced = await observed.read_counter("baton_replaced_total")
+    observed.cluster.kill("prefill-0")
+    observed.cluster.start_missing()
     ends = [(await asked.wait_end()).end for asked in crowd]
     assert ends == [Closed(is_orderly=True)] * len(crowd)
-    assert await scene.read_counter("baton_replaced_total") > replaced
+    assert await observed.read_counter("baton_replaced_total") > replaced
 
 
 @pytest.mark.thorough
-async def test_stream_survives_the_loss_of_every_node_in_turn(scene: ObservedCluster) -> None:
-    asked = scene.start_call(make_call(ClientApi.SSE, 33, 400, salt=9))
+async def test_stream_survives_the_loss_of_every_node_in_turn(observed: ObservedCluster) -> None:
+    asked = observed.start_call(make_call(ClientApi.SSE, 33, 400, salt=9))
     for tokens, name in ((5, "decode-0"), (50, "prefill-0"), (90, "decode-1")):
-        await scene.wait_tokens(asked, tokens)
-        scene.cluster.kill(name)
-        scene.cluster.start_missing()
-        await scene.cluster.wait_all_joined()
+        await observed.wait_tokens(asked, tokens)
+        observed.cluster.kill(name)
+        observed.cluster.start_missing()
+        await observed.cluster.wait_all_joined()
     operation = await asked.wait_end()
     assert operation.end == Closed(is_orderly=True)
     assert list(operation.tokens) == paced_reference_tokens(operation.call.prompt, 400)
 
 
-async def test_stopping_coordinator_answers_every_request(scene: ObservedCluster) -> None:
+async def test_stopping_coordinator_answers_every_request(observed: ObservedCluster) -> None:
     """What ends in time is finished, the rest is told so: streams, and requests that wait for a
     first token."""
-    await scene.cluster.arm_failpoints("decode", "decode.step.before=delay(0.02)")  # long is long
+    await observed.cluster.arm_failpoints(
+        "decode", "decode.step.before=delay(0.02)"
+    )  # long is long
     short, long = (
-        [scene.start_call(make_call(door, 100, tokens, salt=tokens)) for door in ClientApi]
+        [observed.start_call(make_call(door, 100, tokens, salt=tokens)) for door in ClientApi]
         for tokens in (30, 800)
     )
-    await scene.wait_until(
+    await observed.wait_until(
         "somebody is answered", lambda: any(asked.task.done() for asked in short)
     )
-    await scene.cluster.arm_failpoints(
+    await observed.cluster.arm_failpoints(
         "prefill", "prefill.layer.before=delay(0.2)"
     )  # so that late ones wait
-    late = [scene.start_call(make_call(door, 300, 5)) for door in ClientApi]
-    await scene.wait_admitted(len(long) + len(late))
-    scene.cluster.terminate("coordinator")
+    late = [observed.start_call(make_call(door, 300, 5)) for door in ClientApi]
+    await observed.wait_admitted(len(long) + len(late))
+    observed.cluster.terminate("coordinator")
     ends = [(await asked.wait_end()).end for asked in [*short, *long, *late]]
-    assert await scene.cluster.wait_for_exit("coordinator") == 0
+    assert await observed.cluster.wait_for_exit("coordinator") == 0
     assert all(isinstance(end, Failed) or end == Closed(is_orderly=True) for end in ends), ends
     assert {end.code for end in ends if isinstance(end, Failed)} == {"UNAVAILABLE"}
     assert Closed(is_orderly=True) in ends
 
 
-async def test_nodes_drop_the_work_of_a_killed_coordinator(scene: ObservedCluster) -> None:
+async def test_nodes_drop_the_work_of_a_killed_coordinator(observed: ObservedCluster) -> None:
     """Streams are cut; blocks come back without anybody's help; the nodes live on and join the next
     coordinator."""
-    nodes = {name: pid for name, pid in scene.cluster.get_pids().items() if name != "coordinator"}
-    await scene.cluster.arm_failpoints(
+    nodes = {
+        name: pid for name, pid in observed.cluster.get_pids().items() if name != "coordinator"
+    }
+    await observed.cluster.arm_failpoints(
         "decode", "decode.step.before=delay(0.02)"
     )  # nobody is done before it dies
     crowd = [
-        scene.start_call(make_call(door, 100, 400, salt=salt))
+        observed.start_call(make_call(door, 100, 400, salt=salt))
         for salt in range(2)
         for door in ClientApi
     ]
-    await scene.wait_blocks("in_use")
-    scene.cluster.kill("coordinator")
-    scene.was_coordinator_killed = True
+    await observed.wait_blocks("in_use")
+    observed.cluster.kill("coordinator")
+    observed.was_coordinator_killed = True
     await asyncio.gather(*(asked.wait_end() for asked in crowd))
-    await scene.recover_and_check()
+    await observed.recover_and_check()
     assert {
-        name: pid for name, pid in scene.cluster.get_pids().items() if name != "coordinator"
+        name: pid for name, pid in observed.cluster.get_pids().items() if name != "coordinator"
     } == nodes

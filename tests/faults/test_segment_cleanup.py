@@ -14,31 +14,31 @@ from tests.history import ClientApi
 from tests.processes import wait_for_exit
 
 
-def list_segments(scene: ObservedCluster) -> set[str]:
-    return {path.name for path in scene.cluster.segment_dir.glob(f"{SEGMENT_PREFIX}*")}
+def list_segments(observed: ObservedCluster) -> set[str]:
+    return {path.name for path in observed.cluster.segment_dir.glob(f"{SEGMENT_PREFIX}*")}
 
 
 async def test_killed_cluster_leaves_no_segments_after_a_restart(tmp_path: Path) -> None:
-    async with ObservedCluster.build(tmp_path / "cluster") as scene:
-        cluster = scene.cluster
-        first = list_segments(scene)
+    async with ObservedCluster.build(tmp_path / "cluster") as observed:
+        cluster = observed.cluster
+        first = list_segments(observed)
         for salt in range(8):
-            scene.start_call(make_call(ClientApi.SSE, 200, 800, salt=salt))
-        await scene.wait_blocks("in_use")
+            observed.start_call(make_call(ClientApi.SSE, 200, 800, salt=salt))
+        await observed.wait_blocks("in_use")
         for name in cluster.process_names:
             cluster.send_signal(name, signal.SIGKILL)
         for name in cluster.process_names:
             await cluster.wait_for_exit(name)
-        scene.was_coordinator_killed = True
-        assert list_segments(scene) == first  # a killed process cannot clean up
-        await scene.recover_and_check()
-        assert not list_segments(scene) & first
-        assert len(list_segments(scene)) == len(first)
+        observed.was_coordinator_killed = True
+        assert list_segments(observed) == first  # a killed process cannot clean up
+        await observed.recover_and_check()
+        assert not list_segments(observed) & first
+        assert len(list_segments(observed)) == len(first)
         cluster.kill("decode-0")
         await (
-            scene.recover_and_check()
+            observed.recover_and_check()
         )  # nor does one that is started again leave its former self behind
-        assert len(list_segments(scene)) == len(first)
+        assert len(list_segments(observed)) == len(first)
         assert (await cluster.get_ledgers()).ledgers
     cluster.assert_clean()
 

@@ -40,20 +40,18 @@ _DEFECT_WORDS = ("internal error", "Traceback", "never retrieved", '"level":"cri
 
 @dataclass(frozen=True)
 class FuzzTarget:
-    """Ports of one coordinator, and the name of its model. `has_operator_ports`: it has
-    baton.v1.Cluster and an admin port that tells of real nodes."""
+    """Ports of one coordinator, and the name of its model."""
 
     name: str
     http: int
     admin: int
     grpc: str
     model: str
-    has_operator_ports: bool
+    has_operator_ports: bool  # baton.v1.Cluster, and an admin port that reports real nodes
 
 
 class FuzzEnvironment:
-    """As a context. Leaving it fails if good traffic got anything but its own tokens, if anything
-    is held or runs then, or if a log tells of a defect."""
+    """A context that checks, on leaving, good traffic, held blocks, running tasks and the logs."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.cluster: FuzzTarget
@@ -66,7 +64,7 @@ class FuzzEnvironment:
         self._ended: Future[None] = Future()
         self._stop: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, name="fuzz scene")
+        self._thread = threading.Thread(target=self._run, name="fuzz environment")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -81,14 +79,14 @@ class FuzzEnvironment:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop, and raise what was wrong. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
         self._ended.result()
 
     def run_on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it on the scene's loop, and wait."""
+        """Run a coroutine on the environment's event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def _run(self) -> None:

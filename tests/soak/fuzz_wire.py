@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 FIELDS = (
-    "prompt messages model max_tokens temperature top_k top_p seed stop stop_token_ids stream stream_options n echo "
-    "logprobs logit_bias user suffix tools response_format tokens metadata add_special_tokens role content node timeout"
+    "prompt messages model max_tokens temperature top_k top_p seed stop stop_token_ids stream "
+    "stream_options n echo logprobs logit_bias user suffix tools response_format tokens metadata "
+    "add_special_tokens role content node timeout"
 ).split()
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 GOOD = {

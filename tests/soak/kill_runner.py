@@ -1,4 +1,4 @@
-"""A load on a cluster of paced nodes whose processes are killed, and how soon each is made good.
+"""A load on a cluster of paced nodes whose processes are killed, and the times of recovery.
 
 A node comes back under its name and address, or under others, as a container that took its place
 would; nobody tells the rest of the cluster. What recovery means is what a client sees: the first
@@ -43,25 +43,24 @@ _VOCAB_SIZE = 32000
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTimes:
-    """Seconds from the new start, which follows the kill: `listening_seconds`, the front door takes
-    connections (at once unless it was the coordinator that died); `answered_seconds`, the first new
-    request has its whole answer; `rejoined_seconds`, all processes have joined and the cluster is
-    ready."""
+    """How long recovery took after one kill, in seconds from the start of the new process."""
 
     victim: str
     address: str
-    listening_seconds: float
-    answered_seconds: float
-    rejoined_seconds: float
+    listening_seconds: float  # the HTTP port accepts connections; it never stops if a node died
+    answered_seconds: float  # the first new request has its complete answer
+    rejoined_seconds: float  # all processes have joined and the cluster is ready
 
     def __str__(self) -> str:
         where = f"{self.victim} at {self.address} address"
-        times = f"listens after {self.listening_seconds:.2f} s, answered {self.answered_seconds:.2f} s, whole {self.rejoined_seconds:.2f} s"
-        return f"{where}: {times}"
+        return (
+            f"{where}: listens after {self.listening_seconds:.2f} s, "
+            f"answered {self.answered_seconds:.2f} s, rejoined {self.rejoined_seconds:.2f} s"
+        )
 
 
 class KillRunner:
-    """Where processes are killed. `seed` makes the requests."""
+    """Kills processes of a cluster under load; `seed` determines the requests."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster = cluster

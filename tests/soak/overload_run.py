@@ -1,4 +1,4 @@
-"""A cluster of paced processes under a storm, and what is measured of it."""
+"""A cluster of paced processes under overload, and what is measured of it."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ MAX_TOKEN_GAP_SECONDS = 5.0
 MIN_REQUESTS_PER_SECOND = (
     15.0  # requests a second that a short run takes for the capacity, however busy the machine
 )
-MAX_GROWTH_BYTES = 8 << 20  # bytes, over one storm
+MAX_GROWTH_BYTES = 8 << 20  # bytes, over one run
 
 
 @dataclass(slots=True)

@@ -37,9 +37,9 @@ EXIT_TIMEOUT_SECONDS = 60.0
 class PoolUserProcess:
     """`seed` decides what it does."""
 
-    def __init__(self, scene: "PoolFaultRun", number: int, seed: int) -> None:
-        self._run = scene
-        self._arguments = (scene.pool.address, str(scene.pool.folder), f"user-{number}", str(seed))
+    def __init__(self, run: "PoolFaultRun", number: int, seed: int) -> None:
+        self._run = run
+        self._arguments = (run.pool.address, str(run.pool.folder), f"user-{number}", str(seed))
         self._listening: asyncio.Task[None] | None = None
         self._process: Process | None = None
 

@@ -113,7 +113,8 @@ class PoolUser:
         await membership.close()
         if mapped > 1 or membership.mapped_segments:
             write_message(
-                wrong=f"{mapped} segments were mapped at the end, {len(membership.mapped_segments)} are after it"
+                wrong=f"{mapped} segments were mapped before the end, "
+                f"{len(membership.mapped_segments)} are after it"
             )
         self._report_counts()
         self._arena.close()

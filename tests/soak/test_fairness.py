@@ -1,7 +1,7 @@
 """Classes and tenants beside each other on real processes: what each waits for its first token
 while others ask for more than there is, and whom the devices' time is charged to.
 
-`make test` plays it for seconds and judges outcomes; `make soak` for a minute each, and judges
+`make test` runs it for seconds and judges outcomes; `make soak` for a minute each, and judges
 latencies too.
 """
 
@@ -90,7 +90,7 @@ def _entry(name: str, rate: float | None) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(
+async def fairness(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, figures: Figures
 ) -> AsyncIterator[FairnessRun]:
     folder = tmp_path_factory.mktemp("fairness")
@@ -109,43 +109,43 @@ async def stage(
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def at_rest(stage: FairnessRun) -> AsyncIterator[None]:
+async def idle_afterwards(fairness: FairnessRun) -> AsyncIterator[None]:
     yield
-    await stage.overload_run.cluster.wait_idle()
+    await fairness.overload_run.cluster.wait_idle()
 
 
 async def run_tenant_loads(
-    storm: OverloadRun, seed: int, **rates: float
+    overload: OverloadRun, seed: int, **rates: float
 ) -> dict[str, list[OpenLoopOutcome]]:
     """Of each tenant, at its share of the capacity; those who arrived when the others had."""
-    loop = storm.new_open_loop()
+    loop = overload.new_open_loop()
     loop.arrival_seed = seed
     began = time.monotonic()
     offered = [
         loop.run_poisson_load(
-            for_tenant(REQUEST, name), rate * storm.reference_capacity, storm.seconds
+            for_tenant(REQUEST, name), rate * overload.reference_capacity, overload.seconds
         )
         for name, rate in rates.items()
     ]
     outcomes = await asyncio.gather(*offered)
     for each in outcomes:
         check_outcomes(each)
-    await storm.cluster.wait_idle()
-    settled = began + storm.seconds / 10
+    await overload.cluster.wait_idle()
+    settled = began + overload.seconds / 10
     return {
         name: [one for one in each if one.due_at >= settled]
         for name, each in zip(rates, outcomes, strict=True)
     }
 
 
-async def test_premium_ttft_holds_under_three_times_the_capacity(stage: FairnessRun) -> None:
-    storm = stage.overload_run
-    alone = (await run_tenant_loads(storm, 1, gold=TENANT_SHARE))["gold"]
-    crowded = await run_tenant_loads(storm, 1, gold=TENANT_SHARE, a=3.0)
+async def test_premium_ttft_holds_under_three_times_the_capacity(fairness: FairnessRun) -> None:
+    overload = fairness.overload_run
+    alone = (await run_tenant_loads(overload, 1, gold=TENANT_SHARE))["gold"]
+    crowded = await run_tenant_loads(overload, 1, gold=TENANT_SHARE, a=3.0)
     gold, bulk = crowded["gold"], crowded["a"]
     assert {each.result for each in (*alone, *gold)} == {"answered"}, "premium is turned away"
     ended = check_outcomes(bulk)
-    storm.record_figures(
+    overload.record_figures(
         "standard offers 3x the capacity",
         premium_TTFT_alone=format_percentiles(list_ttfts(alone)),
         premium_TTFT=format_percentiles(list_ttfts(gold)),
@@ -154,46 +154,46 @@ async def test_premium_ttft_holds_under_three_times_the_capacity(stage: Fairness
         standard=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
         MAX_PREMIUM_TTFT_SECONDS=format_ms(MAX_PREMIUM_TTFT_SECONDS),
     )
-    storm.check_figure(
+    overload.check_figure(
         percentile(list_ttfts(gold), 0.95) <= MAX_PREMIUM_TTFT_SECONDS,
         format_percentiles(list_ttfts(gold)),
     )
 
 
-async def test_tenant_at_ten_times_its_share_does_not_slow_others(stage: FairnessRun) -> None:
+async def test_tenant_at_ten_times_its_share_does_not_slow_others(fairness: FairnessRun) -> None:
     """It costs the others a tenth of their p95 at most, whether its share is its limit or it is
     given all that the others leave but the headroom. Without that it costs them more, which is
     measured and not judged."""
-    storm = stage.overload_run
+    overload = fairness.overload_run
 
     async def p95(greed: float) -> float:
         outcomes = await run_tenant_loads(
-            storm, 2, **dict.fromkeys(FAIR_TENANTS, TENANT_SHARE), greedy=greed * TENANT_SHARE
+            overload, 2, **dict.fromkeys(FAIR_TENANTS, TENANT_SHARE), greedy=greed * TENANT_SHARE
         )
         meek = [each for name in FAIR_TENANTS for each in outcomes[name]]
         assert {each.result for each in meek} == {"answered"} or greed > 1
         return percentile(list_ttfts(meek), 0.95)
 
     fair, unlimited = await p95(1.0), await p95(10.0)
-    await stage.reload_tenants(headroom=0.0)
+    await fairness.reload_tenants(headroom=0.0)
     bare = await p95(10.0)
-    await stage.reload_tenants(rate=TENANT_SHARE * storm.reference_capacity)
+    await fairness.reload_tenants(rate=TENANT_SHARE * overload.reference_capacity)
     limited = await p95(10.0)
-    storm.record_figures(
+    overload.record_figures(
         "one of four at 10x its share",
         others_TTFT_p95=f"{format_ms(fair)} while all keep to their shares",
         with_a_limit=f"{format_ms(limited)}, {limited / fair:.2f}x",
         without_one=f"{format_ms(unlimited)}, {unlimited / fair:.2f}x",
         nor_headroom=f"{format_ms(bare)}, {bare / fair:.2f}x",
     )
-    storm.check_figure(limited <= 1.1 * fair, (limited, fair))
-    storm.check_figure(unlimited <= 1.1 * fair, (unlimited, fair))
+    overload.check_figure(limited <= 1.1 * fair, (limited, fair))
+    overload.check_figure(unlimited <= 1.1 * fair, (unlimited, fair))
 
 
-async def test_device_seconds_add_up(stage: FairnessRun) -> None:
-    storm = stage.overload_run
-    await run_tenant_loads(storm, 3, gold=TENANT_SHARE, a=2 * TENANT_SHARE)
-    async with httpx.AsyncClient(base_url=storm.cluster.admin_url) as admin:
+async def test_device_seconds_add_up(fairness: FairnessRun) -> None:
+    overload = fairness.overload_run
+    await run_tenant_loads(overload, 3, gold=TENANT_SHARE, a=2 * TENANT_SHARE)
+    async with httpx.AsyncClient(base_url=overload.cluster.admin_url) as admin:
         lines = [
             line.rpartition(" ")
             for line in (await admin.get("/metrics")).text.splitlines()
@@ -211,7 +211,7 @@ async def test_device_seconds_add_up(stage: FairnessRun) -> None:
     assert all(seconds > 0 for seconds in parts.values()), parts
     everything = sum_counter(counters, "baton_device_seconds_total")
     assert abs(everything - busy) <= 0.02 * busy
-    storm.record_figures(
+    overload.record_figures(
         "device seconds",
         **{f"{name} {phase}": f"{seconds:.2f} s" for (phase, name), seconds in parts.items()},
         sum_of_busy=f"{everything / busy:.2%} of {busy:.2f} s",

@@ -3,7 +3,7 @@ must not notice.
 
 Cases come from our own documents: the OpenAPI schema (schemathesis), the proto files, and below
 both, bytes. No answer may be a 5xx, none may say anything but what its document says, no process
-may end, and at the end nothing is held. `make test` plays a seeded slice, `make soak` 5,000 cases.
+may end, and at the end nothing is held. `make test` runs a seeded slice, `make soak` 5,000 cases.
 `--soak-seed` repeats a run.
 """
 
@@ -61,7 +61,7 @@ Case = tuple[
 
 
 @pytest.fixture(scope="module")
-def scene(
+def environment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FuzzEnvironment]:
     with FuzzEnvironment(
@@ -71,7 +71,9 @@ def scene(
 
 
 @pytest.fixture
-def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+def run_cases(
+    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., None]:
     """Plays a share of all cases and says how many there were."""
     cases, number = (
         int(request.config.getoption("--fuzz-cases")),
@@ -79,7 +81,7 @@ def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> C
     )
 
     def run(share: float, strategy: st.SearchStrategy[Any], judge: Callable[[Any], None]) -> None:
-        played = 0
+        count = 0
 
         @seed(number)
         @settings(
@@ -91,29 +93,29 @@ def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> C
         )
         @given(strategy)
         def cases_of_share(case: Any) -> None:
-            nonlocal played
-            played += 1
+            nonlocal count
+            count += 1
             judge(case)
 
         cases_of_share()
         with capfd.disabled() if cases > _CASES_PER_TEST else nullcontext():
-            print(f"  {request.node.name}: {played} cases")  # noqa: T201
+            print(f"  {request.node.name}: {count} cases")  # noqa: T201
 
     return run
 
 
 @pytest.mark.parametrize(("target", "path", "kind"), KINDS)
 def test_fuzz_openapi_requests(
-    scene: FuzzEnvironment, play: Callable[..., None], target: str, path: str, kind: str
+    environment: FuzzEnvironment, run_cases: Callable[..., None], target: str, path: str, kind: str
 ) -> None:
-    there: FuzzTarget = getattr(scene, target)
-    url = f"http://127.0.0.1:{there.http}"
+    target_ports: FuzzTarget = getattr(environment, target)
+    url = f"http://127.0.0.1:{target_ports.http}"
     with requests.Session() as session:
         document = session.get(f"{url}/openapi.json", timeout=_TIMEOUT_SECONDS).json()
         if kind == "served":
             texts = target == "front"
             document = fuzz_http.narrow_schema(
-                document, VOCABULARIES[target], there.model, CONTEXT_TOKENS // 4, texts=texts
+                document, VOCABULARIES[target], target_ports.model, CONTEXT_TOKENS // 4, texts=texts
             )
 
         def judge(case: Any) -> None:
@@ -123,7 +125,7 @@ def test_fuzz_openapi_requests(
         cases = fuzz_http.case_strategy(document, path, "POST", good=kind != "forbidden")
         shares = 3 if kind == "served" else 1
         weight = shares / sum(3 if kind == "served" else 1 for _, _, kind in KINDS)
-        play(
+        run_cases(
             SHARES["schema"] * weight,
             cases.map(fuzz_http.with_whole_numbers) if kind == "served" else cases,
             judge,
@@ -132,8 +134,8 @@ def test_fuzz_openapi_requests(
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/openapi.json"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_fuzz_get_routes(scene: FuzzEnvironment, target: str, path: str) -> None:
-    url = f"http://127.0.0.1:{getattr(scene, target).http}{path}"
+def test_fuzz_get_routes(environment: FuzzEnvironment, target: str, path: str) -> None:
+    url = f"http://127.0.0.1:{getattr(environment, target).http}{path}"
     for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "HEAD"):
         response = requests.request(
             method, url, data=b"\xff", params={"a": "\0"}, timeout=_TIMEOUT_SECONDS
@@ -144,8 +146,10 @@ def test_fuzz_get_routes(scene: FuzzEnvironment, target: str, path: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["allowed", "forbidden"])
-def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind: str) -> None:
-    url, document = f"http://127.0.0.1:{scene.cluster.admin}", fuzz_http.admin_document()
+def test_fuzz_admin_port(
+    environment: FuzzEnvironment, run_cases: Callable[..., None], kind: str
+) -> None:
+    url, document = f"http://127.0.0.1:{environment.cluster.admin}", fuzz_http.admin_document()
     drain = fuzz_http.case_strategy(document, "/admin/drain", "POST", good=kind == "allowed")
     if kind == "allowed":
         pages = [
@@ -160,7 +164,7 @@ def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind
             response = fuzz_http.send_case(case, url, session, _TIMEOUT_SECONDS)
             fuzz_http.check_response(case, response, strict=kind == "forbidden")
 
-        play(SHARES["admin"] / 2, drain, judge)
+        run_cases(SHARES["admin"] / 2, drain, judge)
         assert "baton_" in session.get(f"{url}/metrics", timeout=_TIMEOUT_SECONDS).text
         for name in SPARE_NODES:
             session.post(
@@ -169,15 +173,19 @@ def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind
 
 
 @pytest.mark.parametrize("method", [*_GENERATION, *_CLUSTER])
-def test_fuzz_grpc_messages(scene: FuzzEnvironment, play: Callable[..., None], method: str) -> None:
+def test_fuzz_grpc_messages(
+    environment: FuzzEnvironment, run_cases: Callable[..., None], method: str
+) -> None:
     operators = method in _CLUSTER
     file = cluster_pb2 if operators else generation_pb2
     service = file.DESCRIPTOR.services_by_name["Cluster" if operators else "Generation"]
     described = service.methods_by_name[method]
     answer = getattr(file, described.output_type.name)
     for target in ("cluster",) if operators else TARGETS:
-        there: FuzzTarget = getattr(scene, target)
-        with grpc.insecure_channel(there.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        target_ports: FuzzTarget = getattr(environment, target)
+        with grpc.insecure_channel(
+            target_ports.grpc, options=(("grpc.enable_http_proxy", 0),)
+        ) as channel:
             streams = described.server_streaming
             call = (channel.unary_stream if streams else channel.unary_unary)(
                 f"/{service.full_name}/{method}"
@@ -188,34 +196,40 @@ def test_fuzz_grpc_messages(scene: FuzzEnvironment, play: Callable[..., None], m
                 assert code not in _DEFECTS, code
                 assert (code is grpc.StatusCode.UNIMPLEMENTED) <= (method == "ArmFailpoints"), code
 
-            data = fuzz_proto.encoding_strategy(described.input_type, _usual(there))
+            data = fuzz_proto.encoding_strategy(described.input_type, _usual(target_ports))
             enough = st.just(2) if method == "Watch" else st.integers(0, 4)
             cases = st.tuples(data, enough, _metadata())
             weight = 1.0 if operators else 3.0 / len(TARGETS)
-            play(SHARES["proto"] * weight / (3 * len(_GENERATION) + len(_CLUSTER)), cases, judge)
+            run_cases(
+                SHARES["proto"] * weight / (3 * len(_GENERATION) + len(_CLUSTER)), cases, judge
+            )
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_fuzz_raw_http(scene: FuzzEnvironment, play: Callable[..., None], target: str) -> None:
-    port = getattr(scene, target).http
-    play(
+def test_fuzz_raw_http(
+    environment: FuzzEnvironment, run_cases: Callable[..., None], target: str
+) -> None:
+    port = getattr(environment, target).http
+    run_cases(
         SHARES["wire"] * 0.45, exchange_strategy(), lambda exchange: _check_exchange(exchange, port)
     )
 
 
-def test_fuzz_raw_http_of_the_admin_port(scene: FuzzEnvironment, play: Callable[..., None]) -> None:
-    play(
+def test_fuzz_raw_http_of_the_admin_port(
+    environment: FuzzEnvironment, run_cases: Callable[..., None]
+) -> None:
+    run_cases(
         SHARES["wire"] * 0.1,
         exchange_strategy(("/admin/drain",)),
-        lambda exchange: _check_exchange(exchange, scene.cluster.admin),
+        lambda exchange: _check_exchange(exchange, environment.cluster.admin),
     )
 
 
-def test_too_large_requests_are_refused(scene: FuzzEnvironment) -> None:
+def test_too_large_requests_are_refused(environment: FuzzEnvironment) -> None:
     body = b'{"prompt":"' + b"x" * MAX_BODY_BYTES + b'"}'
     for path in PATHS:
         url, headers = (
-            f"http://127.0.0.1:{scene.cluster.http}{path}",
+            f"http://127.0.0.1:{environment.cluster.http}{path}",
             {"content-type": "application/json"},
         )
         assert (
@@ -224,9 +238,9 @@ def test_too_large_requests_are_refused(scene: FuzzEnvironment) -> None:
         )
 
 
-def test_nothing_is_left_after_fuzzing(scene: FuzzEnvironment) -> None:
-    """The last of this file: see `Scene.close`."""
-    scene.close()
+def test_nothing_is_left_after_fuzzing(environment: FuzzEnvironment) -> None:
+    """The last of this file: see `FuzzEnvironment.close`."""
+    environment.close()
 
 
 def _check_exchange(exchange: RawExchange, port: int) -> None:

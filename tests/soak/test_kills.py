@@ -48,7 +48,8 @@ def check_recoveries(recoveries: list[RecoveryTimes]) -> None:
     for name in ("listening_seconds", "answered_seconds", "rejoined_seconds"):
         times = [getattr(one, name) for one in recoveries]
         sys.stdout.write(
-            f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n"
+            f"{len(times)} kills: {name} median {statistics.median(times):.2f}, "
+            f"at most {max(times):.2f}\n"
         )
     if len(recoveries) >= JUDGED_KILLS:
         assert max(one.answered_seconds for one in recoveries) <= MAX_RECOVERY_SECONDS
@@ -65,14 +66,14 @@ async def test_killed_nodes_recover_without_failed_requests(
 ) -> None:
     """In turn, and back at the same address or at another."""
     others = {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)}
-    range_ = KillRunner(cluster, seed=len(role))
-    async with range_.running_load():
+    runner = KillRunner(cluster, seed=len(role))
+    async with runner.running_load():
         recoveries = [
-            await range_.kill_process(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1)
+            await runner.kill_process(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1)
             for number in range(kills)
         ]
     await cluster.wait_idle()
-    assert range_.find_violations(coordinator_died=False) == []
+    assert runner.find_violations(coordinator_died=False) == []
     assert {
         name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)
     } == others
@@ -86,11 +87,11 @@ async def test_killed_coordinator_recovers(cluster: Cluster, kills: int) -> None
     before it knew."""
     nodes = {name: pid for name, pid in cluster.get_pids().items() if name != COORDINATOR}
     prompt = list(range(1, 200))
-    range_ = KillRunner(cluster, seed=1)
-    async with range_.running_load():
+    runner = KillRunner(cluster, seed=1)
+    async with runner.running_load():
         long = cluster.config.silence + 1.0 if kills >= JUDGED_KILLS else 0.0
         recoveries = [
-            await range_.kill_process(COORDINATOR, down=long * (number % 2))
+            await runner.kill_process(COORDINATOR, down=long * (number % 2))
             for number in range(kills)
         ]
     await cluster.wait_idle()
@@ -103,7 +104,7 @@ async def test_killed_coordinator_recovers(cluster: Cluster, kills: int) -> None
     await wait_known_blocks(cluster, 0.9 * blocks)  # of all four nodes; its warm-up may evict a few
     cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
     await cluster.wait_idle()
-    assert range_.find_violations(coordinator_died=True) == []
+    assert runner.find_violations(coordinator_died=True) == []
     assert {name: pid for name, pid in cluster.get_pids().items() if name != COORDINATOR} == nodes
     assert cached > 0
     check_recoveries(recoveries)

@@ -2,7 +2,7 @@
 turned away is told so at once, what is taken in is answered right and no slower than the cluster
 can, and afterwards all is as before.
 
-`make test` plays each storm for two seconds and judges outcomes; `make soak` for a minute, and
+`make test` runs each overload for two seconds and judges outcomes; `make soak` for a minute, and
 judges time too. On the virtual clock the same is in
 tests/unit/coordinator/core/admission/test_fairness_simulated.py.
 """
@@ -51,7 +51,7 @@ SETTINGS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def storm(
+async def overload(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, figures: Figures
 ) -> AsyncIterator[OverloadRun]:
     seconds = float(request.config.getoption("--storm-seconds"))
@@ -65,121 +65,124 @@ async def storm(
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def at_rest(storm: OverloadRun) -> AsyncIterator[None]:
+async def idle_afterwards(overload: OverloadRun) -> AsyncIterator[None]:
     yield
-    await storm.cluster.wait_idle()
+    await overload.cluster.wait_idle()
 
 
 @pytest.mark.parametrize("kind", ["plain", "retries", "deadlines"])
 async def test_excess_of_five_times_the_capacity_is_refused_fast(
-    storm: OverloadRun, kind: str
+    overload: OverloadRun, kind: str
 ) -> None:
     kinds = {
         "retries": replace(REQUEST, max_attempts=4),
-        "deadlines": replace(REQUEST, timeout_seconds=max(3.0, 4 * storm.idle_latency_seconds)),
+        "deadlines": replace(REQUEST, timeout_seconds=max(3.0, 4 * overload.idle_latency_seconds)),
     }
-    loop, before = storm.new_open_loop(), storm.measure_memory()
+    loop, before = overload.new_open_loop(), overload.measure_memory()
     began = time.monotonic()
-    over = loop.closing_time = began + storm.seconds
+    over = loop.closing_time = began + overload.seconds
     offering = asyncio.create_task(
-        loop.run_poisson_load(kinds.get(kind, REQUEST), 5 * storm.reference_capacity, storm.seconds)
+        loop.run_poisson_load(
+            kinds.get(kind, REQUEST), 5 * overload.reference_capacity, overload.seconds
+        )
     )
-    await asyncio.sleep(storm.seconds / 2)
-    status = await storm.cluster.get_status()
+    await asyncio.sleep(overload.seconds / 2)
+    status = await overload.cluster.get_status()
     await asyncio.sleep(max(0.0, over - time.monotonic()))
-    recovery = await storm.measure_recovery(loop, REQUEST, over)
+    recovery = await overload.measure_recovery(loop, REQUEST, over)
     outcomes = await offering
-    await storm.cluster.wait_idle()
+    await overload.cluster.wait_idle()
     ended = check_outcomes(outcomes, late=kind == "deadlines")
     assert ended["answered"] > 0 or kind == "deadlines"
-    storm.check_figure(ended["refused"] > 0, ended)
+    overload.check_figure(ended["refused"] > 0, ended)
     assert status.queued <= MAX_QUEUE
     refusals = [seconds for each in outcomes for seconds in each.refusal_seconds]
-    goodput = loop.completion_rate(outcomes, began + storm.seconds / 4, over)
-    grower, growth = storm.find_largest_growth(before)
-    storm.record_figures(
-        f"5x for {storm.seconds:g} s, {kind}",
+    goodput = loop.completion_rate(outcomes, began + overload.seconds / 4, over)
+    grower, growth = overload.find_largest_growth(before)
+    overload.record_figures(
+        f"5x for {overload.seconds:g} s, {kind}",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
         ended=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.reference_capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f}/s, {goodput / overload.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         TTFT=format_percentiles(list_ttfts(outcomes)),
         clients_own_delay=format_send_lag(outcomes),
         recovery=f"{recovery:.1f} s",
         memory=f"{growth / 2**20:+.1f} MiB ({grower}, which grew most)",
     )
-    storm.check_figure(p99(refusals) <= MAX_REFUSAL_SECONDS, refusals)
-    storm.check_figure(goodput >= 0.9 * storm.reference_capacity, goodput)
-    storm.check_figure(recovery <= MAX_RECOVERY_SECONDS, recovery)
-    storm.check_figure(growth <= MAX_GROWTH_BYTES, storm.measure_memory())
+    overload.check_figure(p99(refusals) <= MAX_REFUSAL_SECONDS, refusals)
+    overload.check_figure(goodput >= 0.9 * overload.reference_capacity, goodput)
+    overload.check_figure(recovery <= MAX_RECOVERY_SECONDS, recovery)
+    overload.check_figure(growth <= MAX_GROWTH_BYTES, overload.measure_memory())
 
 
-async def test_clients_that_retry_at_once_do_not_slow_others(storm: OverloadRun) -> None:
-    loop, began = storm.new_open_loop(), time.monotonic()
-    over = loop.closing_time = began + storm.seconds
+async def test_clients_that_retry_at_once_do_not_slow_others(overload: OverloadRun) -> None:
+    loop, began = overload.new_open_loop(), time.monotonic()
+    over = loop.closing_time = began + overload.seconds
     outcomes = await loop.run_poisson_load(
         replace(REQUEST, max_attempts=8, retry_seconds=0.25),
-        3 * storm.reference_capacity,
-        storm.seconds,
+        3 * overload.reference_capacity,
+        overload.seconds,
     )
     ended = check_outcomes(outcomes)
-    recovery = await storm.measure_recovery(loop, REQUEST, over)
-    goodput = loop.completion_rate(outcomes, began + storm.seconds / 4, over)
+    recovery = await overload.measure_recovery(loop, REQUEST, over)
+    goodput = loop.completion_rate(outcomes, began + overload.seconds / 4, over)
     refusals = [seconds for each in outcomes for seconds in each.refusal_seconds]
-    storm.record_figures(
+    overload.record_figures(
         "retry storm, 3x",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.reference_capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f}/s, {goodput / overload.reference_capacity:.0%} of capacity",
         refused_within=format_percentiles(refusals),
         recovery=f"{recovery:.1f} s",
     )
     assert ended["answered"] > 0
-    storm.check_figure(goodput >= 0.9 * storm.reference_capacity, goodput)
-    storm.check_figure(p99(refusals) <= MAX_REFUSAL_SECONDS, refusals)
+    overload.check_figure(goodput >= 0.9 * overload.reference_capacity, goodput)
+    overload.check_figure(p99(refusals) <= MAX_REFUSAL_SECONDS, refusals)
 
 
-async def test_burst_is_served_at_once_or_on_retry(storm: OverloadRun) -> None:
+async def test_burst_is_served_at_once_or_on_retry(overload: OverloadRun) -> None:
     """All of them are served: at once, or when they come back as they were told."""
-    loop, count = storm.new_open_loop(), 1000 if storm.is_judged else 120
+    loop, count = overload.new_open_loop(), 1000 if overload.is_judged else 120
     began = time.monotonic()
     outcomes = await loop.run_burst(replace(REQUEST, output_tokens=4, max_attempts=count), count)
     took = time.monotonic() - began
     assert check_outcomes(outcomes) == {"answered": count}
     refusals = [seconds for each in outcomes for seconds in each.refusal_seconds]
-    storm.record_figures(
+    overload.record_figures(
         f"{count} at once",
         all_served_after=f"{took:.1f} s, {len(refusals)} refusals",
         longest_silence=f"{loop.longest_token_gap_seconds:.2f} s",
     )
-    storm.check_figure(
+    overload.check_figure(
         loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds
     )
 
 
-async def test_huge_request_among_small_ones_is_served(storm: OverloadRun) -> None:
+async def test_huge_request_among_small_ones_is_served(overload: OverloadRun) -> None:
     """It takes 101 of a node's 128 blocks."""
-    loop = storm.new_open_loop()
+    loop = overload.new_open_loop()
     small = asyncio.create_task(
-        loop.run_poisson_load(REQUEST, 0.7 * storm.reference_capacity, storm.seconds)
+        loop.run_poisson_load(REQUEST, 0.7 * overload.reference_capacity, overload.seconds)
     )
-    await asyncio.sleep(storm.seconds / 4)
+    await asyncio.sleep(overload.seconds / 4)
     huge = await loop.run_client(replace(REQUEST, prompt_tokens=1600))
     outcomes = await small
     assert huge.is_served, huge.error
     assert set(check_outcomes(outcomes)) == {"answered"}
-    storm.record_figures(
+    small_ttfts = format_percentiles(list_ttfts(outcomes))
+    overload.record_figures(
         "101 of 128 blocks",
-        TTFT=f"{huge.ttft_seconds:.2f} s, the small ones' {format_percentiles(list_ttfts(outcomes))}",
+        TTFT=f"{huge.ttft_seconds:.2f} s, the small ones' {small_ttfts}",
         longest_silence=f"{loop.longest_token_gap_seconds:.2f} s",
     )
-    storm.check_figure(
+    overload.check_figure(
         loop.longest_token_gap_seconds < MAX_TOKEN_GAP_SECONDS, loop.longest_token_gap_seconds
     )
 
 
-async def test_short_prompts_behind_a_long_one_are_served(storm: OverloadRun) -> None:
+async def test_short_prompts_behind_a_long_one_are_served(overload: OverloadRun) -> None:
     loop, short, long = (
-        storm.new_open_loop(),
+        overload.new_open_loop(),
         replace(REQUEST, prompt_tokens=32, output_tokens=2),
         replace(REQUEST, prompt_tokens=1600, output_tokens=2),
     )
@@ -187,7 +190,7 @@ async def test_short_prompts_behind_a_long_one_are_served(storm: OverloadRun) ->
     async def p95(*, behind: bool) -> float:
         first = asyncio.create_task(loop.run_client(long)) if behind else None
         if first is not None:
-            await storm.cluster.wait_status(
+            await overload.cluster.wait_status(
                 lambda status: status.running >= 1
             )  # it has a head start
         outcomes: list[OpenLoopOutcome] = await loop.run_burst(short, 50)
@@ -198,32 +201,32 @@ async def test_short_prompts_behind_a_long_one_are_served(storm: OverloadRun) ->
 
     pairs = [
         (await p95(behind=False), await p95(behind=True))
-        for _ in range(5 if storm.is_judged else 1)
+        for _ in range(5 if overload.is_judged else 1)
     ]
     alone, behind = min(alone for alone, _ in pairs), min(behind for _, behind in pairs)
-    storm.record_figures(
+    overload.record_figures(
         "50 short behind a long one",
         TTFT_p95=f"{format_ms(behind)} against {format_ms(alone)} alone, {behind / alone:.2f}x",
     )
-    storm.check_figure(behind <= 2 * alone, pairs)
+    overload.check_figure(behind <= 2 * alone, pairs)
 
 
-async def test_grpc_refusals_carry_a_retry_delay(storm: OverloadRun) -> None:
+async def test_grpc_refusals_carry_a_retry_delay(overload: OverloadRun) -> None:
     async def refusal() -> grpc.aio.AioRpcError | None:
         try:
-            await storm.cluster.generate([1, 2, 3], max_tokens=REQUEST.output_tokens)
+            await overload.cluster.generate([1, 2, 3], max_tokens=REQUEST.output_tokens)
         except grpc.aio.AioRpcError as error:
             return error
         return None
 
-    await storm.cluster.arm_failpoints(
+    await overload.cluster.arm_failpoints(
         "decode", "decode.step.before=delay(0.5)"
     )  # all have asked before many are answered
     calls = [asyncio.create_task(refusal()) for _ in range(2 * (MAX_QUEUE + BATCH_SLOTS))]
     for ended in asyncio.as_completed(calls):
         if await ended is not None:
             break
-    await storm.cluster.arm_failpoints("decode", "")
+    await overload.cluster.arm_failpoints("decode", "")
     refusals = [error for error in await asyncio.gather(*calls) if error is not None]
     assert refusals
     for error in refusals:

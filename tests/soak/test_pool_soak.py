@@ -37,29 +37,30 @@ async def test_blocks_stay_whole_under_random_kills(
             with PoolProcess(
                 folder, coordinator=registrar.address, name="pool-0", log_level="error"
             ) as pool:
-                scene = PoolFaultRun(
+                run = PoolFaultRun(
                     pool, registrar, seed, min(OPERATIONS_PER_FAULT, operations // 4)
                 )
                 try:
-                    await scene.run_operations(operations)
+                    await run.run_operations(operations)
                 finally:
-                    await scene.kill_all()
+                    await run.kill_all()
                 counters = dict(registrar.stats.counters)
         seconds = time.monotonic() - began
         segments.remove_stale_segments(folder)  # of users that were killed
-        assert scene.errors == []
+        assert run.errors == []
         assert os.listdir(folder) == [], "segments were left behind"
     finally:
         shutil.rmtree(folder)
-    assert scene.counts["operations"] >= operations
-    assert scene.counts["hits"] > 0
-    assert scene.counts["blocks read"] > 0
+    assert run.counts["operations"] >= operations
+    assert run.counts["hits"] > 0
+    assert run.counts["blocks read"] > 0
     if operations >= JUDGED_OPERATIONS:
         assert counters['baton_pool_evictions_total{tier="memory"}'] > 0
-        assert min(scene.counts[fault] for fault in FAULTS) > 0
+        assert min(run.counts[fault] for fault in FAULTS) > 0
     deed = f"{operations:,} operations, seed {seed}"
     figures.append((deed, "time", f"{seconds:.0f} s"))
-    if scene.rejoin_seconds:
-        told = f"{statistics.median(scene.rejoin_seconds):.2f} s, at most {max(scene.rejoin_seconds):.2f} s"
+    if run.rejoin_seconds:
+        median, longest = statistics.median(run.rejoin_seconds), max(run.rejoin_seconds)
+        told = f"{median:.2f} s, at most {longest:.2f} s"
         figures.append((deed, "from a pool's start until it has joined again", told))
-    figures.extend((deed, what, f"{count:,}") for what, count in sorted(scene.counts.items()))
+    figures.extend((deed, what, f"{count:,}") for what, count in sorted(run.counts.items()))

@@ -3,7 +3,7 @@ nodes can join."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import httpx
@@ -17,6 +17,8 @@ from tests.cluster import Cluster
 from tests.faults.test_unauthenticated_peers import list_listening_addresses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 OPEN_FILES = 256
 IDLE_CONNECTIONS = 300  # connections
@@ -41,25 +43,35 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 @asynccontextmanager
-async def idle_connections(port: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
+async def idle_connections(port: int) -> AsyncIterator[list[Connection]]:
     """Many connections to a port of loopback, on which nothing is ever said."""
     opened = [
-        writer
-        for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE_CONNECTIONS)))
-        if writer is not None
+        connection
+        for connection in await asyncio.gather(*(_open(port) for _ in range(IDLE_CONNECTIONS)))
+        if connection is not None
     ]
     try:
         yield opened
     finally:
-        for writer in opened:
+        for _, writer in opened:
             writer.transport.abort()
 
 
-async def _open(port: int) -> asyncio.StreamWriter | None:
-    """None where not even the kernel takes it."""
+async def wait_one_closed(connections: Iterable[Connection]) -> None:
+    """Wait until the server has closed one of these connections."""
+    reads = [asyncio.create_task(reader.read(1)) for reader, _ in connections]
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+
+
+async def _open(port: int) -> Connection | None:
+    """None if not even the kernel accepts the connection."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(5.0):
-            return (await asyncio.open_connection("127.0.0.1", port))[1]
+            return await asyncio.open_connection("127.0.0.1", port)
     return None
 
 
@@ -76,14 +88,10 @@ async def check_other_ports_answer(cluster: Cluster, attacked: str) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
             if attacked != "http":
-                answer = await client.post(
-                    f"http://{cluster.endpoints.http}/v1/completions", json=body
-                )
+                answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
             if attacked != "admin":
-                assert (
-                    await client.get(f"http://{cluster.endpoints.admin}/readyz")
-                ).status_code == 200
+                assert (await client.get(f"{cluster.admin_url}/readyz")).status_code == 200
         if attacked != "grpc":
             assert len((await cluster.get_status()).nodes) >= 2
             assert len((await cluster.generate([1, 2, 3], max_tokens=4)).tokens) == 4
@@ -117,14 +125,17 @@ async def test_half_sent_bodies_leave_room_for_a_complete_request(cluster: Clust
     """More of them than the port may hold connections, each with a head and the first byte of a
     body."""
     port = ports_of(cluster, "http")[0]
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        b"content-type: application/json\r\ncontent-length: 10\r\n\r\n{"
+    )
     async with idle_connections(port) as opened:
-        for writer in opened:
+        for _, writer in opened:
             writer.write(head)
         for _ in range(8):
             late = await _open(port)
             assert late is not None
-            late.write(head)
+            late[1].write(head)
             opened.append(late)
             await check_other_ports_answer(cluster, attacked="")
 
@@ -139,8 +150,11 @@ async def test_node_joins_while_idle_connections_fill_the_cluster_port(cluster: 
 
 
 async def test_closed_idle_connections_are_counted_and_logged(cluster: Cluster) -> None:
+    for port in ("http", "grpc", "admin", "cluster"):
+        async with idle_connections(ports_of(cluster, port)[0]) as opened:
+            await wait_one_closed(opened)
     async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"http://{cluster.endpoints.admin}/metrics")).text
+        metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
     told = dict(
         line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections")
     )

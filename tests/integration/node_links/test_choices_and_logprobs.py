@@ -38,9 +38,9 @@ START = 60.0  # seconds that nodes may take to join
 
 @asynccontextmanager
 async def node_processes(
-    bench: CoordinatorHarness, folder: Path, **settings: Any
+    coordinator: CoordinatorHarness, folder: Path, **settings: Any
 ) -> AsyncIterator[None]:
-    """One prefill and one decode node, each a process, joined to the bench's coordinator."""
+    """One prefill and one decode node, each a process, joined to the coordinator."""
     config, _ = plan.complete_config(
         Config(
             kv_memory="16MiB",
@@ -50,7 +50,7 @@ async def node_processes(
             **settings,
         )
     )
-    where = Endpoints(http="", grpc="", admin="", cluster=bench.cluster_port_address)
+    where = Endpoints(http="", grpc="", admin="", cluster=coordinator.cluster_port_address)
     specs = plan.make_child_specs(
         config, where, environ=os.environ, cores=2, supervisor=os.getpid()
     )
@@ -66,8 +66,8 @@ async def node_processes(
         if spec.name != plan.COORDINATOR
     ]
     try:
-        await bench.wait_until(
-            lambda: len(bench.dispatcher.brain.node_registry.nodes) == len(processes), START
+        await coordinator.wait_until(
+            lambda: len(coordinator.dispatcher.brain.node_registry.nodes) == len(processes), START
         )
         yield
     finally:
@@ -82,21 +82,21 @@ async def node_processes(
 async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
     model = build_model("llama", tmp_path)
     async with (
-        running_coordinator(model=str(model), cluster_token=TOKEN) as bench,
-        node_processes(bench, tmp_path, model=str(model)),
+        running_coordinator(model=str(model), cluster_token=TOKEN) as coordinator,
+        node_processes(coordinator, tmp_path, model=str(model)),
     ):
         choices = [Submission(PROMPT, SAMPLED, 30.0, choice_index=choice) for choice in range(4)]
         answers = await asyncio.gather(
-            *map(collect_stream, await bench.dispatcher.submit_requests(choices))
+            *map(collect_stream, await coordinator.dispatcher.submit_requests(choices))
         )
-        counted = dict(bench.dispatcher.brain.counters.prompt_tokens)
+        counted = dict(coordinator.dispatcher.brain.counters.prompt_tokens)
         assert counted["computed_prefill"] == len(PROMPT)
         assert counted["computed_decode"] <= 3 * 16, "no more than what does not fill a block"
         assert [done.timeline.prefill_node for _, done in answers] == ["prefill-0", "", "", ""]
-        assert bench.dispatcher.brain.counters.replaced_attempts == {}
+        assert coordinator.dispatcher.brain.counters.replaced_attempts == {}
         alone = [
             await collect_stream(
-                await bench.dispatcher.submit_request(
+                await coordinator.dispatcher.submit_request(
                     replace(one, cache_salt=b"cold"), internal=True
                 )
             )
@@ -114,45 +114,51 @@ async def test_several_prompts_with_several_choices_are_all_answered(tmp_path: P
         for choice in range(3)
     ]
     async with (
-        running_coordinator(engine="paced", model="paced", cluster_token=TOKEN) as bench,
-        node_processes(bench, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
+        running_coordinator(engine="paced", model="paced", cluster_token=TOKEN) as coordinator,
+        node_processes(coordinator, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
     ):
         answers = await asyncio.gather(
-            *map(collect_stream, await bench.dispatcher.submit_requests(submissions))
+            *map(collect_stream, await coordinator.dispatcher.submit_requests(submissions))
         )
         assert [len(tokens) for tokens, _ in answers] == [12] * 9
-        assert bench.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(
+        assert coordinator.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(
             map(len, prompts)
         )
         assert (
-            bench.dispatcher.brain.queued_requests == bench.dispatcher.brain.running_requests == 0
+            coordinator.dispatcher.brain.queued_requests
+            == coordinator.dispatcher.brain.running_requests
+            == 0
         )
 
 
 async def test_request_group_is_admitted_as_a_whole_or_not_at_all() -> None:
     async with (
-        running_coordinator(max_queue=4) as bench,
-        bench.make_node("p0", "prefill"),
-        bench.make_node("d0", "decode") as decode,
+        running_coordinator(max_queue=4) as coordinator,
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
     ):
         ask = [Submission(PROMPT, SAMPLED, 5.0, choice_index=choice) for choice in range(4)]
-        streams = await bench.dispatcher.submit_requests(ask)
+        streams = await coordinator.dispatcher.submit_requests(ask)
         with pytest.raises(Overloaded):
-            await bench.dispatcher.submit_requests(ask[:2])
-        assert bench.dispatcher.brain.list_active_requests() == [stream.id for stream in streams]
+            await coordinator.dispatcher.submit_requests(ask[:2])
+        assert coordinator.dispatcher.brain.list_active_requests() == [
+            stream.id for stream in streams
+        ]
         await decode.drop_connection()
-        await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 1)
+        await coordinator.wait_until(
+            lambda: len(coordinator.dispatcher.brain.node_registry.nodes) == 1
+        )
         for stream in streams:
             stream.cancel()
-        waiting = asyncio.create_task(bench.dispatcher.submit_requests(ask))
+        waiting = asyncio.create_task(coordinator.dispatcher.submit_requests(ask))
         await asyncio.sleep(0)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-        assert bench.dispatcher.brain.list_active_requests() == []
+        assert coordinator.dispatcher.brain.list_active_requests() == []
         with pytest.raises(ServiceUnavailable):
-            await bench.dispatcher.submit_requests(ask)
-        assert bench.dispatcher.brain.list_active_requests() == []
+            await coordinator.dispatcher.submit_requests(ask)
+        assert coordinator.dispatcher.brain.list_active_requests() == []
 
 
 FIRST_SCORE = TokenLogprobs(-0.5, ((5, -0.25), (6, -0.5)))
@@ -160,7 +166,7 @@ SECOND_SCORE = TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0)))
 
 
 async def answer_with_scores(
-    bench: CoordinatorHarness, prefill: FakeNode, decode: FakeNode
+    coordinator: CoordinatorHarness, prefill: FakeNode, decode: FakeNode
 ) -> None:
     """Decode's stream is the faster one: its token is there before the scores of the prompt."""
     submit = await decode.next_order("submit")
@@ -172,8 +178,8 @@ async def answer_with_scores(
         token = TokenEvent(wire.attempt_key_from_pb(key), index, 5, finish, FIRST_SCORE)
         await decode.send_message(tokens=pb.Tokens(tokens=[wire.token_event_to_pb(token)]))
     await decode.send_heartbeat()
-    told = bench.dispatcher.brain.node_registry.nodes[Incarnation(decode.incarnation)]
-    await bench.wait_until(lambda: told.stats is not None)  # and of what came before
+    told = coordinator.dispatcher.brain.node_registry.nodes[Incarnation(decode.incarnation)]
+    await coordinator.wait_until(lambda: told.stats is not None)  # and of what came before
     for first, score in ((1, FIRST_SCORE), (2, SECOND_SCORE)):
         scores = pb.PromptScores(key=key, first=first, scores=[wire.logprobs_to_pb(score)])
         await prefill.send_message(prompt_scores=scores)
@@ -181,13 +187,13 @@ async def answer_with_scores(
 
 async def test_logprobs_arrive_unchanged() -> None:
     async with (
-        running_coordinator() as bench,
-        bench.make_node("p0", "prefill") as prefill,
-        bench.make_node("d0", "decode") as decode,
+        running_coordinator() as coordinator,
+        coordinator.make_node("p0", "prefill") as prefill,
+        coordinator.make_node("d0", "decode") as decode,
     ):
-        prefill.run_script(answer_with_scores(bench, prefill, decode))
+        prefill.run_script(answer_with_scores(coordinator, prefill, decode))
         sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
-        stream = await bench.dispatcher.submit_request(Submission((4, 5, 6), sampling, 60.0))
+        stream = await coordinator.dispatcher.submit_request(Submission((4, 5, 6), sampling, 60.0))
         events = [event async for event in stream]
         assert events[:2] == [
             PromptLogprobsEvent((FIRST_SCORE, SECOND_SCORE)),
@@ -199,15 +205,15 @@ async def test_logprobs_arrive_unchanged() -> None:
 
 async def test_malformed_logprobs_end_the_nodes_stream() -> None:
     async with (
-        running_coordinator() as bench,
-        bench.make_node("p0", "prefill") as prefill,
-        bench.make_node("d0", "decode"),
+        running_coordinator() as coordinator,
+        coordinator.make_node("p0", "prefill") as prefill,
+        coordinator.make_node("d0", "decode"),
     ):
         sampling = SamplingParams(max_tokens=2, prompt_logprobs=2)
-        await bench.dispatcher.submit_request(Submission((4, 5), sampling, 10.0))
+        await coordinator.dispatcher.submit_request(Submission((4, 5), sampling, 10.0))
         key = (await prefill.next_order("prefill")).work.key
         scores = wire.logprobs_to_pb(FIRST_SCORE)
         scores.top_ids.append(9)
         await prefill.send_message(prompt_scores=pb.PromptScores(key=key, first=1, scores=[scores]))
         await prefill.wait_stream_end()
-        assert bench.dispatcher.brain.counters.dropped_messages == {"damaged": 1}
+        assert coordinator.dispatcher.brain.counters.dropped_messages == {"damaged": 1}

@@ -1,38 +1,27 @@
 """Dispatcher and node link over real gRPC on loopback, against scripted nodes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 
-from baton.cluster_link import stream as link_codec
-from baton.cluster_link.dialer import (
-    PROOF_METADATA_KEY,
-    CoordinatorDialer,
-    derive_link_proof,
-    is_token_mismatch,
-)
 from baton.cluster_link.pb_conversion import attempt_key_from_pb
 from baton.cluster_link.stream import SequenceNumbers
 from baton.errors import (
     Cancelled,
-    ConfigError,
     DeadlineExceeded,
     LeaseExpired,
     ServiceUnavailable,
     ShuttingDown,
     SlowReader,
 )
-from baton.network import cluster_certificates
 from baton.pb import cluster_pb2 as pb
 from baton.process.failpoints import FAILPOINTS
 from baton.types import FinishReason, Incarnation
 from coordinator.generation import TokensEvent
 from coordinator.node_links import node_link_service as node_link
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS
-from coordinator.node_links.node_link_service import JOIN_TIMEOUT_SECONDS, NodeStream
-from tests.fake_nodes import FakeNode, expected_tokens
+from coordinator.node_links.node_link_service import NodeStream
+from tests.fake_nodes import expected_tokens
 from tests.integration.coordinator_harness import (
     CoordinatorHarness,
     collect_stream,
@@ -42,17 +31,11 @@ from tests.integration.coordinator_harness import (
 PROMPT = tuple(range(1, 40))
 
 
-@pytest.fixture
-async def bench() -> AsyncIterator[CoordinatorHarness]:
-    async with running_coordinator() as bench:
-        yield bench
-
-
-async def test_request_goes_through_prefill_and_decode(bench: CoordinatorHarness) -> None:
-    async with bench.run_nodes(
+async def test_request_goes_through_prefill_and_decode(coordinator: CoordinatorHarness) -> None:
+    async with coordinator.run_nodes(
         "p0", "d0", gap=0.1
     ):  # in which prefill's report of the hand-off comes
-        tokens, done = await bench.generate(PROMPT, 10)
+        tokens, done = await coordinator.generate(PROMPT, 10)
         assert tokens == expected_tokens(PROMPT, 10)
         assert done.finish_reason is FinishReason.LENGTH
         timeline = done.timeline
@@ -66,35 +49,39 @@ async def test_request_goes_through_prefill_and_decode(bench: CoordinatorHarness
             timeline.first_token,
         )
         assert sum(stages) == timeline.ttft
-        sources = bench.dispatcher.brain.counters.prompt_tokens
+        sources = coordinator.dispatcher.brain.counters.prompt_tokens
         assert {source for source, tokens in sources.items() if tokens} == {"computed_prefill"}
         assert sources["computed_prefill"] == len(PROMPT)
 
 
-async def test_hundred_concurrent_requests_are_answered(bench: CoordinatorHarness) -> None:
-    async with bench.run_nodes("p0", "p1", "d0", "d1"):
+async def test_hundred_concurrent_requests_are_answered(coordinator: CoordinatorHarness) -> None:
+    async with coordinator.run_nodes("p0", "p1", "d0", "d1"):
         prompts = [tuple(range(n, n + 5 + n % 40)) for n in range(1, 101)]
         answers = await asyncio.gather(
-            *(bench.generate(prompt, 1 + n % 9) for n, prompt in enumerate(prompts))
+            *(coordinator.generate(prompt, 1 + n % 9) for n, prompt in enumerate(prompts))
         )
         for n, (prompt, (tokens, _)) in enumerate(zip(prompts, answers, strict=True)):
             assert tokens == expected_tokens(prompt, 1 + n % 9)
         assert (
-            bench.dispatcher.brain.running_requests == bench.dispatcher.brain.queued_requests == 0
+            coordinator.dispatcher.brain.running_requests
+            == coordinator.dispatcher.brain.queued_requests
+            == 0
         )
 
 
 async def test_colocated_request_is_answered() -> None:
-    async with running_coordinator(prefill=0) as bench, bench.run_nodes("d0"):
-        assert (await bench.generate(PROMPT, 3))[0] == expected_tokens(PROMPT, 3)
+    async with running_coordinator(prefill=0) as coordinator, coordinator.run_nodes("d0"):
+        assert (await coordinator.generate(PROMPT, 3))[0] == expected_tokens(PROMPT, 3)
 
 
-async def test_refused_request_is_retried_when_blocks_are_free(bench: CoordinatorHarness) -> None:
+async def test_refused_request_is_retried_when_blocks_are_free(
+    coordinator: CoordinatorHarness,
+) -> None:
     async with (
-        bench.make_node("p0", "prefill") as prefill,
-        bench.make_node("d0", "decode") as decode,
+        coordinator.make_node("p0", "prefill") as prefill,
+        coordinator.make_node("d0", "decode") as decode,
     ):
-        stream = await bench.submit_request(PROMPT, 4)
+        stream = await coordinator.submit_request(PROMPT, 4)
         submit = await decode.next_order("submit")
         assert (await prefill.next_order("prefill")).work == submit.work
         await decode.send_message(refused=pb.Refused(key=submit.work.key, needed=3, free=1))
@@ -106,9 +93,9 @@ async def test_refused_request_is_retried_when_blocks_are_free(bench: Coordinato
         stream.cancel()
 
 
-async def test_stream_survives_decode_node_loss(bench: CoordinatorHarness) -> None:
-    async with bench.run_nodes("p0", "d0", "d1", burst=1, gap=0.001) as (_, d0, d1):
-        stream = await bench.submit_request(PROMPT, 120)
+async def test_stream_survives_decode_node_loss(coordinator: CoordinatorHarness) -> None:
+    async with coordinator.run_nodes("p0", "d0", "d1", burst=1, gap=0.001) as (_, d0, d1):
+        stream = await coordinator.submit_request(PROMPT, 120)
         seen: list[int] = []
         async for event in stream:
             if isinstance(event, TokensEvent):
@@ -117,33 +104,40 @@ async def test_stream_survives_decode_node_loss(bench: CoordinatorHarness) -> No
                     (victim,) = [
                         node
                         for node in (d0, d1)
-                        if bench.dispatcher.brain.count_attempts(node.incarnation)  # type: ignore[arg-type]
+                        if coordinator.dispatcher.brain.count_attempts(
+                            node.incarnation  # type: ignore[arg-type]
+                        )
                     ]
                     await victim.drop_connection()
         assert tuple(seen) == expected_tokens(PROMPT, 120)
-        assert bench.dispatcher.brain.counters.replaced_attempts == {"node_gone": 1}
+        assert coordinator.dispatcher.brain.counters.replaced_attempts == {"node_gone": 1}
 
 
-async def test_prefill_node_loss_before_the_handoff_is_retried(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill") as prefill, bench.run_nodes("d0") as (decode,):
-        waiting = asyncio.create_task(bench.generate(PROMPT, 4))
+async def test_prefill_node_loss_before_the_handoff_is_retried(
+    coordinator: CoordinatorHarness,
+) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill") as prefill,
+        coordinator.run_nodes("d0") as (decode,),
+    ):
+        waiting = asyncio.create_task(coordinator.generate(PROMPT, 4))
         old = prefill.incarnation
         await prefill.next_order("prefill")
         await prefill.next_order("ticket")
         await prefill.drop_connection()
-        async with bench.run_nodes("p1"):
+        async with coordinator.run_nodes("p1"):
             tokens, done = await waiting
         assert tokens == expected_tokens(PROMPT, 4)
         assert done.timeline.attempts == 2
-        assert old not in bench.dispatcher.node_connections
+        assert old not in coordinator.dispatcher.node_connections
         assert {key.attempt_number for key in decode.cancelled_keys} == {1}
 
 
-async def test_node_loss_is_announced_to_all_peers(bench: CoordinatorHarness) -> None:
+async def test_node_loss_is_announced_to_all_peers(coordinator: CoordinatorHarness) -> None:
     async with (
-        bench.make_node("p0", "prefill") as p0,
-        bench.make_node("d0", "decode") as d0,
-        bench.make_node("d1", "decode") as d1,
+        coordinator.make_node("p0", "prefill") as p0,
+        coordinator.make_node("d0", "decode") as d0,
+        coordinator.make_node("d1", "decode") as d1,
     ):
         gone = d0.incarnation
         await d0.drop_connection()
@@ -151,165 +145,56 @@ async def test_node_loss_is_announced_to_all_peers(bench: CoordinatorHarness) ->
             assert (await node.next_order("peer_gone")).incarnation == gone
 
 
-async def test_rejoin_ends_the_old_stream(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as old:
-        stream = await bench.submit_request(PROMPT, 4)
-        await old.next_order("submit")
-        async with bench.make_node(
-            "d0", "decode", join_overrides={"rejoining": old.incarnation}
-        ) as new:
-            await old.wait_stream_end()
-            await new.send_heartbeat()
-            assert attempt_key_from_pb((await new.next_order("submit")).work.key) == (
-                stream.id,
-                2,
-                0,
-            )
-            assert new.incarnation != old.incarnation
-        stream.cancel()
-
-
-async def test_a_message_of_another_incarnation_ends_the_stream(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
-        stream = await bench.submit_request(PROMPT, 4)
+async def test_a_message_of_another_incarnation_ends_the_stream(
+    coordinator: CoordinatorHarness,
+) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
+    ):
+        stream = await coordinator.submit_request(PROMPT, 4)
         submit = await decode.next_order("submit")
         await decode.send_message(
             incarnation="0123456789abcdef", reserved=pb.Reserved(key=submit.work.key)
         )
         await decode.wait_stream_end()
-        assert bench.dispatcher.brain.counters.dropped_messages["stale"] == 1
+        assert coordinator.dispatcher.brain.counters.dropped_messages["stale"] == 1
         stream.cancel()
-
-
-@pytest.mark.parametrize("token", ["", "wrong", "seçret"])
-async def test_node_with_a_wrong_token_fails_the_handshake(
-    token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.node_links.node_link_server.STREAM_OPEN_TIMEOUT_SECONDS", 0.2)
-    async with running_coordinator(cluster_token="secret") as bench:
-        node = FakeNode(bench.cluster_port_address, "p0", "prefill", cluster_token=token)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await node.join()
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert is_token_mismatch(caught.value)
-        await node.drop_connection()
-        joins = bench.dispatcher.brain.counters.joins
-        async with asyncio.timeout(30.0):
-            while not joins["unauthenticated"]:
-                await asyncio.sleep(0.05)
-        async with FakeNode(bench.cluster_port_address, "p0", "prefill", cluster_token="secret"):
-            assert len(bench.dispatcher.node_connections) == 1
-        assert joins["joined"] == 1
-
-
-async def test_client_without_a_certificate_gets_no_stream() -> None:
-    async with running_coordinator(cluster_token="secret") as bench:
-        authority = cluster_certificates._authority_certificate(
-            cluster_certificates._derive_authority_key("secret")
-        )
-        named = (
-            ("grpc.ssl_target_name_override", cluster_certificates.COORDINATOR_CERTIFICATE_NAME),
-        )
-        bare = grpc.aio.secure_channel(
-            bench.cluster_port_address, grpc.ssl_channel_credentials(authority), options=named
-        )
-        for channel in (bare, grpc.aio.insecure_channel(bench.cluster_port_address)):
-            async with channel:
-                call = link_codec.open_link_stream(
-                    channel, metadata=((PROOF_METADATA_KEY, derive_link_proof("secret")),)
-                )
-                assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        assert bench.dispatcher.node_connections == {}
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [(), ((PROOF_METADATA_KEY, derive_link_proof("wrong")),), ((PROOF_METADATA_KEY, b""),)],
-    ids=len,
-)
-async def test_certificate_without_token_proof_is_refused(
-    metadata: tuple[tuple[str, bytes], ...],
-) -> None:
-    async with running_coordinator(cluster_token="secret") as bench:
-        async with CoordinatorDialer("secret").open_channel(bench.cluster_port_address) as channel:
-            call = link_codec.open_link_stream(channel, metadata=metadata)
-            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert bench.dispatcher.brain.counters.joins == {"unauthenticated": 1}
-
-
-async def test_node_refuses_a_server_without_the_coordinator_certificate() -> None:
-    server = grpc.aio.server()
-    port = server.add_secure_port(
-        "127.0.0.1:0", cluster_certificates.decode_server_credentials("secret")
-    )
-    await server.start()
-    node = FakeNode(f"127.0.0.1:{port}", "d0", "decode", cluster_token="secret")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await node.join()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await node.drop_connection()
-    await server.stop(None)
-
-
-async def test_mismatched_join_is_refused_with_a_reason(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"):
-        other = bench.make_node("d0", "decode", join_overrides={"model_digest": "ff"})
-        with pytest.raises(ConfigError, match="model_digest 'ff', the cluster has 'abab"):
-            await other.join()
-        with pytest.raises(ConfigError, match="role 'cook'"):
-            await bench.make_node("d0", "cook").join()
-        assert bench.dispatcher.brain.counters.joins == {"joined": 1, "refused": 2}
-
-
-async def test_the_first_message_must_be_join_and_come_soon(
-    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert JOIN_TIMEOUT_SECONDS == 5.0
-    for first, patience, code in (
-        (pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"),
-        (None, 0.05, "DEADLINE_EXCEEDED"),
-    ):
-        monkeypatch.setattr(
-            "coordinator.node_links.node_link_service.JOIN_TIMEOUT_SECONDS", patience
-        )
-        node = bench.make_node("p0", "prefill")
-        call = node.open_stream()
-        if first is not None:
-            await call.write(first)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code().name == code
-        await node.drop_connection()
 
 
 async def test_silent_node_is_dropped_and_may_rejoin() -> None:
     async with (
-        running_coordinator(silence=1.0, heartbeat=0.05) as bench,
-        bench.make_node("d0", "decode") as decode,
+        running_coordinator(silence=1.0, heartbeat=0.05) as coordinator,
+        coordinator.make_node("d0", "decode") as decode,
     ):
         await decode.wait_stream_end()
-        assert bench.dispatcher.node_connections == {}
-        assert bench.dispatcher.brain.counters.lost_nodes == {"node_gone": 1}
+        assert coordinator.dispatcher.node_connections == {}
+        assert coordinator.dispatcher.brain.counters.lost_nodes == {"node_gone": 1}
         assert decode.ping_count > 1
         await decode.join()
-        assert len(bench.dispatcher.node_connections) == 1
+        assert len(coordinator.dispatcher.node_connections) == 1
 
 
 async def test_node_that_does_not_read_is_dropped(
-    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    coordinator: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.node_links.node_link_service.MAX_UNSENT_MESSAGES", 3)
-    async with bench.make_node("d0", "decode") as decode:
-        link = bench.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
+    async with coordinator.make_node("d0", "decode") as decode:
+        link = coordinator.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
         for _ in range(5):  # in one turn of the loop: nothing can leave meanwhile
             link.send_message(pb.CoordinatorMessage(ping=pb.Ping()))
         await decode.wait_stream_end()
-        assert bench.dispatcher.node_connections == {}
+        assert coordinator.dispatcher.node_connections == {}
 
 
-async def test_invalid_tokens_message_fails_only_its_attempt(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
-        stream = await bench.submit_request(PROMPT, 4)
+async def test_invalid_tokens_message_fails_only_its_attempt(
+    coordinator: CoordinatorHarness,
+) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
+    ):
+        stream = await coordinator.submit_request(PROMPT, 4)
         for attempt in (1, 2):
             key = attempt_key_from_pb((await decode.next_order("submit")).work.key)
             assert key.attempt_number == attempt
@@ -320,11 +205,11 @@ async def test_invalid_tokens_message_fails_only_its_attempt(bench: CoordinatorH
 
 async def test_request_fails_after_max_attempts() -> None:
     async with (
-        running_coordinator(max_attempts=3) as bench,
-        bench.run_nodes("p0"),
-        bench.make_node("d0", "decode") as decode,
+        running_coordinator(max_attempts=3) as coordinator,
+        coordinator.run_nodes("p0"),
+        coordinator.make_node("d0", "decode") as decode,
     ):
-        stream = await bench.submit_request(PROMPT, 4)
+        stream = await coordinator.submit_request(PROMPT, 4)
         for _ in range(3):
             key = attempt_key_from_pb((await decode.next_order("submit")).work.key)
             await decode.send_failed(key, LeaseExpired("the ticket was not renewed"))
@@ -332,12 +217,12 @@ async def test_request_fails_after_max_attempts() -> None:
             await collect_stream(stream)
 
 
-async def test_cancel_reaches_both_nodes(bench: CoordinatorHarness) -> None:
+async def test_cancel_reaches_both_nodes(coordinator: CoordinatorHarness) -> None:
     async with (
-        bench.make_node("p0", "prefill") as prefill,
-        bench.make_node("d0", "decode") as decode,
+        coordinator.make_node("p0", "prefill") as prefill,
+        coordinator.make_node("d0", "decode") as decode,
     ):
-        stream = await bench.submit_request(PROMPT, 4)
+        stream = await coordinator.submit_request(PROMPT, 4)
         stream.cancel()
         stream.cancel()
         for node, kind in ((prefill, "prefill"), (decode, "submit")):
@@ -347,18 +232,24 @@ async def test_cancel_reaches_both_nodes(bench: CoordinatorHarness) -> None:
             await collect_stream(stream)
 
 
-async def test_the_deadline_ends_a_request_and_its_work(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
-        stream = await bench.submit_request(PROMPT, 4, seconds=0.5)
+async def test_the_deadline_ends_a_request_and_its_work(coordinator: CoordinatorHarness) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
+    ):
+        stream = await coordinator.submit_request(PROMPT, 4, seconds=0.5)
         assert 0.0 < (await decode.next_order("submit")).work.timeout_seconds < 0.501
         with pytest.raises(DeadlineExceeded, match=r"0\.5 s"):
             await collect_stream(stream)
         assert (await decode.next_order("cancel")).reason.code == "deadline_exceeded"
 
 
-async def test_a_slow_reader_is_cut_off(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
-        stream = await bench.submit_request(PROMPT, 200)
+async def test_a_slow_reader_is_cut_off(coordinator: CoordinatorHarness) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
+    ):
+        stream = await coordinator.submit_request(PROMPT, 200)
         key = attempt_key_from_pb((await decode.next_order("submit")).work.key)
         assert MAX_UNREAD_TOKENS > 200
         stream._unread_tokens = MAX_UNREAD_TOKENS  # as if a long answer had gone unread
@@ -369,63 +260,68 @@ async def test_a_slow_reader_is_cut_off(bench: CoordinatorHarness) -> None:
 
 
 async def test_requests_wait_briefly_for_a_missing_role(
-    bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    coordinator: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.core.requests.table.ADMIT_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(ServiceUnavailable):
-        bench.dispatcher.get_model_bounds()
-    async with bench.run_nodes("p0"):
+        coordinator.dispatcher.get_model_bounds()
+    async with coordinator.run_nodes("p0"):
         with pytest.raises(ServiceUnavailable, match="no decode node") as caught:
-            await bench.submit_request(PROMPT, 4)
+            await coordinator.submit_request(PROMPT, 4)
         assert caught.value.retry_after is not None
         monkeypatch.setattr("coordinator.core.requests.table.ADMIT_TIMEOUT_SECONDS", 60.0)
-        waiting = asyncio.create_task(bench.generate(PROMPT, 4))
+        waiting = asyncio.create_task(coordinator.generate(PROMPT, 4))
         await asyncio.sleep(0)
-        assert bench.dispatcher.brain.queued_requests == 1
-        async with bench.run_nodes("d0"):
+        assert coordinator.dispatcher.brain.queued_requests == 1
+        async with coordinator.run_nodes("d0"):
             assert (await waiting)[0] == expected_tokens(PROMPT, 4)
 
 
 @pytest.mark.parametrize("moment", ["unadmitted", "running"])
-async def test_cancelled_reader_leaves_no_request(bench: CoordinatorHarness, moment: str) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
+async def test_cancelled_reader_leaves_no_request(
+    coordinator: CoordinatorHarness, moment: str
+) -> None:
+    async with (
+        coordinator.make_node("p0", "prefill"),
+        coordinator.make_node("d0", "decode") as decode,
+    ):
         if moment == "unadmitted":
             await decode.drop_connection()
-        reading = asyncio.create_task(bench.generate(PROMPT, 4))
-        while not bench.dispatcher.brain.list_active_requests():
+        reading = asyncio.create_task(coordinator.generate(PROMPT, 4))
+        while not coordinator.dispatcher.brain.list_active_requests():
             await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert bench.dispatcher.brain.list_active_requests() == []
+        assert coordinator.dispatcher.brain.list_active_requests() == []
 
 
-async def test_drain_finishes_running_requests(bench: CoordinatorHarness) -> None:
-    async with bench.run_nodes("p0", "d0", burst=1, gap=0.002):
-        stream = await bench.submit_request(PROMPT, 20)
-        drained = asyncio.create_task(bench.dispatcher.drain_requests(60.0))
+async def test_drain_finishes_running_requests(coordinator: CoordinatorHarness) -> None:
+    async with coordinator.run_nodes("p0", "d0", burst=1, gap=0.002):
+        stream = await coordinator.submit_request(PROMPT, 20)
+        drained = asyncio.create_task(coordinator.dispatcher.drain_requests(60.0))
         assert (await collect_stream(stream))[0] == expected_tokens(PROMPT, 20)
         await drained
         with pytest.raises(ShuttingDown):
-            await bench.submit_request(PROMPT, 1)
+            await coordinator.submit_request(PROMPT, 1)
 
 
-async def test_drain_timeout_ends_running_requests(bench: CoordinatorHarness) -> None:
-    async with bench.make_node("p0", "prefill"), bench.make_node("d0", "decode"):
-        stream = await bench.submit_request(PROMPT, 20)
-        await bench.dispatcher.drain_requests(0.05)
+async def test_drain_timeout_ends_running_requests(coordinator: CoordinatorHarness) -> None:
+    async with coordinator.make_node("p0", "prefill"), coordinator.make_node("d0", "decode"):
+        stream = await coordinator.submit_request(PROMPT, 20)
+        await coordinator.dispatcher.drain_requests(0.05)
         with pytest.raises(ShuttingDown, match="--drain-timeout"):
             await collect_stream(stream)
 
 
 @pytest.mark.parametrize("action", ["delay(0.01)", "duplicate*3"])
 async def test_delayed_or_repeated_messages_do_not_change_answers(
-    bench: CoordinatorHarness, action: str
+    coordinator: CoordinatorHarness, action: str
 ) -> None:
     FAILPOINTS.arm(f"link.coordinator.send={action}")
     try:
-        async with bench.run_nodes("p0", "d0"):
-            assert (await bench.generate(PROMPT, 5))[0] == expected_tokens(PROMPT, 5)
+        async with coordinator.run_nodes("p0", "d0"):
+            assert (await coordinator.generate(PROMPT, 5))[0] == expected_tokens(PROMPT, 5)
     finally:
         FAILPOINTS.arm("")
 
@@ -462,9 +358,9 @@ async def test_pending_write_is_finished_before_the_stream_closes(
 
 async def test_no_task_is_left_behind() -> None:
     before = asyncio.all_tasks()
-    async with running_coordinator() as bench:
-        async with bench.run_nodes("p0", "d0"):
-            streams = [await bench.submit_request(PROMPT, 100) for _ in range(20)]
+    async with running_coordinator() as coordinator:
+        async with coordinator.run_nodes("p0", "d0"):
+            streams = [await coordinator.submit_request(PROMPT, 100) for _ in range(20)]
             for stream in streams:
                 stream.cancel()
     async with asyncio.timeout(30):
@@ -473,12 +369,12 @@ async def test_no_task_is_left_behind() -> None:
 
 
 async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(
-    bench: CoordinatorHarness,
+    coordinator: CoordinatorHarness,
 ) -> None:
-    async with bench.make_node("d0", "decode") as node:
+    async with coordinator.make_node("d0", "decode") as node:
         registry, dropped = (
-            bench.dispatcher.brain.node_registry,
-            bench.dispatcher.brain.counters.dropped_messages,
+            coordinator.dispatcher.brain.node_registry,
+            coordinator.dispatcher.brain.counters.dropped_messages,
         )
         incarnation = Incarnation(node.incarnation)
 
@@ -490,7 +386,7 @@ async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(
         node.sequence_numbers = SequenceNumbers()
         await node.send_heartbeat(blocks_free=6)  # number 1 again
         await node.send_heartbeat(blocks_free=7)
-        await bench.wait_until(lambda: free() == 7)
+        await coordinator.wait_until(lambda: free() == 7)
         assert dropped == {"repeated": 1}
         node.sequence_numbers.number_message(pb.NodeMessage())  # one goes astray
         await node.send_heartbeat()

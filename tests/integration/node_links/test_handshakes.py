@@ -39,10 +39,10 @@ async def test_failed_handshakes_are_counted_and_logged_at_a_bounded_rate() -> N
 
 
 async def test_node_with_a_wrong_token_exits_with_one_line() -> None:
-    async with running_coordinator(cluster_token="secret") as bench:
+    async with running_coordinator(cluster_token="secret") as coordinator:
         link = CoordinatorLink(
             FakeLinkMember(lambda _: None),
-            address=bench.cluster_port_address,
+            address=coordinator.cluster_port_address,
             token="guess",
             silence=5.0,
         )

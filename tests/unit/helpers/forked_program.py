@@ -1,4 +1,4 @@
-"""What test_fork_server.py runs in a forked process: it prints what it finds, then does as asked."""
+"""The program that test_fork_server.py forks: it prints its environment, then exits or waits."""
 
 import json
 import os

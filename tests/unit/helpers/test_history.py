@@ -22,11 +22,10 @@ from tests.history import (
     RequestIdentity,
     Tokens,
     Unanswered,
-    find_held_blocks,
     find_mixed_models,
-    find_unbalanced_ledgers,
     find_violations,
 )
+from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 
 TIMEOUT = 5.0
 
@@ -228,12 +227,12 @@ def test_choices_that_stop_with_scores_behind_their_prompt_pass() -> None:
 @pytest.mark.parametrize(
     ("place", "instead", "complaint"),
     [
-        (0, (), "choice 0: 0 tokens of the prompt were given back in 0 parts"),
-        (0, (PARTS[0], PARTS[0]), "choice 0: 4 tokens of the prompt were given back in 2 parts"),
+        (0, (), "choice 0: 0 tokens of the prompt were echoed in 0 parts"),
+        (0, (PARTS[0], PARTS[0]), "choice 0: 4 tokens of the prompt were echoed in 2 parts"),
         (
             1,
             (EchoedPrompt((10, 20), 1),),
-            "choice 1: 2 tokens of the prompt were given back in 1 parts, or not as it was",
+            "choice 1: 2 tokens of the prompt were echoed in 1 parts, or altered",
         ),
         (2, (Tokens((30, 32), 1, SCORED),), "choice 1: token 1 of 2 is wrong"),
         (2, (Tokens((30, 31), 2, SCORED),), "choices [2] were not asked for"),
