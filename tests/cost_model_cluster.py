@@ -6,6 +6,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
@@ -134,7 +135,7 @@ class CostModelCluster:
 
     def schedule_requests(self, plan: Iterable[PlannedRequest]) -> None:
         for ask in plan:
-            self.call_at(ask.start_seconds, lambda ask=ask: self._submit_request(ask))  # type: ignore[misc]
+            self.call_at(ask.start_seconds, partial(self._submit_request, ask))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

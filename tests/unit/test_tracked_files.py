@@ -12,12 +12,14 @@ MAX_BYTES = 4 << 20  # of a text; what is bigger is weights
 
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 KNOWN_TOKEN = re.compile(
-    r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20}|hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}"
+    r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20}|hf_[A-Za-z0-9]{30,}"
+    r"|sk-[A-Za-z0-9_-]{32,}"
     r"|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{20,}|AIza[\w-]{35})"
 )
 HOME = re.compile(r"(?:^|[^\w.])(?:/home|/Users|[A-Z]:\\Users)[/\\]\w")
 ASSIGNED_SECRET = re.compile(
-    r"(?i)(?:key|token|secret|password|passwd)[\"']?\s*[:=]\s*[\"']?(?P<value>[A-Za-z0-9+/_-]{20,}=*)"
+    r"(?i)(?:key|token|secret|password|passwd)[\"']?\s*[:=]\s*[\"']?"
+    r"(?P<value>[A-Za-z0-9+/_-]{20,}=*)"
 )
 LONG_HEX = re.compile(r"\b[0-9a-fA-F]{32,}\b")
 SETTINGS = frozenset({".yml", ".yaml", ".env", ".toml", ".sh", ".cfg", ".ini", ".conf", ".example"})

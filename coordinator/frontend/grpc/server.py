@@ -6,9 +6,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from baton.errors import ConfigError
 from baton.limits import MAX_BODY_BYTES
 from baton.network.connection_limits import PortLimit
+from baton.network.grpc_bind import bind_grpc_port
 from baton.network.grpc_options import grpc_server_options
 from baton.network.health_service import add_health_service
 from baton.pb import cluster_pb2, generation_pb2
@@ -91,25 +91,3 @@ class GrpcServer:
         response = health_pb2.HealthCheckResponse
         for service in ("", *_SERVICES):
             await self._health.set(service, response.SERVING if ready else response.NOT_SERVING)
-
-
-def bind_grpc_port(
-    server: grpc.aio.Server,
-    host: str,
-    port: int,
-    flag: str,
-    credentials: grpc.ServerCredentials | None = None,
-) -> int:
-    """Bind a port of the server and return its number; port 0 picks a free one.
-
-    Without `credentials` the port is plain text. Raises ConfigError, which names `flag`.
-    """
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        return int(
-            server.add_secure_port(target, credentials)
-            if credentials
-            else server.add_insecure_port(target)
-        )
-    except RuntimeError:
-        raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

@@ -60,7 +60,10 @@ def test_doctor_reports_what_the_wheel_lacks(installed: Path, tmp_path: Path) ->
 
 def test_suggested_fixes_refer_to_the_wheel(installed: Path, tmp_path: Path) -> None:
     """None of a repository that is not there."""
-    program = "from baton.cli.checks.installation import *; print(reinstall_advice(), setup_advice('python3.12'))"
+    program = (
+        "from baton.cli.checks.installation import *; "
+        "print(reinstall_advice(), setup_advice('python3.12'))"
+    )
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -128,7 +128,8 @@ async def test_python_examples_run(cluster: Cluster) -> None:
         for text in PROGRAMS
     )
     assert by_openai.splitlines()[:2] == [
-        "I am a very small language model. I have read the Python standard library and nothing else.",
+        "I am a very small language model. "
+        "I have read the Python standard library and nothing else.",
         "Test whether a path is a directory.",
     ]
     assert (

@@ -87,7 +87,8 @@ async def answer_ledgers(node: FakeNode) -> None:
 async def test_ledger_call_returns_all_ledgers_and_names_silent_nodes(
     bench: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.ledgers.collect_ledgers.__func__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
+    collect: Any = bench.ledgers.collect_ledgers
+    monkeypatch.setattr(collect.__func__, "__defaults__", (1.0,))
     async with bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode"):
         prefill.run_script(answer_ledgers(prefill))
         async with asyncio.timeout(60):

@@ -212,8 +212,8 @@ async def test_draining_the_last_prefill_node_moves_prefill_to_decode_nodes(
     request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
     answer = await call_cluster_service(cluster.grpc_address, "Drain", request)
     assert answer.warning == (
-        "there is no prefill node but drained ones (prefill-0, prefill-1): decode nodes compute every prompt until one"
-        " serves"
+        "there is no prefill node but drained ones (prefill-0, prefill-1): "
+        "decode nodes compute every prompt until one serves"
     )
     served = await waiting
     assert list(served.tokens) == paced_reference_tokens(asked, 4)

@@ -26,10 +26,12 @@ ALTERNATING = """{{ bos_token }}{% for message in messages %}
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate user/assistant') }}
 {% endif %}
-{% if message.role == 'user' %}[INST] {{ message.content | trim }} [/INST]{% else %}{{ message.content }}</s>{% endif %}
+{% if message.role == 'user' %}[INST] {{ message.content | trim }} [/INST]{% else %}\
+{{ message.content }}</s>{% endif %}
 {% endfor %}"""
 EVERYTHING = """{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}
-{% if ns.n > 3 %}{% break %}{% endif %}{{ m | tojson }}{{ m.get('name', 'nobody') | upper }}{% if 'x' in m.content %}
+{% if ns.n > 3 %}{% break %}{% endif %}{{ m | tojson }}{{ m.get('name', 'nobody') | upper }}\
+{% if 'x' in m.content %}
 {% continue %}{% endif %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% endfor %}
 {% if tools %}tools{% endif %}{{ strftime_now('%d') }}{{ messages | tojson(indent=2) }}"""
 TALK = [
@@ -74,7 +76,7 @@ HARM = [
 @pytest.mark.parametrize("source", HARM)
 def test_unsafe_templates_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot render") as told:
-        print(ChatTemplate(source, {}).render(ChatPrompt([{"role": "user", "content": "secret"}])))  # noqa: T201
+        ChatTemplate(source, {}).render(ChatPrompt([{"role": "user", "content": "secret"}]))
     assert "secret" not in told.value.message
 
 

@@ -1,6 +1,7 @@
 """Loading and encoding."""
 
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,13 @@ async def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
 async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
-        f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{EOS_TOKEN}", "clean_up_tokenization_spaces": false}}'
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": EOS_TOKEN,
+                "clean_up_tokenization_spaces": False,
+            }
+        )
     )
     text = await tokenizer_loader.load_tokenizer(str(tmp_path), "model")
     ids = await text.encode("hello wörld")

@@ -86,7 +86,8 @@ def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
     "error",
     [
         RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 1 bytes"
         ),
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
