@@ -97,7 +97,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
         if self.host.pool.clients[node].run_publication():
             self.host.nodes[node].drain_inbox()
 
-    @precondition(lambda self: any(port.queue for port in self.host.pool.clients))
+    @precondition(lambda self: any(port.publish_requests for port in self.host.pool.clients))
     @rule()
     def drop_publication(self) -> None:
         next(port for port in self.host.pool.clients if port.publish_requests).drop_publication()

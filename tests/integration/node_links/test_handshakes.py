@@ -29,7 +29,7 @@ async def failures(
 
 async def test_failed_handshakes_are_counted_and_logged_at_a_bounded_rate() -> None:
     counted: asyncio.Queue[int] = asyncio.Queue()
-    handshakes = HandshakeMonitor(counted.put_nowait, patience=0.05)
+    handshakes = HandshakeMonitor(counted.put_nowait, timeout_seconds=0.05)
     with capture_logs() as lines:
         assert await failures(handshakes, counted, begun=5, completed=2) == 3
         assert await failures(handshakes, counted, begun=2, completed=0) == 2
