@@ -36,9 +36,8 @@ up: setup
 test: develop lint
 	$(MAKE) --no-print-directory --jobs=2 types suite
 
-# Unit tests without those that take over a second, in under a minute on two cores.
 quick: develop
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
+	$(BIN)/python -m pytest -q -n 2 tests/unit
 
 suite: develop
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
