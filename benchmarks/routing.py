@@ -34,7 +34,7 @@ from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.policies import PrefixAwarePolicy
 from coordinator.core.placement.request_placer import ServingMode
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"

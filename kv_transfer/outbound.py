@@ -17,8 +17,7 @@ from kv_transfer.core.handoff_common import ArenaShape
 from kv_transfer.core.send_queue import ReadySlabs
 from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.sender_loop import LayerWaiter, SenderLoop
-from kv_transfer.transports.links import TransferDialer
-from kv_transfer.transports.peer_links import PeerLinks
+from kv_transfer.transports.links import PeerLinks, TransferDialer
 from kv_transfer.transports.shm_arena import PeerArenas
 
 

@@ -21,8 +21,7 @@ from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
 from kv_transfer.core.send_queue import SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
-from kv_transfer.transports.links import LinkLoss, Pollable
-from kv_transfer.transports.peer_links import PeerKey, PeerLink, PeerLinks
+from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
 from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
 _WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again

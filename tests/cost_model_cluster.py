@@ -33,7 +33,7 @@ from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.policies import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import make_ticket
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")

@@ -36,7 +36,7 @@ from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.policies import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime

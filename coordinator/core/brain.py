@@ -27,11 +27,15 @@ from coordinator.core.common.messages import (
     RatioChanged,
 )
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.drains import NodeServiceState, is_node_empty
 from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
+from coordinator.core.membership.node_registry import (
+    NodeMember,
+    NodeRegistry,
+    NodeServiceState,
+    is_node_empty,
+)
 from coordinator.core.membership.pool_membership import PoolMembership
-from coordinator.core.membership.pool_registry import PoolJoinInfo, PoolMember
+from coordinator.core.membership.prefix_directory import PoolJoinInfo, PoolMember
 from coordinator.core.placement.breakers import CircuitBreakers
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.placement_state import PlacementState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.errors import Overloaded
 from baton.limits import MAX_SMALL_BODY_BYTES
 from baton.process.clock import Clock, monotonic_clock
-from coordinator.core.admission.token_bucket import TokenBucket
+from coordinator.core.admission.tenants import TokenBucket
 
 MODERATE_BODY = 512 << 10  # bytes; larger bodies have a queue of their own
 MODERATE_RATE = 16 << 20  # bytes per second

@@ -14,7 +14,7 @@ from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import RequestId
 from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.output import OutputProcessor
+from coordinator.frontend.output import ChoiceStream, OutputProcessor, PromptEcho, ResponseStream
 from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.request import (
     GenerationRequest,
@@ -25,7 +25,6 @@ from coordinator.frontend.request import (
     rename_error_params,
     to_submission,
 )
-from coordinator.frontend.response_stream import ChoiceStream, PromptEcho, ResponseStream
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 from coordinator.generation import GenerationBackend, Submission
 from coordinator.text.chat_template import ChatPrompt

@@ -41,7 +41,7 @@ from coordinator.core.common.messages import (
     SendOrder,
 )
 from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.pool_registry import PoolJoinInfo
+from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode

@@ -10,7 +10,7 @@ from baton.pb import cluster_pb2 as pb
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core.common import messages as m
 from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.membership.pool_registry import POOL_ROLE, PoolJoinInfo
+from coordinator.core.membership.prefix_directory import POOL_ROLE, PoolJoinInfo
 
 
 def join_from_pb(join: pb.Join) -> JoinInfo:

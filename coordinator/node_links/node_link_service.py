@@ -23,7 +23,7 @@ from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation
 from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.membership.pool_registry import POOL_ROLE
+from coordinator.core.membership.prefix_directory import POOL_ROLE
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb

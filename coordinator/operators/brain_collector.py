@@ -14,7 +14,7 @@ from baton.types import Role
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.brain import Brain
 from coordinator.core.common.breaker_state import BreakerState
-from coordinator.core.membership.pool_registry import POOL_ROLE
+from coordinator.core.membership.prefix_directory import POOL_ROLE
 from coordinator.operators.metric_labels import list_known_labels
 
 MAX_NODE_COUNTERS = 512  # counters exposed of one node

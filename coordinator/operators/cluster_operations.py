@@ -14,9 +14,8 @@ from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import NodeName, RequestId
-from coordinator.core.membership.drains import NodeServiceState
-from coordinator.core.membership.node_registry import NodeMember
-from coordinator.core.membership.pool_registry import POOL_ROLE, PoolMember
+from coordinator.core.membership.node_registry import NodeMember, NodeServiceState
+from coordinator.core.membership.prefix_directory import POOL_ROLE, PoolMember
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector

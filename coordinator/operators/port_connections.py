@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 from baton.config.settings import Config
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
-from coordinator.frontend.http.server.connection_table import ConnectionTable
+from coordinator.frontend.http.server.bounded_protocol import ConnectionTable
 
 
 class PortConnections(Collector):

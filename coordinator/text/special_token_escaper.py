@@ -20,8 +20,8 @@ import tokenizers
 
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit
-from coordinator.text.bounded_encoder import SLICE_CHARS, BoundedEncoder, utf8_size
 from coordinator.text.chat_template import ChatPrompt
+from coordinator.text.text_workers import SLICE_CHARS, BoundedEncoder, utf8_size
 
 _PLACEHOLDER_RANGE = range(0xF0000, 0xFFFFE)  # private-use characters, which no template writes
 _FIRST_PLACEHOLDER = chr(_PLACEHOLDER_RANGE[0])

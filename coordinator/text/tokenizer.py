@@ -14,11 +14,10 @@ from tokenizers import processors
 
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit, check_message_count
-from coordinator.text.bounded_encoder import BoundedEncoder, utf8_size
 from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from coordinator.text.special_token_escaper import SpecialTokenEscaper
-from coordinator.text.text_workers import TextWorkers
+from coordinator.text.text_workers import BoundedEncoder, TextWorkers, utf8_size
 
 DECODE_BYTES_PER_TOKEN = 4  # of text, by which the work to decode a token is estimated
 NO_TEXT_LIMIT = TextLimit(2**62, "none is set")

@@ -1,9 +1,14 @@
-"""The compute thread: the only thread that touches block pool, sequences and engine."""
+"""The compute thread: the only thread that touches block pool, sequences and engine.
+
+The inbox of the compute thread: any thread puts items, only the compute thread drains them.
+"""
 
 import os
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from baton.errors import BatonError
 from baton.process import log
@@ -18,9 +23,31 @@ from node_engine.core.node_commands import (
     NodeJoined,
 )
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.host.compute_inbox import ComputeInbox
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
+
+T = TypeVar("T")
+
+
+class ComputeInbox(Generic[T]):
+    """An unbounded thread-safe queue whose reader takes all items at once."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
+
+    def put(self, item: T) -> None:
+        self._queue.put(item)
+
+    def drain(self, *, wait: bool) -> list[T]:
+        """All items that have arrived, in order. With `wait`, blocks until there is one."""
+        items: list[T] = []
+        if wait:
+            items.append(self._queue.get())
+        while True:
+            try:
+                items.append(self._queue.get_nowait())
+            except queue.Empty:
+                return items
 
 
 @dataclass(frozen=True, slots=True)

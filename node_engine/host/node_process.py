@@ -35,8 +35,7 @@ from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
 from node_engine.host.command_codec import command_from_pb
-from node_engine.host.compute_inbox import ComputeInbox
-from node_engine.host.compute_thread import CallWhenIdle, ComputeThread
+from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
 from node_engine.host.engine_factory import (
     build_engine,
     compute_cache_blocks,
@@ -46,10 +45,8 @@ from node_engine.host.engine_factory import (
 from node_engine.host.role_switch import RoleFactory, SwitchableRole
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext
-from node_engine.shared_pool.node_address_space import NodeAddressSpace
-from node_engine.shared_pool.pool_client import PoolClientFactory
-from node_engine.shared_pool.pool_connector import PoolConnector
-from node_engine.shared_pool.pool_lookups import PoolLookups
+from node_engine.shared_pool.pool_client import NodeAddressSpace, PoolClientFactory
+from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 
 
 async def run_node(

@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from baton.kv.cache_journal import CacheEventBatch
 from baton.pb import cluster_pb2, common_pb2
 from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
-from node_engine.core.blocks.block_ledger import BlockLedger
+from node_engine.core.blocks.block_ownership import BlockLedger
 
 _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 

@@ -14,7 +14,7 @@ from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.process.clock import Clock
 from baton.shared_memory.segment import Segment
 from baton.types import AttemptSpec, NodeName
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.scheduler import Scheduler

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 from baton.kv.block_hash import root_hash
 from baton.process.clock import FakeClock
 from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenLogprobs
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.outcomes import (

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from baton.kv.block_hash import root_hash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import HashChain, root_hash
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Request, RequestId, SamplingParams
@@ -15,7 +14,7 @@ from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.model.model_engine import ModelEngine
-from node_engine.shared_pool.block_copier import BlockCopier
+from node_engine.shared_pool.pool_client import BlockCopier
 
 BLOCKS = 64
 

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import Cancelled
 from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, AttemptSpec, Incarnation, RequestId
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import (
     CacheSnapshotCommand,
     CancelCommand,

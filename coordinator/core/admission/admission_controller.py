@@ -21,10 +21,9 @@ from typing import Protocol
 from baton.errors import Overloaded, TenantLimitExceeded
 from baton.types import Principal, Request, RequestId
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
-from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.admission.tenants import Tenant, TenantTable
-from coordinator.core.admission.token_bucket import TokenBucket
+from coordinator.core.admission.tenants import Tenant, TenantTable, TokenBucket
 from coordinator.core.admission.waiting_queue import (
+    QueueEntry,
     WaitingQueue,
     clamp_retry_after,
     compute_due_time,

@@ -3,14 +3,32 @@
 Demand is measured from arrivals, never from how busy a device is, since a device that decodes is
 always busy. So it does not change when a node switches its role, and a controller that uses it does
 not react to its own changes.
+
+Predicts output lengths from `max_tokens` and the share of it that earlier outputs used.
+
+The share is an exponentially weighted mean for each tenant and each power of two of `max_tokens`:
+requests for 16 tokens tend to use them all, and those that allow 4,096 do not.
+
+Exponentially decayed sums of recent work, by node or tenant, in seconds or tokens.
+
+Work counts less by 1/e every `window` seconds. The sums use forward decay (Cormode, Shkapenyuk,
+Srivastava, Xu, "Forward decay: a practical time decay model for streaming systems", 2009): instead
+of shrinking older work, newer work counts more. So sums can be compared as they are, and no sum has
+to be updated as time passes.
+
+Measures how fast the queue drains, and predicts the wait of a new request.
+
+The rate is measured while requests wait, so it is the rate of whatever is the bottleneck; in
+requests and in prompt tokens. Measurements decay exponentially.
 """
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from baton.prediction_error import DECAY_OBSERVATIONS, MeanRelativeError
 from baton.slo import Slo
 
 HISTORY_SECONDS = 480.0  # seconds
@@ -227,3 +245,145 @@ def _burstiness(arrivals: Sequence[float], span: float) -> float:
         counts[min(_BINS - 1, int(at / span * _BINS))] += 1.0
     found = compute_moments(counts)
     return min(max(found.stddev**2 / found.mean, _BURSTINESS_RANGE[0]), _BURSTINESS_RANGE[1])
+
+
+PRIOR_SHARE = 0.5
+MAX_KEYS = 4096  # pairs of tenant and power, least recently used evicted
+
+
+@dataclass(slots=True)
+class _OutputShare:
+    mean: float = PRIOR_SHARE
+    sample_count: int = 0
+
+    def add_sample(self, share: float) -> None:
+        self.sample_count += 1
+        self.mean += (share - self.mean) / min(
+            self.sample_count + 1, DECAY_OBSERVATIONS
+        )  # the prior is one of them
+
+
+class OutputLengthPredictor:
+    def __init__(self) -> None:
+        self.relative_error = MeanRelativeError()
+        self._shares: OrderedDict[tuple[str, int], _OutputShare] = OrderedDict()
+
+    def predict_tokens(self, who: str, max_tokens: int) -> float:
+        """Return the predicted tokens, from 1 to `max_tokens`."""
+        known = self._shares.get((who, max_tokens.bit_length()))
+        return max(1.0, (known.mean if known else PRIOR_SHARE) * max_tokens)
+
+    def record_output(self, who: str, max_tokens: int, tokens: int) -> None:
+        """Record a complete output."""
+        self.relative_error.add_prediction(self.predict_tokens(who, max_tokens), tokens)
+        kind = (who, max_tokens.bit_length())
+        self._shares.setdefault(kind, _OutputShare()).add_sample(tokens / max_tokens)
+        self._shares.move_to_end(kind)
+        if len(self._shares) > MAX_KEYS:
+            self._shares.popitem(last=False)
+
+
+WINDOW_SECONDS = 30.0  # seconds
+_MAX_WINDOWS = 200.0  # after which sums are rescaled, long before floats overflow
+
+
+class RecentWork:
+    def __init__(self, window: float = WINDOW_SECONDS) -> None:
+        self._window = window
+        self._landmark = -math.inf  # when a second of work counts 1
+        self._sums: dict[str, float] = {}
+        self._total = 0.0
+
+    @property
+    def total_work(self) -> float:
+        return self._total
+
+    def rescale(self, now: float) -> bool:
+        """Must be called first at each moment; return whether all sums were rescaled."""
+        windows = (now - self._landmark) / self._window
+        if windows <= _MAX_WINDOWS:
+            return False
+        self._sums = {name: work * math.exp(-windows) for name, work in self._sums.items()}
+        self._total = sum(self._sums.values())
+        self._landmark = now
+        return True
+
+    def work_unit(self, now: float) -> float:
+        """Return what a unit of work given now adds to a sum."""
+        return math.exp((now - self._landmark) / self._window)
+
+    def get_work(self, name: str) -> float:
+        return self._sums.get(name, 0.0)
+
+    def add_work(self, name: str, work: float, now: float) -> None:
+        added = work * self.work_unit(now)
+        self._sums[name] = self._sums.get(name, 0.0) + added
+        self._total += added
+
+    def remove_key(self, name: str) -> None:
+        self._total -= self._sums.pop(name, 0.0)
+        if not self._sums:
+            self._total = 0.0  # and no error of rounding is left
+
+
+DECAY_SECONDS = 10.0  # after which a measurement counts 1/e
+_MIN_PLACEMENTS = 4.0  # placements, by weight, that make a measurement
+
+
+@dataclass(frozen=True, slots=True)
+class BacklogAhead:
+    """What would be served before a new request."""
+
+    prompt_tokens: float
+    requests: float
+    # no decode node has a free slot, so a request must also wait for others to end
+    is_decode_full: bool
+
+
+class ServiceRate:
+    """The predicted wait is the backlog ahead over the measured rate."""
+
+    def __init__(self) -> None:
+        self._tokens = self._requests = self._seconds = 0.0
+        self._backlog_since: float | None = None  # of the present backlog
+        self._last_placement_at = 0.0
+
+    def start_backlog(self, now: float) -> None:
+        """A request waits. Idempotent."""
+        if self._backlog_since is None:
+            self._backlog_since = self._last_placement_at = now
+
+    def end_backlog(self) -> None:
+        """No request waits any more: the time from here on is not measured."""
+        self._backlog_since = None
+
+    def record_placement(self, tokens: int, now: float) -> None:
+        """Record that a request was placed. Placements at the moment when the backlog begins are
+        ignored: they filled room that was free."""
+        if self._backlog_since is None or now <= self._backlog_since:
+            return
+        passed = now - self._last_placement_at
+        faded = math.exp(-passed / DECAY_SECONDS)
+        self._tokens = self._tokens * faded + tokens
+        self._requests = self._requests * faded + 1.0
+        self._seconds = self._seconds * faded + passed
+        self._last_placement_at = now
+
+    @property
+    def requests_per_second(self) -> float | None:
+        """None while too little was measured."""
+        return self._requests / self._seconds if self._is_known else None
+
+    def predict_wait_seconds(self, ahead: BacklogAhead) -> float:
+        """Return the predicted wait in seconds; 0 while too little was measured."""
+        if not self._is_known:
+            return 0.0
+        by_tokens = ahead.prompt_tokens * self._seconds / max(self._tokens, 1.0)
+        by_requests = (
+            ahead.requests * self._seconds / self._requests if ahead.is_decode_full else 0.0
+        )
+        return max(by_tokens, by_requests)
+
+    @property
+    def _is_known(self) -> bool:
+        return self._requests >= _MIN_PLACEMENTS and self._seconds > 0.0

@@ -17,8 +17,7 @@ from coordinator.core.common.messages import (
     SendOrder,
 )
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.pool_registry import PoolJoinInfo, PoolRegistry
-from coordinator.core.membership.prefix_directory import PrefixDirectory
+from coordinator.core.membership.prefix_directory import PoolJoinInfo, PoolRegistry, PrefixDirectory
 
 
 class PoolMembership:

@@ -10,28 +10,33 @@ no more, but for a burst (node_engine/core/scheduling/prefill_token_budget.py). 
 burst does not cover takes 1 + 1 / share times as long as on an idle node. Prompts that are handed
 off disturb no sequence, so ties go to them. If no prefill node has room now, the hand-off is
 predicted for the time when one will have, and the request waits if that is still sooner.
+
+Estimates the latency that a new request can expect, from the cost model and the books.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baton.errors import DeadlineExceeded
 from baton.types import Role
-from coordinator.core.placement.breaker_filter import choose_excluding_open_breakers
+from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
+from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.decision import (
+from coordinator.core.placement.interface import (
     LatencyPrediction,
+    NodeChoice,
+    NodeView,
+    PlacementContext,
     PlacementDecision,
+    PlacementDemand,
+    PlacementPolicy,
     PlacementReason,
     PrefillSite,
     predict_latency,
 )
-from coordinator.core.placement.interface import (
-    NodeChoice,
-    NodeView,
-    PlacementContext,
-    PlacementDemand,
-    PlacementPolicy,
-)
+from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.policies import choose_excluding_open_breakers
 
 TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 
@@ -200,3 +205,58 @@ def _predict_later_handoff(
                 )
             )
     return min(found, key=completion_seconds, default=None)
+
+
+_OPTIMISM = 0.5  # of the fastest prediction, so that borderline requests get their chance
+
+
+class LatencyEstimator:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        loads: NodeLoads,
+        costs: CostModel,
+        answers: DecodeTimePredictor,
+    ) -> None:
+        self._registry = registry
+        self._decode_times = answers
+        self._loads = loads
+        self._costs = costs
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds to compute a prompt with no cached tokens on an idle node."""
+        return self._costs.fleet_costs.prefill_seconds(tokens, 0)
+
+    def decode_seconds(self, tenant: str, max_tokens: int) -> float:
+        """Return the seconds that a placed request takes besides computing its prompt."""
+        return self._decode_times.predict_seconds(tenant, max_tokens)
+
+    def node_wait_seconds(self, now: float) -> float:
+        """Return the seconds until the first node that computes prompts has no prompt left."""
+        role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
+        least = math.inf
+        for node in self._registry.nodes_in_service(role):
+            least = min(least, self._loads.get_view(node).queue_wait_seconds(now))
+            if least == 0.0:
+                break
+        return least if least < math.inf else 0.0
+
+    def is_decode_full(self, blocks: int = 0) -> bool:
+        """Return whether every decode node is out of slots, or of room for so many more blocks."""
+        decode = (
+            self._loads.get_view(node) for node in self._registry.nodes_in_service(Role.DECODE)
+        )
+        return all(
+            view.attempts >= view.max_num_seqs or view.free_blocks < blocks for view in decode
+        )
+
+    def find_deadline_error(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
+        """Return the error if the context cannot be computed in the seconds that are left; `held`
+        of its tokens seem to be cached."""
+        if self._costs.can_prefill_within(tokens - held, held, left / _OPTIMISM):
+            return None
+        least = _OPTIMISM * self._costs.fastest_prefill_seconds(tokens - held, held)
+        return DeadlineExceeded(
+            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s"
+            " are left for it"
+        )

@@ -1,24 +1,67 @@
-"""Everything that the coordinator has learned about its nodes and their work, for placement."""
+"""Everything that the coordinator has learned about its nodes and their work, for placement.
 
-from collections.abc import Iterable, Mapping
+Finds another host's pool that has more of a prompt than a node's own host.
 
-from baton.kv.block_hash import root_hash
-from baton.kv.hash_chain import HashChain
+The node is told with its order, so that its pool can fetch the blocks instead of computing them. It
+is a hint, as everything from the prefix directory.
+
+What placement reads of a request: `requests.record.RequestRecord` has all of it.
+
+Short hashes of a prompt's full blocks, computed on demand and at most once.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from baton.kv.block_hash import HashChain, root_hash, short_hash
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
 from coordinator.core.common.messages import CacheEvents, CacheSnapshot, DecodeStarted, PrefillEnded
-from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
-from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats
-from coordinator.core.estimates.decode_time import DecodeTimePredictor
-from coordinator.core.estimates.output_length import OutputLengthPredictor
-from coordinator.core.estimates.workload import WorkloadMeter
+from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor
+from coordinator.core.estimates.workload import OutputLengthPredictor, WorkloadMeter
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
-from coordinator.core.membership.pool_registry import PoolMember, PoolRegistry
-from coordinator.core.membership.prefix_directory import PrefixDirectory
-from coordinator.core.placement.decision import LatencyPrediction
-from coordinator.core.placement.remote_prefix import best_remote_pool
+from coordinator.core.membership.prefix_directory import PoolMember, PoolRegistry, PrefixDirectory
+from coordinator.core.placement.interface import LatencyPrediction
+
+MIN_EXTRA_BLOCKS = 4  # below this the request to the pool costs more than it saves
+
+
+def best_remote_pool(
+    found: Mapping[Incarnation, int], pools: Iterable[PoolMember], host: str, here: int
+) -> tuple[PoolMember, int] | None:
+    """Return the pool of another host with the most blocks of a prompt, and how many.
+
+    None unless it has MIN_EXTRA_BLOCKS more than `here`, the blocks on `host`. Of equal pools the
+    one that joined first is chosen.
+    """
+    there = [
+        (found.get(pool.incarnation, 0), -pool.joined_at, pool)
+        for pool in pools
+        if pool.info.host_id != host
+    ]
+    if not there:
+        return None
+    blocks, _, pool = max(there, key=lambda one: one[:2])
+    return (pool, blocks) if blocks - here >= MIN_EXTRA_BLOCKS else None
+
+
+class PromptBlockHashes:
+    def __init__(self, chain: HashChain) -> None:
+        self._hash_chain = chain
+        self._hashes: list[int] = []
+
+    @property
+    def block_size(self) -> int:
+        return self._hash_chain.block_size
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the short hashes of the full blocks, from the first one on."""
+        for block in range(len(self._hash_chain.tokens) // self._hash_chain.block_size):
+            if block == len(self._hashes):
+                self._hashes.append(short_hash(self._hash_chain.block_hash(block)))
+            yield self._hashes[block]
 
 
 class PlacementState:
@@ -169,3 +212,40 @@ class PlacementState:
             seconds = report.exposed_seconds + report.commit_seconds
             names = nodes[writer].info.name, nodes[decode].info.name
             self.cost_model.record_transfer(*names, report.bytes, seconds, now)
+
+
+class PlaceableRequest(Protocol):
+    """A request that waits to be placed. The attributes that are not properties are set here."""
+
+    prompt_block_hashes: PromptBlockHashes | None  # None until placement was tried once
+    cached_at_first_placement: int  # prompt tokens that some cache had at the first placement
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def emitted_token_ids(self) -> list[int]: ...
+
+    @property
+    def remaining_tokens(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def max_total_tokens(self) -> int: ...
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool: ...
+
+    @property
+    def prefix_holder(self) -> Incarnation | None: ...
+
+    @property
+    def probe_node(self) -> Incarnation | None: ...
+
+    @property
+    def avoided_nodes(self) -> frozenset[Incarnation]: ...

@@ -10,19 +10,18 @@ from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import CircuitBreakers
-from coordinator.core.placement.decision import PlacementDecision, PlacementReason
-from coordinator.core.placement.disaggregation import DisaggregationPolicy
+from coordinator.core.placement.disaggregation import DisaggregationPolicy, LatencyEstimator
 from coordinator.core.placement.interface import (
     NodeChoice,
     NodeView,
     PlacementContext,
+    PlacementDecision,
     PlacementDemand,
     PlacementPolicy,
+    PlacementReason,
 )
-from coordinator.core.placement.latency_estimator import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.request_view import PlaceableRequest
+from coordinator.core.placement.placement_state import PlaceableRequest, PlacementState
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 

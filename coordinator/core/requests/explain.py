@@ -4,21 +4,30 @@ An explanation holds counts, times, node names and error messages, never prompt 
 is stored serialized: a request that was served at once takes 0.5 KiB with one node of each role and
 0.8 KiB with eight, so 4096 of them take 2 to 3.5 MB. The longest possible one is below 40 KiB, 9 of
 them for the names of 255 other choices.
+
+Counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from baton.cluster_link import pb_conversion as wire
-from baton.errors import BatonError
+from baton.errors import BatonError, Cancelled, RequestRejected
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
-from baton.pb.common_pb2 import HandoffReport
+from baton.pb.common_pb2 import HandoffReport, Timeline
 from baton.types import AttemptKey, FinishReason, RequestId
-from coordinator.core.placement.decision import LatencyPrediction
-from coordinator.core.requests.attempt_trace import ConsideredNode
-from coordinator.core.requests.record import Attempt, RequestRecord
-from coordinator.core.requests.token_sources import compute_token_sources
+from coordinator.core.common.counters import Counters
+from coordinator.core.common.messages import EndRequest, FinishedResult
+from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
+from coordinator.core.placement.interface import LatencyPrediction
+from coordinator.core.requests.attempt_trace import ConsideredNode, TimelineStore
+from coordinator.core.requests.record import (
+    Attempt,
+    RequestRecord,
+    RequestState,
+    compute_token_sources,
+)
 
 MAX_AGE_SECONDS = 3600.0  # after which an ended request can no longer be explained
 _MAX_REASON_CHARS = 500  # characters
@@ -175,3 +184,53 @@ class ExplanationStore:
 
     def _oldest_ended_at(self) -> float:
         return next(iter(self._kept.values())).ended_at
+
+
+class EndedRequests:
+    def __init__(self, counters: Counters, workload: WorkloadMeter, explain_keep: int) -> None:
+        self.timelines = TimelineStore()
+        self.explanations = ExplanationStore(explain_keep)
+        self._counters = counters
+        self._workload = workload
+
+    def record_end(
+        self, record: RequestRecord, result: FinishReason | BatonError, now: float
+    ) -> EndRequest:
+        """Record the end and return the terminal event."""
+        request, timeline = (
+            record.request.id,
+            record.timestamps.build_timeline(now, record.attempt_count),
+        )
+        outcome: FinishedResult | BatonError
+        if isinstance(result, FinishReason):
+            record.set_state(RequestState.FINISHED)
+            label, outcome = (
+                result.value,
+                FinishedResult(
+                    result, record.token_sources.cached_tokens if record.token_sources else 0
+                ),
+            )
+        else:
+            record.set_state(RequestState.FAILED)
+            label, outcome = result.code, result
+        self.timelines.add_timeline(request, timeline)
+        self.explanations.add_explanation(build_explanation(record, now, result), now)
+        refused = record.admit_deadline is not None and isinstance(result, RequestRejected)
+        counter = self._counters.rejected if refused else self._counters.requests
+        counter[label, record.tenant_class] += 1
+        tokens, ttft = len(record.emitted_token_ids), record.timestamps.ttft
+        if not (record.is_internal or isinstance(result, Cancelled)):
+            self._measure_latency(
+                ttft if isinstance(result, FinishReason) else None, tokens, timeline, now
+            )
+        return EndRequest(
+            request, outcome, tokens, timeline, ttft, record.is_internal, record.tenant_class
+        )
+
+    def _measure_latency(
+        self, ttft: float | None, tokens: int, timeline: Timeline, now: float
+    ) -> None:
+        """Record latencies for the SLO; `ttft` None means that the request failed."""
+        tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
+        stages = StageSeconds(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
+        self._workload.record_end(ttft, tpot, stages, now)

@@ -14,9 +14,13 @@ from baton.types import FinishReason, Incarnation, TokenEvent, TokenLogprobs
 from coordinator.core.common import messages as m
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.requests import logprob_checks as scores
-from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
+from coordinator.core.requests.record import (
+    Attempt,
+    RequestRecord,
+    RequestState,
+    count_token_sources,
+)
 from coordinator.core.requests.table import RequestTable
-from coordinator.core.requests.token_source_counts import count_token_sources
 
 _key_of = attrgetter("key")
 

@@ -3,7 +3,7 @@
 from baton.types import AttemptKey
 from coordinator.core.common.messages import AdmitRequest, DecodeOrder, PrefillOrder
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.decision import PlacementDecision
+from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.requests.attempt_trace import start_trace
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.table import RequestTable

@@ -11,11 +11,18 @@ QUEUED --------> PLACED --------------------> RESERVED ----------> STREAMING ---
 
 any of the first four ------ deadline, cancel, error that no other attempt can mend ------> FAILED
 any of the first four ------ its reader has all that it wants ----------------------------> FINISHED
+
+Computes where the prompt tokens of one attempt came from, each counted once.
+
+Adds the sources of prompt tokens to the counters, once for each attempt.
+
+Tokens that a later attempt computes again are counted separately.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from baton.types import (
     AttemptKey,
@@ -26,13 +33,85 @@ from baton.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from coordinator.core.common.counters import INTERNAL_CLASS
+from coordinator.core.common.counters import INTERNAL_CLASS, Counters
 from coordinator.core.common.messages import DecodeStarted, PrefillEnded
-from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.requests.attempt_trace import AttemptTrace
-from coordinator.core.requests.timeline import Timestamps
-from coordinator.core.requests.token_sources import TokenSources
+from coordinator.core.placement.placement_state import PromptBlockHashes
+from coordinator.core.requests.attempt_trace import AttemptTrace, Timestamps
+
+
+class TokenSources(NamedTuple):
+    """Numbers of prompt tokens; the field names are values of the metric label `source`."""
+
+    computed_prefill: int
+    computed_decode: int
+    local_cache: int
+    pool: int
+    remote_pool: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.local_cache + self.pool + self.remote_pool
+
+
+def compute_token_sources(
+    ended: PrefillEnded | None, admitted: DecodeStarted | None
+) -> TokenSources:
+    """Combine what both nodes reported.
+
+    Tokens that decode had cached count as cached even if prefill had to compute them to reach what
+    decode lacked. Where a cache and the pool both have a prefix, the cache is counted first. No
+    number is negative, whatever nodes report.
+    """
+    if admitted is None:
+        if ended is None:
+            return TokenSources(0, 0, 0, 0, 0)
+        pooled = min(ended.pool_tokens, ended.cached_tokens)
+        remote = min(ended.remote_pool_tokens, pooled)
+        return TokenSources(
+            ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled - remote, remote
+        )
+    cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
+    received_cached = min(cached_there, admitted.received_tokens)
+    received_pooled = min(received_cached, ended.pool_tokens) if ended else 0
+    pooled = min(admitted.pool_tokens, admitted.cached_tokens)
+    remote = min(
+        pooled + received_pooled,
+        max(admitted.remote_pool_tokens, ended.remote_pool_tokens if ended else 0),
+    )
+    return TokenSources(
+        computed_prefill=admitted.received_tokens - received_cached,
+        computed_decode=admitted.computed_tokens,
+        local_cache=admitted.cached_tokens - pooled + received_cached - received_pooled,
+        pool=pooled + received_pooled - remote,
+        remote_pool=remote,
+    )
+
+
+def exclude_own_tokens(found: TokenSources, known: int, *, prefill: bool) -> TokenSources:
+    """Remove cache hits that an earlier attempt of the same request may have produced.
+
+    `known` is what caches had of the prompt at the first placement. Hits beyond it count as
+    computed, by a prefill node if `prefill`.
+    """
+    beyond = max(0, found.cached_tokens - known)
+    counts = found._asdict()
+    for source in (
+        "remote_pool",
+        "pool",
+        "local_cache",
+    ):  # a prefix begins in the cache and ends in the pool
+        own = min(beyond, counts[source])
+        counts[source] -= own
+        beyond -= own
+        counts["computed_prefill" if prefill else "computed_decode"] += own
+    return TokenSources(**counts)
+
+
+def count_computed_tokens(ended: PrefillEnded | None, admitted: DecodeStarted | None) -> int:
+    """Return the tokens that any node computed."""
+    return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)
+
 
 MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the last
 
@@ -205,3 +284,30 @@ class RequestRecord:
         if self.attempt is not None and self.attempt.reserve_deadline is not None:
             due = min(due, self.attempt.reserve_deadline)
         return due
+
+
+def count_token_sources(
+    record: RequestRecord, attempt: Attempt, counters: Counters, *, last: bool = False
+) -> None:
+    """Count an attempt once: when both nodes have reported, or at its end (`last`)."""
+    complete = attempt.decode_report is not None and (
+        attempt.prefill is None or attempt.prefill_report is not None
+    )
+    known = attempt.decode_report is not None or attempt.prefill_report is not None
+    if attempt.is_counted or not (complete or (last and known)):
+        return
+    attempt.is_counted = True
+    if record.token_sources is None:
+        record.token_sources = compute_token_sources(attempt.prefill_report, attempt.decode_report)
+        if attempt.key.attempt_number > 1:
+            by_prefill = attempt.prefill is not None
+            record.token_sources = exclude_own_tokens(
+                record.token_sources, record.cached_at_first_placement, prefill=by_prefill
+            )
+        for source, tokens in (
+            record.token_sources._asdict().items() if not record.is_internal else ()
+        ):
+            counters.prompt_tokens[source] += tokens
+    else:
+        recomputed = count_computed_tokens(attempt.prefill_report, attempt.decode_report)
+        counters.recomputed_tokens[record.replace_reason] += recomputed

@@ -40,22 +40,22 @@ from coordinator.core.common.settings import BrainSettings, retry_backoff_second
 from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import CircuitBreakers, NodePair
-from coordinator.core.placement.context_capacity import ContextCapacity
+from coordinator.core.placement.disaggregation import LatencyEstimator
 from coordinator.core.placement.interface import PlacementPolicy
-from coordinator.core.placement.latency_estimator import LatencyEstimator
-from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
-from coordinator.core.requests.attempt_trace import REFUSED, SERVED
+from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps
 from coordinator.core.requests.effects import EffectLog
-from coordinator.core.requests.ended_requests import EndedRequests
-from coordinator.core.requests.followers import PrefixFollowers
-from coordinator.core.requests.oversized import OversizedRequests
-from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
-from coordinator.core.requests.retries import RetryScheduler
-from coordinator.core.requests.retry_budget import RetryBudget
-from coordinator.core.requests.timeline import Timestamps
-from coordinator.core.requests.token_source_counts import count_token_sources
+from coordinator.core.requests.explain import EndedRequests
+from coordinator.core.requests.parked_requests import OversizedRequests, PrefixFollowers
+from coordinator.core.requests.record import (
+    Attempt,
+    RequestRecord,
+    RequestState,
+    count_token_sources,
+)
+from coordinator.core.requests.retries import RetryBudget, RetryScheduler
 
 ADMIT_TIMEOUT_SECONDS = 1.0  # how long a new request waits for nodes that can serve it
 

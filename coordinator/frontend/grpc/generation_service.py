@@ -21,9 +21,9 @@ from coordinator.frontend.grpc.request_codec import (
     to_tokenizer_input,
 )
 from coordinator.frontend.grpc.response_codec import GrpcResponseFormatter
+from coordinator.frontend.output import ResponseStream
 from coordinator.frontend.request import check_client_request_id
 from coordinator.frontend.request_intake import RequestIntake
-from coordinator.frontend.response_stream import ResponseStream
 
 # How long a client with a full flow-control window may leave a message unread.
 WRITE_TIMEOUT_SECONDS = 30.0

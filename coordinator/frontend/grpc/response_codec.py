@@ -2,8 +2,7 @@
 
 from baton.cluster_link import pb_conversion
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.output import OutputChunk
-from coordinator.frontend.response_stream import ResponseStream
+from coordinator.frontend.output import OutputChunk, ResponseStream
 
 
 class GrpcResponseFormatter:

@@ -11,10 +11,9 @@ from coordinator.frontend.http import errors
 from coordinator.frontend.http.middleware import REQUEST_ID_KEY
 from coordinator.frontend.http.request_body import cancel_on_disconnect
 from coordinator.frontend.internal_errors import to_internal_error
-from coordinator.frontend.output import OutputChunk
+from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.frontend.request import GenerationRequest
 from coordinator.frontend.request_intake import RequestIntake
-from coordinator.frontend.response_stream import ResponseStream
 
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [

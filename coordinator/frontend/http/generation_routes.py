@@ -21,8 +21,7 @@ from coordinator.frontend.http.request_body import receive_body
 from coordinator.frontend.http.responses.chat import ChatFormatter
 from coordinator.frontend.http.responses.completion import CompletionFormatter
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, Kind, Result
-from coordinator.frontend.http.schema.chat_request import ChatRequest
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import (
     DetokenizeRequest,
     DetokenizeResponse,

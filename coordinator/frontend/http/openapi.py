@@ -22,9 +22,14 @@ from coordinator.frontend.http.info_routes import Health, ModelCard, ModelList, 
 from coordinator.frontend.http.responses.chat import ChatCompletion
 from coordinator.frontend.http.responses.completion import Completion
 from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.schema.chat_request import ChatMessageParam, ChatRequest, ContentPart
-from coordinator.frontend.http.schema.common_fields import TOP_K_OFF, StreamOptions
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.generation_requests import (
+    TOP_K_OFF,
+    ChatMessageParam,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    StreamOptions,
+)
 from coordinator.frontend.http.schema.tokenize_request import (
     DetokenizeRequest,
     DetokenizeResponse,

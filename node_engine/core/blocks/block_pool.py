@@ -30,18 +30,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from baton.kv.block_hash import BlockHash, block_hash
+from baton.kv.block_hash import BlockHash, HashChain, block_hash
 from baton.kv.cache_journal import CacheJournal
-from baton.kv.hash_chain import HashChain
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ledger import (
+from node_engine.core.blocks.block_ownership import (
     BlockLedger,
     BlockLedgerEntry,
     BlockLedgerError,
+    BlockOwnership,
     BlockState,
     require_invariant,
 )
-from node_engine.core.blocks.block_ownership import BlockOwnership
 from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex
 
 

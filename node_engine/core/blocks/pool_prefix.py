@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ledger import require_invariant
+from node_engine.core.blocks.block_ownership import require_invariant
 from node_engine.core.blocks.block_pool import PartialHit
 
 

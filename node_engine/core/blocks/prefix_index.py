@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.kv.block_hash import BlockHash
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ledger import require_invariant
+from node_engine.core.blocks.block_ownership import require_invariant
 
 
 @dataclass(frozen=True, slots=True)

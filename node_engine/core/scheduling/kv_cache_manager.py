@@ -16,13 +16,17 @@ from dataclasses import dataclass, replace
 
 from baton.errors import NodeFailed, OutOfBlocks, Preempted
 from baton.types import AttemptKey, BlockIndex, TicketId
-from node_engine.core.blocks.block_ledger import BlockLedgerError
+from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
 from node_engine.core.blocks.pool_prefix import RefCountedPin
 from node_engine.core.scheduling.preemption import PreemptionPolicy, select_victim
 from node_engine.core.sequences.outcomes import PrefillRequeued, SequenceFailed, SequenceOutcome
-from node_engine.core.sequences.sequence import Sequence, SequenceState, handoff_owner_label
-from node_engine.core.sequences.sequence_table import SequenceTable
+from node_engine.core.sequences.sequence import (
+    Sequence,
+    SequenceState,
+    SequenceTable,
+    handoff_owner_label,
+)
 from node_engine.core.step.step_batch import SequenceId
 
 WAITING, PREFILLING, HANDING_OFF = (

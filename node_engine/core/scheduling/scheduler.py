@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from baton.errors import ConfigError, ContextLengthExceeded, OutOfBlocks
-from baton.kv.block_hash import BlockHash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import BlockHash, HashChain
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId, TokenEvent, TokenLogprobs
-from node_engine.core.blocks.block_ledger import BlockLedgerError
+from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.dedup import dedup_to_shared_pool
@@ -41,9 +40,13 @@ from node_engine.core.sequences.outcomes import (
     SequenceOutcome,
     TokenEmitted,
 )
-from node_engine.core.sequences.sequence import Sequence, SequenceState
-from node_engine.core.sequences.sequence_table import SequenceTable
-from node_engine.core.sequences.stop_conditions import finish_reason, forbidden_token_ids
+from node_engine.core.sequences.sequence import (
+    Sequence,
+    SequenceState,
+    SequenceTable,
+    finish_reason,
+    forbidden_token_ids,
+)
 from node_engine.core.step.step_batch import (
     SampleSpec,
     SequenceId,

@@ -13,17 +13,26 @@
 `add_sequence` is for a context that this node computes, `reserve_for_handoff` for one whose KV
 another node writes. A sequence that is handed off ends its prefill in HANDING_OFF and keeps its
 blocks until the role releases them.
+
+The live sequences of a node, found by key, by id and by state.
+
+Stop rules: when a generation ends, and which tokens may not end it yet.
 """
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.kv.hash_chain import HashChain
-from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId
-from node_engine.core.blocks.block_ledger import BlockLedgerError
+from baton.kv.block_hash import HashChain
+from baton.types import AttemptKey, AttemptSpec, BlockIndex, FinishReason, SamplingParams, TicketId
+from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.step.step_batch import PromptLogprobsSpec, SequenceId
-from node_engine.core.step.token_counts import TokenCounts, has_penalties
+from node_engine.core.step.step_batch import (
+    PromptLogprobsSpec,
+    SequenceId,
+    TokenCounts,
+    has_penalties,
+)
 
 
 class SequenceState(Enum):
@@ -228,3 +237,83 @@ class Sequence:
                 f"sequence {self.key} is {self.state.value}: it cannot become {state.value}"
             )
         self.state = state
+
+
+class SequenceTable:
+    """All sequences that are not FINISHED, at most one per attempt key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[AttemptKey, Sequence] = {}
+        self._by_state: dict[SequenceState, dict[SequenceId, Sequence]] = {
+            state: {} for state in SequenceState
+        }
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(tuple(self._by_key.values()))
+
+    def get(self, key: AttemptKey) -> Sequence | None:
+        return self._by_key.get(key)
+
+    def require_sequence(self, key: AttemptKey, *states: SequenceState) -> Sequence:
+        """Raises BlockLedgerError unless the sequence exists and is in one of `states`."""
+        sequence = self._by_key.get(key)
+        if sequence is None or sequence.state not in states:
+            state = sequence.state.value if sequence else "unknown"
+            raise BlockLedgerError(
+                f"sequence {key} is {state}, not one of {[expected.value for expected in states]}"
+            )
+        return sequence
+
+    def get_by_state(self, state: SequenceState) -> Mapping[SequenceId, Sequence]:
+        return self._by_state[state]
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        if sequence.key in self._by_key:
+            raise BlockLedgerError(f"sequence {sequence.key} exists already")
+        self._by_key[sequence.key] = sequence
+        self._by_state[sequence.state][sequence.id] = sequence
+
+    def change_state(self, sequence: Sequence, state: SequenceState) -> None:
+        before = sequence.state
+        sequence.change_state(state)
+        del self._by_state[before][sequence.id]
+        if state is SequenceState.FINISHED:
+            del self._by_key[sequence.key]
+        else:
+            self._by_state[state][sequence.id] = sequence
+
+
+def stop_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """Token ids that end this generation. With `ignore_eos`, EOS does not."""
+    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
+
+def forbidden_token_ids(
+    params: SamplingParams, eos_token_ids: Collection[int], num_generated: int
+) -> tuple[int, ...]:
+    """Token ids that may not be sampled next: stop tokens, until `min_tokens` were generated.
+
+    `num_generated` counts output tokens, those of earlier attempts included.
+    """
+    return stop_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
+
+
+def finish_reason(
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    max_model_len: int,
+    *,
+    last_token: int,
+    num_generated: int,
+    num_tokens: int,
+) -> FinishReason | None:
+    """Why the output ends with `last_token`; None if it goes on.
+
+    `num_generated` counts output tokens, those of earlier attempts included; `num_tokens` counts
+    prompt and output. Both include `last_token`.
+    """
+    if last_token in stop_token_ids(params, eos_token_ids):
+        return FinishReason.STOP
+    if num_generated >= params.max_tokens or num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return None

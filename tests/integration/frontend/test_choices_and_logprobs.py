@@ -12,8 +12,12 @@ from baton.errors import NodeLost
 from baton.limits import MAX_PROMPT_LOGPROBS
 from baton.pb import generation_pb2 as pb
 from baton.types import SamplingParams, TokenLogprobs
-from coordinator.frontend.output import ECHO_CHUNK_TOKENS, OutputProcessor
-from coordinator.frontend.response_stream import ChoiceStream, ResponseStream
+from coordinator.frontend.output import (
+    ECHO_CHUNK_TOKENS,
+    ChoiceStream,
+    OutputProcessor,
+    ResponseStream,
+)
 from coordinator.generation import PromptLogprobsEvent, Submission, TokensEvent
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,

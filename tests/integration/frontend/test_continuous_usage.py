@@ -8,8 +8,7 @@ import pytest
 
 from baton.types import SamplingParams
 from coordinator.frontend.http.responses.usage import partial_usage
-from coordinator.frontend.output import OutputProcessor
-from coordinator.frontend.response_stream import ChoiceStream, ResponseStream
+from coordinator.frontend.output import ChoiceStream, OutputProcessor, ResponseStream
 from coordinator.generation import Submission, TokensEvent
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,

@@ -10,9 +10,12 @@ import pytest
 import pytest_asyncio
 
 from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.schema.chat_request import ChatMessageParam, ChatRequest
-from coordinator.frontend.http.schema.common_fields import StreamOptions
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.generation_requests import (
+    ChatMessageParam,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+)
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
 from coordinator.frontend.http.schema.unsupported_fields import with_unsupported_fields
 from tests.integration.frontend.frontend_harness import (

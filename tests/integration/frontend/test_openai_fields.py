@@ -12,8 +12,7 @@ import pytest_asyncio
 
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason
-from coordinator.frontend.http.schema.chat_request import ChatRequest
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
 from coordinator.generation import Submission
 from tests.integration.frontend.frontend_harness import (

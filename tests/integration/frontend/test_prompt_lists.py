@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.text import bounded_encoder
+from coordinator.text import text_workers as bounded_encoder
 from tests.integration.frontend.frontend_harness import MODEL_BOUNDS, running_frontend
 from tests.small_tokenizers import hello_tokenizer
 

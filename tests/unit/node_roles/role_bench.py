@@ -28,16 +28,15 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.plane import SealInfo
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
-from node_engine.shared_pool.block_copier import BlockCopier
-from node_engine.shared_pool.pool_connector import PoolConnector, PublicationEnded
-from node_engine.shared_pool.pool_lookups import PoolLookups
+from node_engine.shared_pool.pool_client import BlockCopier
+from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups, PublicationEnded
 from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 
 VOCAB = 1000

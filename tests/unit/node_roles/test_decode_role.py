@@ -10,7 +10,7 @@ from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
 from baton.types import AttemptSpec, Incarnation, PeerAddress, Ticket, TicketId
 from decode_node.decode_role import DecodeRole
 from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import (
     CancelCommand,
     CoordinatorLost,

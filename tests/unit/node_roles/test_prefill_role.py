@@ -17,7 +17,7 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import (
     CancelCommand,
     CoordinatorLost,

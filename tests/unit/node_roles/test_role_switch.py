@@ -17,7 +17,7 @@ from kv_transfer.plane import (
     OutboundCommitted,
     SealInfo,
 )
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import (
     CancelCommand,
     CoordinatorLost,

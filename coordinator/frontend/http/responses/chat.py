@@ -8,9 +8,8 @@ import msgspec
 from coordinator.frontend.http.responses.completion import MIN_LOGPROB
 from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
 from coordinator.frontend.http.responses.usage import Usage, final_usage
-from coordinator.frontend.http.schema.chat_request import ChatRequest
-from coordinator.frontend.output import OutputChunk
-from coordinator.frontend.response_stream import ResponseStream
+from coordinator.frontend.http.schema.generation_requests import ChatRequest
+from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
 _ROLE_DELTA = b'"delta":{"role":"assistant","content":""}'

@@ -8,9 +8,8 @@ import msgspec
 from baton.types import TokenLogprobs
 from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
 from coordinator.frontend.http.responses.usage import Usage, final_usage
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
-from coordinator.frontend.output import OutputChunk
-from coordinator.frontend.response_stream import ResponseStream
+from coordinator.frontend.http.schema.generation_requests import CompletionRequest
+from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for the logarithm of zero, which JSON cannot represent

@@ -3,9 +3,8 @@
 import msgspec
 
 from coordinator.frontend.http.responses.usage import final_usage, partial_usage
-from coordinator.frontend.http.schema.common_fields import CommonRequestBody
-from coordinator.frontend.output import OutputChunk
-from coordinator.frontend.response_stream import ResponseStream
+from coordinator.frontend.http.schema.generation_requests import CommonRequestBody
+from coordinator.frontend.output import OutputChunk, ResponseStream
 
 _encoder = msgspec.json.Encoder()
 encode_json = _encoder.encode

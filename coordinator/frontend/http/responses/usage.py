@@ -2,7 +2,7 @@
 
 import msgspec
 
-from coordinator.frontend.response_stream import ResponseStream
+from coordinator.frontend.output import ResponseStream
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -6,7 +6,7 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.schema.chat_request import (
+from coordinator.frontend.http.schema.generation_requests import (
     ChatMessageParam,
     TemplateArguments,
     to_chat_prompt,

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp
 from baton.errors import ConfigError
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
-from coordinator.frontend.http.server.bounded_protocol import BoundedHttpProtocol
-from coordinator.frontend.http.server.connection_table import ConnectionTable
+from coordinator.frontend.http.server.bounded_protocol import BoundedHttpProtocol, ConnectionTable
 
 _limited = RateLimitedLogger()
 BACKLOG = 1024

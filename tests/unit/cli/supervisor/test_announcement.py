@@ -9,7 +9,7 @@ from baton.cli.supervisor.ports import Endpoints
 from baton.cli.supervisor.run_cluster import ready_announcement
 from baton.config.settings import Config
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder
-from coordinator.frontend.http.schema.completion_request import CompletionRequest
+from coordinator.frontend.http.schema.generation_requests import CompletionRequest
 
 ENDPOINTS = Endpoints(
     http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4"

@@ -1,7 +1,7 @@
 """Which HTTP connection makes room for a new one."""
 
 from baton.network.connection_limits import PortLimit
-from coordinator.frontend.http.server.connection_table import ConnectionTable
+from coordinator.frontend.http.server.bounded_protocol import ConnectionTable
 
 
 class StubConnection:

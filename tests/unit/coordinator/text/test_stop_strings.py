@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.text.stop_strings import StopStringMatcher
+from coordinator.text.detokenizer import StopStringMatcher
 
 WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
 

@@ -14,9 +14,16 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from baton.limits import TextLimit
 from coordinator.text import tokenizer_loader
-from coordinator.text.bounded_encoder import SLICE_CHARS, BoundedEncoder, longest_token_bytes
 from coordinator.text.chat_template import ChatPrompt, ChatTemplate
-from coordinator.text.text_workers import MAX_INLINE_BYTES, MAX_SHORT_BYTES, Result, TextWorkers
+from coordinator.text.text_workers import (
+    MAX_INLINE_BYTES,
+    MAX_SHORT_BYTES,
+    SLICE_CHARS,
+    BoundedEncoder,
+    Result,
+    TextWorkers,
+    longest_token_bytes,
+)
 from coordinator.text.tokenizer import DECODE_BYTES_PER_TOKEN, HfTokenizer
 from tests.small_tokenizers import CHAT_TEMPLATE, EOS_TOKEN, byte_level_tokenizer
 

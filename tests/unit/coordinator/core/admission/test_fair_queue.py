@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.types import FinishReason, Principal, RequestId
-from coordinator.core.admission.fair_queue import MAX_CREDIT, FairQueue, QueueEntry
 from coordinator.core.admission.tenants import Tenant, TenantTable
-from coordinator.core.admission.waiting_queue import WaitingQueue, compute_due_time
+from coordinator.core.admission.waiting_queue import (
+    MAX_CREDIT,
+    FairQueue,
+    QueueEntry,
+    WaitingQueue,
+    compute_due_time,
+)
 from coordinator.core.common import messages as m
 from tests.unit.coordinator.core.brain_harness import DECODE, BrainHarness
 

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import RequestId
-from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.admission.tenant_shares import TenantShares
-from coordinator.core.admission.waiting_queue import MAX_BYPASS, WaitingQueue
+from coordinator.core.admission.tenants import TenantShares
+from coordinator.core.admission.waiting_queue import MAX_BYPASS, QueueEntry, WaitingQueue
 from coordinator.core.common.counters import INTERNAL_CLASS
-from coordinator.core.estimates.recent_work import WINDOW_SECONDS
+from coordinator.core.estimates.workload import WINDOW_SECONDS
 
 
 def charge(

@@ -7,18 +7,20 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
 from baton.types import NodeName, Principal, Request, RequestId, SamplingParams
 from coordinator.core.admission.admission_controller import AdmissionController, AdmissionRequest
-from coordinator.core.admission.fair_queue import QueueEntry
-from coordinator.core.admission.service_rate import BacklogAhead, ServiceRate
-from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt, hash_key
-from coordinator.core.admission.token_bucket import TokenBucket
-from coordinator.core.admission.waiting_queue import WaitingQueue
+from coordinator.core.admission.tenants import (
+    Tenant,
+    TenantTable,
+    TokenBucket,
+    derive_cache_salt,
+    hash_key,
+)
+from coordinator.core.admission.waiting_queue import QueueEntry, WaitingQueue
 from coordinator.core.common import messages as m
 from coordinator.core.common.settings import QueueLimits
-from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.estimates.decode_time import DecodeTimePredictor
-from coordinator.core.estimates.output_length import OutputLengthPredictor
+from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
+from coordinator.core.estimates.workload import BacklogAhead, OutputLengthPredictor, ServiceRate
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.latency_estimator import LatencyEstimator
+from coordinator.core.placement.disaggregation import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.online_fit import OnlineLinearFit
 from baton.types import NodeName
 from coordinator.core.estimates.cost_model import MAX_NODES, CostModel, DecodeStepStats
-from coordinator.core.estimates.output_length import PRIOR_SHARE, OutputLengthPredictor
+from coordinator.core.estimates.workload import PRIOR_SHARE, OutputLengthPredictor
 
 A, B = NodeName("a"), NodeName("b")
 SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 100.0)

@@ -4,8 +4,12 @@ requests."""
 import pytest
 
 from baton.types import NodeName
-from coordinator.core.estimates.cost_model import TRIAL_SPACING, CostModel, DecodeStepStats
-from coordinator.core.estimates.keyed_fits import STALE_AFTER_SECONDS
+from coordinator.core.estimates.cost_model import (
+    STALE_AFTER_SECONDS,
+    TRIAL_SPACING,
+    CostModel,
+    DecodeStepStats,
+)
 from node_engine.paced.paced_engine import PacedCosts
 from tests.virtual_cluster import VirtualCluster
 

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import NotFound, ServiceUnavailable
 from baton.types import FinishReason, Incarnation, NodeName
 from coordinator.core.common import messages as m
-from coordinator.core.membership.drains import (
+from coordinator.core.membership.node_registry import (
     MAX_DRAINED_NODES,
     MIN_QUIET_REPORTS,
     DrainSet,

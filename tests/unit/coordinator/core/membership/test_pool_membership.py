@@ -37,7 +37,7 @@ from coordinator.core.common.messages import (
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.pool_registry import PoolJoinInfo
+from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.placement.policies import POLICIES
 from coordinator.node_links.message_codec import order_to_pb
 from node_engine.core import node_commands as messages

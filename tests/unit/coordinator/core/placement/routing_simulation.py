@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, count
 
-from baton.kv.block_hash import root_hash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import HashChain, root_hash
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember
 from coordinator.core.membership.prefix_directory import PrefixDirectory
 from coordinator.core.placement.interface import PlacementContext, PlacementDemand, PlacementPolicy
 from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.placement_state import PromptBlockHashes
 from node_engine.core.blocks.block_pool import BlockPool
 from tests.unit.coordinator.core.brain_harness import LAYOUT, PREFILL, make_join_info
 

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common.breaker_state import BreakerState
-from coordinator.core.placement.breaker_filter import choose_excluding_open_breakers
 from coordinator.core.placement.breakers import (
     FAILURES_TO_OPEN,
     FIRST_COOLDOWN_SECONDS,
@@ -20,7 +19,7 @@ from coordinator.core.placement.breakers import (
     NodePair,
 )
 from coordinator.core.placement.interface import NodeChoice, NodeView, PlacementDemand
-from coordinator.core.placement.policies import POLICIES
+from coordinator.core.placement.policies import POLICIES, choose_excluding_open_breakers
 from tests.unit.coordinator.core.placement.test_prefix_aware import (
     DEMAND,
     D,

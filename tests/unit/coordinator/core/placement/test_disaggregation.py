@@ -11,12 +11,17 @@ from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.types import Incarnation, NodeName
 from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.decision import PlacementDecision, PlacementReason, PrefillSite
 from coordinator.core.placement.disaggregation import DisaggregationPolicy, completion_seconds
-from coordinator.core.placement.interface import NodeView, PlacementContext, PlacementDemand
+from coordinator.core.placement.interface import (
+    NodeView,
+    PlacementContext,
+    PlacementDecision,
+    PlacementDemand,
+    PlacementReason,
+    PrefillSite,
+)
 from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.policies import POLICIES, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 NOW = 1000.0

@@ -10,7 +10,7 @@ from coordinator.core.placement.interface import (
     PlacementContext,
     PlacementDemand,
 )
-from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+from coordinator.core.placement.policies import LeastLoadedPolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 

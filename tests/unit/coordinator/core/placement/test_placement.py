@@ -15,7 +15,7 @@ from coordinator.core.placement.interface import (
     PlacementDemand,
 )
 from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+from coordinator.core.placement.policies import LeastLoadedPolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness, make_join_info
 
 P = NodeView(Incarnation("p"), PREFILL, 4, 64, 0, 0, 0, 32, None, 0)

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 
 from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.estimates.recent_work import WINDOW_SECONDS, RecentWork
+from coordinator.core.estimates.workload import WINDOW_SECONDS, RecentWork
 from coordinator.core.membership.node_registry import NodeMember
-from coordinator.core.placement.decision import predict_latency
 from coordinator.core.placement.interface import (
     NodeChoice,
     NodeView,
     PlacementContext,
     PlacementDemand,
+    predict_latency,
 )
 from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.policies import POLICIES
-from coordinator.core.placement.prefix_aware import RAMP_UP_SECONDS, PrefixAwarePolicy
+from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, make_join_info
 
 NOW = 1000.0

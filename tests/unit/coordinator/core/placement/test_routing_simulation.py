@@ -3,8 +3,7 @@ newcomer."""
 
 import pytest
 
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
-from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+from coordinator.core.placement.policies import LeastLoadedPolicy, PrefixAwarePolicy
 from tests.unit.coordinator.core.placement.routing_simulation import (
     PrefillJob,
     RoutingSimulation,

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.types import NodeName, Role
 from coordinator.core.common import messages as m
-from coordinator.core.membership.drains import NodeServiceState
+from coordinator.core.membership.node_registry import NodeServiceState
 from coordinator.core.ratio.role_switch import (
     ORDER_TIMEOUT_SECONDS,
     PROBE_BACKOFF_SECONDS,

@@ -15,7 +15,7 @@ import pytest
 
 from baton.types import AttemptKey, Incarnation, RequestId, TokenLogprobs
 from coordinator.core.common import messages as m
-from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.placement.policies import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}

@@ -16,8 +16,8 @@ from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.pool_registry import PoolJoinInfo
-from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+from coordinator.core.membership.prefix_directory import PoolJoinInfo
+from coordinator.core.placement.policies import LeastLoadedPolicy
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,

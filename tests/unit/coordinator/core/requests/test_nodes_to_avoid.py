@@ -6,7 +6,7 @@ import pytest
 from baton.errors import IncompleteTransfer, OutOfMemory, Preempted
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common import messages as m
-from coordinator.core.placement.prefix_aware import RAMP_UP_SECONDS, PrefixAwarePolicy
+from coordinator.core.placement.policies import RAMP_UP_SECONDS, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 

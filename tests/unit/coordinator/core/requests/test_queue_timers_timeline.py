@@ -9,8 +9,8 @@ from baton.types import AttemptKey, NodeName, RequestId
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, SCAN_DEPTH, WaitingQueue
 from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.common.timers import RequestTimers
-from coordinator.core.requests.timeline import TimelineStore, Timestamps
-from coordinator.core.requests.token_sources import (
+from coordinator.core.requests.attempt_trace import TimelineStore, Timestamps
+from coordinator.core.requests.record import (
     TokenSources,
     compute_token_sources,
     count_computed_tokens,

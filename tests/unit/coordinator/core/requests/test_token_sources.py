@@ -4,7 +4,7 @@ import pytest
 
 from baton.types import AttemptKey, RequestId
 from coordinator.core.common.messages import DecodeStarted, PrefillEnded
-from coordinator.core.requests.token_sources import (
+from coordinator.core.requests.record import (
     TokenSources,
     compute_token_sources,
     exclude_own_tokens,

@@ -2,11 +2,10 @@
 
 import pytest
 
-from baton.kv.block_hash import BlockHash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import BlockHash, HashChain
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
+from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
 
 ROOT = BlockHash(b"root")

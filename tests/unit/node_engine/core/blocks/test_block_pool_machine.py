@@ -13,11 +13,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from baton.kv.block_hash import BlockHash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import BlockHash, HashChain
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.prefix_index import common_prefix_length
 

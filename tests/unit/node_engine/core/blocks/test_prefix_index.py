@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv.block_hash import BlockHash
-from baton.kv.hash_chain import HashChain
+from baton.kv.block_hash import BlockHash, HashChain
 from baton.types import BlockIndex
 from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex, common_prefix_length
 

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import ConfigError, ContextLengthExceeded
 from baton.kv.block_hash import BlockHash
 from baton.types import FinishReason
-from node_engine.core.blocks.block_ledger import BlockLedgerError, BlockState
+from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.outcomes import TokenEmitted

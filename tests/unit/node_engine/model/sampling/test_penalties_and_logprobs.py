@@ -13,8 +13,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
-from node_engine.core.step.step_batch import SampleSpec
-from node_engine.core.step.token_counts import TokenCounts, has_penalties
+from node_engine.core.step.step_batch import SampleSpec, TokenCounts, has_penalties
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 from node_engine.model.sampling.sampler import draw_token, sample_tokens
 

@@ -1,6 +1,6 @@
 """The window of recent latencies."""
 
-from coordinator.core.estimates.latency_window import MAX_REQUESTS, WINDOW_SECONDS, LatencyWindow
+from coordinator.operators.latency_window import MAX_REQUESTS, WINDOW_SECONDS, LatencyWindow
 
 
 def test_percentiles_within_window() -> None:
