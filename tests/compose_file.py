@@ -170,7 +170,8 @@ def parse_size(text: str) -> int:
     """Bytes of 512m, 2g or 512MiB: in all of them the unit is a power of 1024."""
     match = _SIZE.fullmatch(text)
     assert match, f"{text!r} is no size"
-    return math.floor(float(match[1]) * 1024 ** " kmg".index(match[2].lower() or " "))
+    unit: int = 1024 ** " kmg".index(match[2].lower() or " ")
+    return math.floor(float(match[1]) * unit)
 
 
 # services

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, RequestRejected
@@ -394,7 +394,7 @@ class VirtualCluster:
         self._wake(decode)
 
     def _send_heartbeat(self, node: _VirtualNode) -> None:
-        counts = {
+        counts: dict[str, Any] = {
             f"blocks_{state.value}": number
             for state, number in node.pool.count_blocks_by_state().items()
         }

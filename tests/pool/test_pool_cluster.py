@@ -79,14 +79,14 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
         assert set().union(*served) == {
             f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)
         }
-        came = {
+        prompt_tokens = {
             source: await read_prompt_tokens(cluster, source) - known[source]
             for source in TOKEN_SOURCES
         }
-        assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, (
+        assert prompt_tokens["computed_prefill"] + prompt_tokens["computed_decode"] <= 7 * 20, (
             "the prefix is computed nowhere again"
         )
-        assert came["pool"] >= 7 * 800
+        assert prompt_tokens["pool"] >= 7 * 800
         await wait_for_metric(
             cluster, r"baton_pool_repointed_blocks_total\S*", 50
         )  # private copies are given up

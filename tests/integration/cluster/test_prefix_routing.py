@@ -4,6 +4,7 @@ where it is."""
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +32,11 @@ async def wait_known_blocks(cluster: Cluster, at_least: float) -> None:
 @pytest.mark.asyncio
 async def test_conversations_are_routed_to_the_node_with_their_prefix(tmp_path: Path) -> None:
     """Until the node that holds one dies."""
-    settings = {"paced_prefill_us_per_token": 200.0, "paced_step_ms": 2.0, "heartbeat": 0.1}
+    settings: dict[str, Any] = {
+        "paced_prefill_us_per_token": 200.0,
+        "paced_step_ms": 2.0,
+        "heartbeat": 0.1,
+    }
     cluster = Cluster(tmp_path, engine="paced", prefill=2, decode=2, **settings)
     async with cluster:
         await run_conversations(cluster)

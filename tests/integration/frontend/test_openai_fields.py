@@ -170,11 +170,11 @@ def find_value(where: str, submissions: list[Submission], told: Any) -> object:
     first, *rest = where.split(".")
     found: Any = told if first == "told" else submissions[0]
     for part in rest if first == "told" else [first, *rest]:
-        found = (
-            getattr(found, part)
-            if not isinstance(found, dict | list)
-            else found[int(part) if part.isdigit() else part]
-        )
+        if isinstance(found, dict | list):
+            key: Any = int(part) if part.isdigit() else part
+            found = found[key]
+        else:
+            found = getattr(found, part)
     return found
 
 

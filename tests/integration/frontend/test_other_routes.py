@@ -5,6 +5,7 @@ import re
 
 import pytest
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from coordinator.frontend.http.app import PUBLIC_PATHS
 from tests.integration.frontend.frontend_harness import FrontendHarness, running_frontend
@@ -35,7 +36,11 @@ async def test_model_lookup_without_nodes_is_unavailable() -> None:
 
 def list_get_routes(app: FastAPI) -> list[str]:
     """Paths that answer GET and have nothing to be filled in."""
-    found = [route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())]
+    found = [
+        route.path
+        for route in app.routes
+        if isinstance(route, Route) and "GET" in (route.methods or ())
+    ]
     return [path for path in found if "{" not in path]
 
 

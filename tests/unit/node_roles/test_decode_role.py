@@ -3,11 +3,12 @@ every attempt."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
-from baton.types import AttemptSpec, Incarnation, PeerAddress, Ticket, TicketId
+from baton.types import AttemptSpec, BlockIndex, Incarnation, PeerAddress, Ticket, TicketId
 from decode_node.decode_role import DecodeRole
 from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
 from node_engine.core.blocks.block_ownership import BlockState
@@ -39,7 +40,7 @@ PROMPT = tuple(range(1, 41))  # 40 tokens: 2.5 blocks
 
 
 class DecodeBench(RoleBench):
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         self.plane = FakeInbound()
         super().__init__(lambda parts: DecodeRole(parts, self.plane), **sizes)
 
@@ -61,9 +62,8 @@ class DecodeBench(RoleBench):
         )
         writer.bind_cache(memoryview(arena), count)
         spec = SampleSpec(job.request.sampling, 0, len(context))
-        writer.run(
-            StepBatch((SequenceSlice(SequenceId(0), context, 0, tuple(range(count)), spec),))
-        )  # type: ignore[arg-type]
+        blocks = tuple(map(BlockIndex, range(count)))
+        writer.run(StepBatch((SequenceSlice(SequenceId(0), context, 0, blocks, spec),)))
         size = PACED_LAYOUT.block_bytes
         for number, offset in enumerate(ticket.block_offsets, ticket.first_block):
             self.arena[offset : offset + size] = arena[number * size : (number + 1) * size]

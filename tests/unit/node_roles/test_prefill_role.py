@@ -3,6 +3,7 @@ every block."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ LAYERS = PACED_LAYOUT.num_layers
 
 
 class PrefillBench(RoleBench):
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         self.plane = FakeOutbound()
         super().__init__(lambda parts: PrefillRole(parts, self.plane), **sizes)
 

@@ -67,10 +67,11 @@ async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, 
 @pytest.mark.parametrize("place", ["settings", "file", "names"])
 async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(
-        place, {}
-    )
-    where = write_tokenizer_files(tmp_path, begins=True, **settings)
+    settings: dict[str, dict[str, Any]] = {
+        "settings": {"chat_template": TEMPLATE},
+        "names": {"chat_template": named},
+    }
+    where = write_tokenizer_files(tmp_path, begins=True, **settings.get(place, {}))
     if place == "file":
         (where / "chat_template.jinja").write_text(TEMPLATE)
     ours, theirs = (

@@ -53,7 +53,7 @@ class DiskTierRig:
             return
         rows, sums = self.manager._current.store.rows, []
         for number, block in enumerate(granted.blocks, granted.first_block):
-            rows.row(block)[:] = memoryview(make_block_content(tokens[: (number + 1) * SIZE]))
+            rows.row(block)[:] = memoryview(make_block_content(tokens[: (number + 1) * SIZE]).data)
             sums.append(rows.checksum(block))
         found = await self.manager.seal_publication(self.session, granted.publication_id, sums)
         self.release_pin(found.pin_id)

@@ -5,6 +5,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from node_engine.paced.paced_engine import PacedCosts
 from tests.virtual_cluster import VirtualCluster, VirtualRequest, percentile
 
 SLOW = PacedCosts(prefill_us_per_token=400.0, decode_base_us=4000.0, decode_us_per_sequence=500.0)
-SHAPE = {"prompt": 64, "output": 16}
+SHAPE: dict[str, Any] = {"prompt": 64, "output": 16}
 
 
 def tenants(reserve: float = 0.3, max_wait: float | None = None, **classes: str) -> TenantTable:

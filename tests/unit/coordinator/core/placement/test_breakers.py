@@ -174,7 +174,7 @@ class BreakersMachine(RuleBasedStateMachine):
         self.running = {attempt: pair for attempt, pair in self.running.items() if node not in pair}
         for kept in (self.probes, self.row, self.opened):
             for pair in [pair for pair in kept if node in pair]:
-                del kept[pair]  # type: ignore[attr-defined]
+                del kept[pair]
 
     @invariant()
     def kept_apart_for_a_reason_and_not_for_ever(self) -> None:

@@ -238,13 +238,13 @@ def test_thousand_simultaneous_requests_are_spread(name: str) -> None:
         choice = policy.choose_nodes(demand, place, seen)
         assert choice is not None
         expected = predict_latency(demand, choice, place, seen)
-        for node in (choice.prefill, choice.decode):
-            assert node is not None
-            taken[node] += 1
-            seconds = expected.prefill_seconds if node == choice.prefill else 0.0
+        for chosen in (choice.prefill, choice.decode):
+            assert chosen is not None
+            taken[chosen] += 1
+            seconds = expected.prefill_seconds if chosen == choice.prefill else 0.0
             key = AttemptKey(RequestId(f"r{number}"), 1, 0)
             loads.add_leg(
-                node, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW
+                chosen, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW
             )
     assert (sum(taken.values()), len(taken)) == (2000, 16)
     assert max(taken[node.incarnation] for node in nodes if node.info.role is DECODE) <= 1.5 * 125

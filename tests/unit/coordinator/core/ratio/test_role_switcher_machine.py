@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.types import RequestId, Role
+from baton.types import NodeName, RequestId, Role
 from coordinator.core.common import messages as m
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from tests.unit.coordinator.core.ratio.honest_cluster import TOKEN, HonestCluster
@@ -103,7 +103,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             ) | self.cluster.names_in_service(Role.DECODE)
         assert all(
             name in brain.role_switcher.pending
-            for name in NAMES
+            for name in map(NodeName, NAMES)
             if name in brain.node_registry.switching_drains
         )
 

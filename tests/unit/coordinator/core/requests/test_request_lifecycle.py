@@ -32,6 +32,7 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
         world.messages_to(p0, m.PrefillOrder),
     )
     assert submit.work == prefill.work
+    assert submit.kv_writer is not None
     assert submit.kv_writer.incarnation == p0
     assert not prefill.needs_no_decode
     assert submit.work.request.timeout_seconds == 60.0
@@ -234,9 +235,10 @@ def test_node_death_requeues_request_with_emitted_tokens(moment: str) -> None:
             world.report_token(d0, key, 0)
         new = world.join_node("p1", PREFILL) if victim == "p" else world.join_node("d1", DECODE)
         world.lose_node(p0 if victim == "p" else d0)
-        work = (world.messages_to(new, m.PrefillOrder) or world.messages_to(new, m.DecodeOrder))[
-            0
-        ].work
+        kind: type[m.PrefillOrder | m.DecodeOrder] = (
+            m.PrefillOrder if victim == "p" else m.DecodeOrder
+        )
+        work = world.messages_to(new, kind)[0].work
         assert list(work.emitted_token_ids) == world.emitted_tokens(request)
         assert work.key.attempt_number == 2
         assert len(work.request.prompt_token_ids) == 20

@@ -2,6 +2,7 @@
 somebody else, that die, are drained and come back; clients that go away; time that runs out."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -118,7 +119,10 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         def act() -> None:
             self.expected_requests[RequestId(f"r{self.world._requests + 1}")] = asked
             choice = 0 if after is None else 1
-            scores = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
+            scores: dict[str, Any] = {
+                "logprobs": asked.logprobs,
+                "prompt_logprobs": asked.prompt_logprobs,
+            }
             try:
                 self.world.submit(
                     asked.prompt, asked.max_tokens, timeout, after=after, choice=choice, **scores
