@@ -13,7 +13,10 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+from tools.source_scan import list_imported_modules, walk_statements
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = ROOT / "tests" / "unit" / "budget_exceptions.toml"
@@ -49,6 +52,7 @@ def list_sources() -> list[Path]:
     return [Path(name) for name in listed if "pb" not in Path(name).parts]
 
 
+@cache
 def measure_repository() -> Measures:
     """Everything that is over a budget."""
     over: Measures = {name: {} for name in BUDGETS}
@@ -67,7 +71,8 @@ def measure_repository() -> Measures:
         if path.parts[0] == "tests":
             continue
         tree = ast.parse(text)
-        note("imports_per_file", str(path), len(set(_our_imports(tree))))
+        ours = {name for name in list_imported_modules(ROOT / path) if name.split(".")[0] in OURS}
+        note("imports_per_file", str(path), len(ours))
         for name, node in _definitions(tree):
             where = f"{path}:{name}"
             if isinstance(node, ast.ClassDef):
@@ -81,7 +86,7 @@ def find_repeated_class_names() -> dict[str, list[str]]:
     """Classes of one name in more than one place."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in list_sources():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in walk_statements(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -99,14 +104,6 @@ def find_long_lines() -> list[str]:
 
 def load_exceptions() -> Measures:
     return tomllib.loads(EXCEPTIONS.read_text())
-
-
-def _our_imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in OURS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
-            yield node.module or ""
 
 
 def _definitions(

@@ -335,6 +335,7 @@ def test_doctor_exits_by_what_is_bad(
     assert all(one["fix"] for one in shown["checks"] if one["level"] != "ok")
 
 
+@pytest.mark.slow
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.run_node_probe([])
     assert found.keys() == {"torch", "triton", "gpus"}

@@ -224,6 +224,7 @@ def test_offline_mode_is_named(hub: Path) -> None:
     assert str(hub) in refused.value.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["coordinator", "prefill_node"])
 def test_a_process_started_by_itself_resolves_and_refuses(module: str, tmp_path: Path) -> None:
     environ = os.environ | {

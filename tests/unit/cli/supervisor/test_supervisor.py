@@ -23,7 +23,6 @@ from baton.cli.supervisor.restart_policy import FROZEN_KILL_SECONDS, max_stop_se
 from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
-from baton.process import clock
 
 NODE = """
 import os, signal, sys
@@ -256,7 +255,7 @@ async def test_a_stopped_child_is_killed_and_replaced(
     write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moments = count(0, int(FROZEN_KILL_SECONDS))  # each check is 10 s after the last
-    monkeypatch.setattr(clock, "monotonic_clock", lambda: float(next(moments)))
+    monkeypatch.setattr("baton.process.clock.monotonic_clock", lambda: float(next(moments)))
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
     async with cluster(config) as (started, notices):
         await started.wait_until_ready()

@@ -86,6 +86,7 @@ async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     assert ids.count(theirs.bos_token_id) == 1
 
 
+@pytest.mark.slow
 def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     """Its import costs seconds, and brings torch."""
     where = write_tokenizer_files(tmp_path, chat_template=TEMPLATE)

@@ -36,6 +36,7 @@ GHOST_SCENARIO = Scenario(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a few seconds of one core; more where many share it
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_two_attempts_with_a_crash_at_any_moment(one_sided: bool) -> None:

@@ -13,6 +13,8 @@ from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache
 from node_engine.paced.paced_engine import PacedCosts
 from tests.virtual_cluster import VirtualCluster, VirtualRequest, percentile
 
+pytestmark = pytest.mark.slow
+
 SLOW = PacedCosts(prefill_us_per_token=400.0, decode_base_us=4000.0, decode_us_per_sequence=500.0)
 SHAPE: dict[str, Any] = {"prompt": 64, "output": 16}
 
@@ -26,13 +28,8 @@ def tenants(reserve: float = 0.3, max_wait: float | None = None, **classes: str)
     return TenantTable(("premium", "standard", "batch"), made, (), reserve, waits)
 
 
-def cluster(known: TenantTable | None = None, **settings: object) -> VirtualCluster:
-    return VirtualCluster(
-        tenants=known,
-        max_num_seqs=16,
-        costs=SLOW,
-        **settings,  # type: ignore[arg-type]
-    )
+def cluster(known: TenantTable | None = None, **settings: Any) -> VirtualCluster:
+    return VirtualCluster(tenants=known, max_num_seqs=16, costs=SLOW, **settings)
 
 
 def rate_of(world: VirtualCluster, since: float, until: float) -> float:

@@ -128,6 +128,7 @@ def test_node_is_retried_after_hiccup(role: str) -> None:
     assert given(world, node, 80.0) >= 0.25 * 60, "and is as good as the other since"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_slow_node_gets_few_trials(role: str) -> None:
     world, node = cluster(role)

@@ -11,6 +11,8 @@ from tests.unit.coordinator.core.placement.routing_simulation import (
     zipf_jobs,
 )
 
+pytestmark = pytest.mark.slow
+
 NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
 
 

@@ -3,6 +3,8 @@ hand. How the requests fare is in test_steered_loads.py and test_auto_simulated.
 
 import random
 
+import pytest
+
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from coordinator.core.estimates.workload import RequestShape, StageSeconds, WorkloadMeter
@@ -114,6 +116,7 @@ def test_ratio_stays_when_no_split_is_better() -> None:
     assert helm.planner.reason.startswith("missed, and no split is predicted to do much better")
 
 
+@pytest.mark.slow
 def test_lasting_load_phases_are_followed() -> None:
     helm = PlannerHarness(RoleSplit(4, 4))
     seen = []
