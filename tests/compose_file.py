@@ -10,6 +10,13 @@ from typing import Any
 
 import yaml
 
+SECRETS = {
+    "BATON_API_KEY": "a" * 8,
+    "BATON_CLUSTER_TOKEN": "c" * 8,
+    "BATON_ADMIN_TOKEN": "o" * 8,
+    "GRAFANA_PASSWORD": "g" * 8,
+}
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPERATORS = (":-", ":?", ":+", "-", "?", "+")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

@@ -11,6 +11,7 @@ from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 from tests.pool.pooled_cluster import (
+    PUBLISHED,
     TOKEN_SOURCES,
     count_attachments,
     generate_while_decode_dies,
@@ -19,11 +20,11 @@ from tests.pool.pooled_cluster import (
     pooled_cluster,
     read_metric,
     wait_for_metric,
+    wait_for_published_blocks,
 )
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
-PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
 async def read_prompt_tokens(cluster: Cluster, source: str) -> float:
@@ -45,12 +46,6 @@ async def count_node_cached_blocks(cluster: Cluster) -> int:
     return sum(
         ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0"
     )
-
-
-async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
-    """Until nodes have published so many blocks, and nothing is on its way any more."""
-    await wait_for_metric(cluster, PUBLISHED, blocks)
-    await cluster.wait_idle()
 
 
 @pytest.mark.asyncio

@@ -1,32 +1,19 @@
 """Prompts that share beginnings, on real processes: nodes tell what they hold, and requests go
 where it is."""
 
-import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.cluster_metrics import (
+    read_metric,
+    wait_known_blocks,
+)
 from tests.grpc_calls import call_cluster_service
-
-
-async def read_metric(cluster: Cluster, name: str) -> float:
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{cluster.admin_url}/metrics")).text
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-async def wait_known_blocks(cluster: Cluster, at_least: float) -> None:
-    """Until the directory has been told of so many."""
-    async with asyncio.timeout(30):
-        while await read_metric(cluster, "baton_prefix_directory_blocks") < at_least:
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.asyncio

@@ -18,10 +18,11 @@ from baton.limits import MAX_UNSENT_MESSAGES
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
-from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
-from node_engine.host.command_codec import command_from_pb
 from tests.fault_proxy import FaultProxy
+from tests.integration.node_links.fake_link_member import (
+    FakeLinkMember,
+)
 
 TIMEOUT_SECONDS = 30.0
 SILENCE_SECONDS = 1.0  # seconds
@@ -36,26 +37,6 @@ def welcome_message(number: int) -> CoordinatorMessage:
             incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE_SECONDS
         )
     )
-
-
-class FakeLinkMember:
-    """The member that is linked."""
-
-    build_join, build_stats = pb.Join, pb.NodeStats
-
-    def __init__(self, deliver: Callable[[object], None]) -> None:
-        self._deliver = deliver
-
-    def on_joined(self, incarnation: Incarnation) -> None:
-        self._deliver(NodeJoined(incarnation))
-
-    def on_coordinator_lost(self) -> None:
-        self._deliver(CoordinatorLost())
-
-    def on_message(self, message: CoordinatorMessage) -> None:
-        command = command_from_pb(message)
-        if command is not None:
-            self._deliver(command)
 
 
 @dataclass

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import dockerfile
-from tests.compose_file import load_compose_file
-from tests.unit.deploy.test_compose_file import SECRETS
+from tests.compose_file import SECRETS, load_compose_file
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "deploy" / "Dockerfile"

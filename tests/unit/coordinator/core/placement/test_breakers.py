@@ -20,7 +20,7 @@ from coordinator.core.placement.breakers import (
 )
 from coordinator.core.placement.interface import NodeChoice, NodeView, PlacementDemand
 from coordinator.core.placement.policies import POLICIES, choose_excluding_open_breakers
-from tests.unit.coordinator.core.placement.test_prefix_aware import (
+from tests.unit.coordinator.core.placement.sample_nodes import (
     DEMAND,
     D,
     P,

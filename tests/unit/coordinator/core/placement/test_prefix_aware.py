@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
+from baton.types import AttemptKey, Incarnation, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.estimates.workload import WINDOW_SECONDS, RecentWork
 from coordinator.core.membership.node_registry import NodeMember
@@ -23,26 +23,14 @@ from coordinator.core.placement.interface import (
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, make_join_info
-
-NOW = 1000.0
-P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0)
-D = NodeView(Incarnation("d"), DECODE, 64, 512, 0, 0, 0, 4096, None, 0)
-DEMAND = PlacementDemand(
-    context_tokens=1024,
-    blocks=65,
-    needs_prefill=True,
-    needs_decode=True,
-    expected_output_tokens=100.0,
+from tests.unit.coordinator.core.placement.sample_nodes import (
+    DEMAND,
+    NOW,
+    D,
+    P,
+    named_view,
+    placement_context,
 )
-
-
-def placement_context(now: float = NOW) -> PlacementContext:
-    return PlacementContext(now, CostModel(), 1.0, token_bytes=1024)
-
-
-def named_view(view: NodeView, name: str, **changes: object) -> NodeView:
-    named = replace(view, incarnation=Incarnation(name), name=NodeName(name))
-    return replace(named, **changes)  # type: ignore[arg-type]
 
 
 def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice:

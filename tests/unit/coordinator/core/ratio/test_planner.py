@@ -17,7 +17,7 @@ from coordinator.core.ratio.planner import (
     RatioPlanner,
     _TrialSplit,
 )
-from tests.unit.coordinator.core.ratio.test_split_forecast import EIGHT, NODE_PROFILE, SLO
+from tests.unit.coordinator.core.ratio.sample_profile import EIGHT, NODE_PROFILE, SLO
 
 PROMPTS, ANSWERS = (7.0, RequestShape(680, 16.0)), (13.0, RequestShape(115, 120.0))
 
