@@ -1,5 +1,6 @@
 """Options of the test suite, and what holds for all of it."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """The modules of libraries and tests stay: the garbage collector need not visit them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown() -> None:
