@@ -30,7 +30,6 @@ from baton.cluster_link.messages import (
     StepTokens,
     TicketOrder,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, RequestRejected
 from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
@@ -39,7 +38,6 @@ from baton.types import (
     AttemptKey,
     AttemptSpec,
     Incarnation,
-    NodeName,
     Request,
     RequestId,
     Role,
@@ -50,7 +48,6 @@ from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.brain import Brain
 from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
@@ -66,7 +63,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from tests.unit.coordinator.core.brain_harness import make_join_info, make_ticket
 
 HEARTBEAT = 0.5  # seconds
 
@@ -173,11 +170,16 @@ class VirtualCluster:
                 Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role
             )
             self._nodes[node.incarnation] = node
-            self._apply_effects(
-                self.brain.join_node(
-                    _join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0
-                )
+            info = make_join_info(
+                node.incarnation,
+                role,
+                layout=PACED_LAYOUT,
+                num_blocks=blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_batched_tokens=limits.max_batched_tokens,
+                max_model_len=limits.max_model_len,
             )
+            self._apply_effects(self.brain.join_node(info, node.incarnation, 0.0))
             self._send_heartbeat(node)
 
     # what a test does
@@ -428,27 +430,6 @@ class VirtualCluster:
 
 def _root_hash(work: AttemptSpec) -> BlockHash:
     return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
-
-
-def _join_info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
-    return JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(name),
-        role=role,
-        host_id="h",
-        transfer_endpoint="",
-        pid=1,
-        model_digest="ab",
-        layout=PACED_LAYOUT,
-        num_blocks=blocks,
-        max_num_seqs=limits.max_num_seqs,
-        max_batched_tokens=limits.max_batched_tokens,
-        max_model_len=limits.max_model_len,
-        vocab_size=1000,
-        eos_token_ids=(0,),
-        engine="paced",
-        process=name,
-    )
 
 
 def percentile(values: list[float], share: float) -> float:

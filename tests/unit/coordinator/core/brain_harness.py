@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
     AttemptFailed,
     BlocksReserved,
     DecodeOrder,
     HandoffCompleted,
     Heartbeat,
+    JoinInfo,
     NodeOrder,
     NodeReport,
     PrefillEnded,
@@ -17,7 +19,6 @@ from baton.cluster_link.messages import (
     PromptLogprobsReport,
     StepTokens,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, Cancelled, NodeLost
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -49,7 +50,6 @@ from coordinator.core.common.effects import (
     SendOrder,
 )
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
