@@ -8,6 +8,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from baton.cluster_link.messages import (
+    Heartbeat,
+    JoinInfo,
+    LinkControl,
+    NodeLeaving,
+    NodeOrder,
+    NodeReport,
+    PoolJoinInfo,
+    Welcome,
+)
 from baton.config.settings import Config
 from baton.errors import (
     BatonError,
@@ -17,12 +27,11 @@ from baton.errors import (
     SlowReader,
 )
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId, mint_id
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
@@ -32,21 +41,16 @@ from coordinator.core.common.messages import (
     EmitTokens,
     EndRequest,
     FinishedResult,
-    Heartbeat,
     MemberLost,
-    NodeLeaving,
-    NodeReport,
     RatioChanged,
     RoleSwitchReport,
     SendOrder,
 )
-from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
+from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
-from coordinator.node_links.message_codec import build_welcome, order_to_pb
 
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
 
@@ -56,8 +60,8 @@ _log = log.get_logger("dispatcher")
 class NodeConnection(Protocol):
     """A node's stream as the dispatcher sees it."""
 
-    def send_message(self, message: CoordinatorMessage) -> None:
-        """Queue a message. Never blocks: a stream that cannot keep up closes itself."""
+    def send_order(self, order: NodeOrder | LinkControl) -> None:
+        """Queue an order. Never blocks: a stream that cannot keep up closes itself."""
         ...
 
     def close(self) -> None:
@@ -189,7 +193,7 @@ class Dispatcher:
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_node(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
-        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info(
             "node joined",
             node=info.name,
@@ -206,7 +210,7 @@ class Dispatcher:
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_pool(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
-        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
         self.apply_effects(effects)
         self.notify_cluster_change()
@@ -245,10 +249,10 @@ class Dispatcher:
                 stream = self._generation_streams.get(request)
                 if stream is not None:
                     stream.push_prompt_logprobs(PromptLogprobsEvent(scores))
-            case SendOrder(node, message):
+            case SendOrder(node, order):
                 link = self.node_connections.get(node)
                 if link is not None:
-                    link.send_message(order_to_pb(message))
+                    link.send_order(order)
             case AdmitRequest(request):
                 stream = self._generation_streams.get(request)
                 if stream is not None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from baton.cluster_link.messages import ReservationRefused
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember
 from coordinator.core.placement.interface import (
@@ -200,7 +200,7 @@ def test_refusal_closes_node_for_its_size_and_updates_free_blocks(
 ) -> None:
     d = node.incarnation
     loads.on_reservation_refused(
-        d, m.ReservationRefused(key(1), needed_blocks=6, free_blocks=3), blocks=4
+        d, ReservationRefused(key(1), needed_blocks=6, free_blocks=3), blocks=4
     )
     view = loads.get_view(node)
     assert (view.free_blocks, view.refused_from_blocks) == (3, 4)
