@@ -56,7 +56,13 @@ def brain() -> Brain:
     made = Brain(
         NodeRegistry(SILENCE, 15.0),
         POLICIES["prefix_aware"](),
-        BrainSettings("disaggregated", 10, 8, 15.0, 10),
+        BrainSettings(
+            mode="disaggregated",
+            max_queue=10,
+            max_attempts=8,
+            reserve_timeout=15.0,
+            explain_keep=10,
+        ),
     )
     for incarnation, name, host in ((HERE, "decode-0", "host-a"), (THERE, "decode-1", "host-b")):
         made.join_node(node(name, host), incarnation, 0.0)
