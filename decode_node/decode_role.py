@@ -1,13 +1,13 @@
 """The decode role: receives KV from prefill nodes, or computes it, and decodes. An attempt's life:
 
-    DecodeCommand with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
+    DecodeOrder with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
                                       ticket and report Reserved; or report Refused at once
         InboundStarted             -> the KV writer has begun
         InboundSealed              -> all KV landed and verified, the writer fenced off: commit,
                                       report Admitted and the first token
         InboundLost                -> blocks freed, or QUARANTINED until InboundFenced;
                                       AttemptFailed reported
-    DecodeCommand without a writer, or only the last token is not cached -> compute it here
+    DecodeOrder without a writer, or only the last token is not cached -> compute it here
     running                        -> one Tokens message per step for all sequences, until the
                                       attempt is finished, preempted or cancelled
 
@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -56,12 +57,10 @@ from kv_transfer.plane import (
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix
 from node_engine.core.node_commands import (
-    CancelCommand,
     CoordinatorLost,
-    DecodeCommand,
     NodeCommand,
     NodeJoined,
-    PeerLostCommand,
+    OrderWithPoolHit,
 )
 from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
@@ -132,12 +131,13 @@ class DecodeRole:
                 self._drop_all_attempts(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(None)
-            case DecodeCommand(work, writer, share, hit):
-                self._scheduler.prefill_budget.prefill_step_share = share or None
-                self._on_decode_command(work, writer, hit)
-            case CancelCommand(key, reason):
+            case DecodeOrder():
+                self._on_decode_order(item, None)
+            case OrderWithPoolHit(DecodeOrder() as order, hit):
+                self._on_decode_order(order, hit)
+            case CancelOrder(key, reason):
                 self._cancel_attempt(key, reason)
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case InboundStarted(ticket):
                 if ticket in self._pending_handoffs:
@@ -207,12 +207,11 @@ class DecodeRole:
 
     # the life of one attempt
 
-    def _on_decode_command(
-        self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None
-    ) -> None:
+    def _on_decode_order(self, order: DecodeOrder, hit: PoolHit | None) -> None:
+        self._scheduler.prefill_budget.prefill_step_share = order.prefill_step_share or None
         pool_prefix = self._pool_connector.build_pool_prefix(hit)
-        if self._scheduler.get_sequence(work.key) is None:  # else the message is a duplicate
-            self._begin_attempt(work, writer, pool_prefix)
+        if self._scheduler.get_sequence(order.work.key) is None:  # else the order is a duplicate
+            self._begin_attempt(order.work, order.kv_writer, pool_prefix)
         if pool_prefix is not None:
             pool_prefix.release()
 

@@ -14,6 +14,22 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    Heartbeat,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    ReservationRefused,
+    StepTokens,
+    TicketOrder,
+)
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, RequestRejected
 from baton.kv.block_hash import BlockHash
@@ -32,7 +48,7 @@ from baton.types import (
 )
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
@@ -250,12 +266,12 @@ class VirtualCluster:
 
     # the coordinator's shell
 
-    def _apply_effects(self, effects: list[m.Effect]) -> None:
+    def _apply_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.SendOrder(node, message):
+                case SendOrder(node, message):
                     self._on_order(self._nodes[node], message)
-                case m.EmitTokens(request, tokens, _):
+                case EmitTokens(request, tokens, _):
                     served = self.requests[request]
                     served.first_token_at = (
                         self.now if served.first_token_at is None else served.first_token_at
@@ -265,7 +281,7 @@ class VirtualCluster:
                         self.longest_token_gap_seconds, self.now - self.last_token_at
                     )
                     self.last_token_at = self.now
-                case m.EndRequest():
+                case EndRequest():
                     served = self.requests[effect.request_id]
                     served.ended_at = self.now
                     served.error = effect.result if isinstance(effect.result, BatonError) else None
@@ -273,26 +289,26 @@ class VirtualCluster:
                 case _:
                     pass
 
-    def _send_to_brain(self, node: _VirtualNode, message: m.NodeReport) -> None:
+    def _send_to_brain(self, node: _VirtualNode, message: NodeReport) -> None:
         self._apply_effects(self.brain.receive_report(node.incarnation, message, self.now))
 
     # a node
 
-    def _on_order(self, node: _VirtualNode, message: m.NodeOrder) -> None:
-        if isinstance(message, m.PrefillOrder | m.DecodeOrder):
+    def _on_order(self, node: _VirtualNode, message: NodeOrder) -> None:
+        if isinstance(message, PrefillOrder | DecodeOrder):
             self.placements.append((self.now, node.incarnation))
-        if isinstance(message, m.CancelOrder):
+        if isinstance(message, CancelOrder):
             node.scheduler.cancel_sequence(message.key)
-        elif isinstance(message, m.PrefillOrder):
+        elif isinstance(message, PrefillOrder):
             node.scheduler.add_sequence(
                 message.work, _root_hash(message.work), is_prefill_only=True
             )
             self._wake(node)
-        elif isinstance(message, m.DecodeOrder) and message.kv_writer is not None:
+        elif isinstance(message, DecodeOrder) and message.kv_writer is not None:
             self._reserve(node, message.work, message.kv_writer.incarnation)
-        elif isinstance(message, m.TicketOrder):
+        elif isinstance(message, TicketOrder):
             node.scheduler.mark_ticketed(message.ticket.key)
-        elif isinstance(message, m.DecodeOrder):
+        elif isinstance(message, DecodeOrder):
             node.scheduler.prefill_budget.prefill_step_share = message.prefill_step_share or None
             root = _root_hash(message.work)
             survey = node.scheduler.estimate_admission(message.work, root)
@@ -300,7 +316,7 @@ class VirtualCluster:
                 node.scheduler.add_sequence(message.work, root)
                 self._wake(node)
             else:
-                refused = m.ReservationRefused(
+                refused = ReservationRefused(
                     message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks
                 )
                 self.call_at(self.now, lambda: self._send_to_brain(node, refused))
@@ -308,9 +324,9 @@ class VirtualCluster:
     def _reserve(self, node: _VirtualNode, work: AttemptSpec, writer: Incarnation) -> None:
         ticket = make_ticket(node.incarnation, work.key, writer)
         found = node.scheduler.reserve_for_handoff(work, _root_hash(work), ticket.id)
-        answer: m.NodeReport = m.BlocksReserved(work.key, ticket, 0)
+        answer: NodeReport = BlocksReserved(work.key, ticket, 0)
         if isinstance(found, CapacityRefusal):
-            answer = m.ReservationRefused(work.key, found.needed_blocks, found.free_blocks)
+            answer = ReservationRefused(work.key, found.needed_blocks, found.free_blocks)
         self.call_at(self.now, lambda: self._send_to_brain(node, answer))
 
     def _wake(self, node: _VirtualNode) -> None:
@@ -352,14 +368,14 @@ class VirtualCluster:
                         )
                         self._send_to_brain(
                             node,
-                            m.DecodeStarted(
+                            DecodeStarted(
                                 sequence.key, sequence.context_len - cached, cached, 0, share
                             ),
                         )
                     events.append(event)
                 case SequenceFailed(sequence, error, caused_by):
                     node.prefill_seconds.pop(sequence.key, None)
-                    self._send_to_brain(node, m.AttemptFailed(sequence.key, error, caused_by))
+                    self._send_to_brain(node, AttemptFailed(sequence.key, error, caused_by))
                 case PrefillCompleted(sequence, event):
                     cached, share = (
                         sequence.num_cached_tokens,
@@ -367,7 +383,7 @@ class VirtualCluster:
                     )
                     self._send_to_brain(
                         node,
-                        m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share),
+                        PrefillEnded(sequence.key, sequence.context_len - cached, cached, share),
                     )
                     self.call_at(
                         self.now + self._handoff_seconds,
@@ -376,7 +392,7 @@ class VirtualCluster:
                 case _:
                     raise AssertionError(outcome)
         if events:
-            self._send_to_brain(node, m.StepTokens(tuple(events)))
+            self._send_to_brain(node, StepTokens(tuple(events)))
 
     def _finish_handoff(self, writer: _VirtualNode, key: AttemptKey, event: TokenEvent) -> None:
         ticket = make_ticket(Incarnation(""), key, writer.incarnation).id
@@ -392,10 +408,10 @@ class VirtualCluster:
         sequence = next(
             outcome.sequence for outcome in outcomes if isinstance(outcome, TokenEmitted)
         )
-        self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, sequence.context_len))
+        self._send_to_brain(decode, DecodeStarted(key, 0, 0, sequence.context_len))
         size = sequence.context_len * PACED_LAYOUT.token_bytes
         report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._handoff_seconds)
-        self._send_to_brain(writer, m.HandoffCompleted(key, report))
+        self._send_to_brain(writer, HandoffCompleted(key, report))
         self._send_outcomes(decode, outcomes)
         self._wake(decode)
 
@@ -412,7 +428,7 @@ class VirtualCluster:
             decode_step_tokens=node.step_totals.context_tokens,
             **counts,
         )
-        self._send_to_brain(node, m.Heartbeat(stats))
+        self._send_to_brain(node, Heartbeat(stats))
         self.call_at(self.now + HEARTBEAT, lambda: self._send_heartbeat(node))
 
 

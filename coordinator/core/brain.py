@@ -6,6 +6,7 @@ Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
 import math
 from collections.abc import Sequence
 
+from baton.cluster_link.messages import Heartbeat, NodeReport, PeerLostNotice
 from baton.errors import BatonError, NodeDrained, NodeLost, NotFound, RequestRejected
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
@@ -17,15 +18,7 @@ from coordinator.core.admission.admission_controller import AdmissionRequest
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import (
-    DegradationChanged,
-    Effect,
-    Heartbeat,
-    MemberLost,
-    NodeReport,
-    PeerLostNotice,
-    RatioChanged,
-)
+from coordinator.core.common.effects import DegradationChanged, Effect, MemberLost, RatioChanged
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import (

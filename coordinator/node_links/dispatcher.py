@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from baton.cluster_link.codec import encode_order
+from baton.cluster_link.messages import Heartbeat, NodeLeaving, NodeReport
 from baton.config.settings import Config
 from baton.errors import (
     BatonError,
@@ -22,7 +24,7 @@ from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId, mint_id
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
@@ -32,10 +34,7 @@ from coordinator.core.common.messages import (
     EmitTokens,
     EndRequest,
     FinishedResult,
-    Heartbeat,
     MemberLost,
-    NodeLeaving,
-    NodeReport,
     RatioChanged,
     RoleSwitchReport,
     SendOrder,
@@ -46,7 +45,7 @@ from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
-from coordinator.node_links.message_codec import build_welcome, order_to_pb
+from coordinator.node_links.message_codec import build_welcome
 
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
 
@@ -248,7 +247,7 @@ class Dispatcher:
             case SendOrder(node, message):
                 link = self.node_connections.get(node)
                 if link is not None:
-                    link.send_message(order_to_pb(message))
+                    link.send_message(encode_order(message))
             case AdmitRequest(request):
                 stream = self._generation_streams.get(request)
                 if stream is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import pb_conversion, stream
+from baton.cluster_link.codec import decode_report
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeLost
@@ -26,7 +27,7 @@ from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.prefix_directory import POOL_ROLE
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb
+from coordinator.node_links.message_codec import join_from_pb, pool_from_pb
 
 JOIN_TIMEOUT_SECONDS = 5.0
 _LAST_WRITE_SECONDS = 1.0  # for a write that is in progress when the stream ends
@@ -186,7 +187,7 @@ class NodeLinkService:
                 counters.dropped_messages["stale"] += 1
                 return
             try:
-                report = input_from_pb(message)
+                report = decode_report(message)
             except ValueError as error:
                 _limited.log_event(_log.warning, "malformed message", error=str(error))
                 counters.dropped_messages["damaged"] += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.codec import decode_order
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
@@ -34,7 +35,6 @@ from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
-from node_engine.host.command_codec import command_from_pb
 from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
 from node_engine.host.engine_factory import (
     build_engine,
@@ -273,7 +273,7 @@ class _NodeProcess:
         self._deliver_command(CoordinatorLost())
 
     def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        command = command_from_pb(message)
+        command = decode_order(message)
         if command is not None:
             self._deliver_command(command)
 

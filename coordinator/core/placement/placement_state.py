@@ -13,12 +13,12 @@ Short hashes of a prompt's full blocks, computed on demand and at most once.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.kv.block_hash import HashChain, root_hash, short_hash
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
-from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor
 from coordinator.core.estimates.workload import OutputLengthPredictor, WorkloadMeter
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry

@@ -7,11 +7,12 @@ joins in. A node that restarts in its first role while there is a target is swit
 from collections import Counter, deque
 from collections.abc import Callable
 
+from baton.cluster_link.messages import SetRoleOrder
 from baton.errors import BatonError, Cancelled, InvalidRequest, NodeDrained, NodeStalled
 from baton.role_split import RoleSplit, format_splits, list_possible_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
-from coordinator.core.common.messages import RoleSwitchReport, SetRoleOrder
+from coordinator.core.common.effects import RoleSwitchReport
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.ratio.role_moves import NodeRoleState, opposite_role, plan_role_moves
 from coordinator.core.ratio.role_switch import (

@@ -1,7 +1,8 @@
 """Places waiting requests whenever something has changed for them, in the order of the queue."""
 
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from baton.types import AttemptKey
-from coordinator.core.common.messages import AdmitRequest, DecodeOrder, PrefillOrder
+from coordinator.core.common.effects import AdmitRequest
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.requests.attempt_trace import start_trace

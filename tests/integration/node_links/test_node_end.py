@@ -12,6 +12,7 @@ import pytest
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_codec
+from baton.cluster_link.codec import decode_order
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
@@ -20,7 +21,6 @@ from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
 from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
-from node_engine.host.command_codec import command_from_pb
 from tests.fault_proxy import FaultProxy
 
 TIMEOUT_SECONDS = 30.0
@@ -53,7 +53,7 @@ class FakeLinkMember:
         self._deliver(CoordinatorLost())
 
     def on_message(self, message: CoordinatorMessage) -> None:
-        command = command_from_pb(message)
+        command = decode_order(message)
         if command is not None:
             self._deliver(command)
 

@@ -5,6 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from baton.cluster_link.codec import decode_order, encode_order
+from baton.cluster_link.messages import (
+    CacheEvents,
+    CacheSnapshot,
+    CacheSnapshotRequest,
+    DecodeOrder,
+    Heartbeat,
+    PrefillOrder,
+    StepTokens,
+)
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import ConfigError, NodeLost
 from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
@@ -23,25 +33,12 @@ from baton.types import (
     SamplingParams,
 )
 from coordinator.core.brain import Brain
-from coordinator.core.common.messages import (
-    CacheEvents,
-    CacheSnapshot,
-    CacheSnapshotRequest,
-    DecodeOrder,
-    Heartbeat,
-    MemberLost,
-    PrefillOrder,
-    SendOrder,
-    StepTokens,
-)
+from coordinator.core.common.effects import MemberLost, SendOrder
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.placement.policies import POLICIES
-from coordinator.node_links.message_codec import order_to_pb
-from node_engine.core import node_commands as messages
-from node_engine.host.command_codec import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
@@ -254,12 +251,12 @@ def test_remote_prefix_is_encoded_in_order() -> None:
     key = AttemptKey(RequestId("r"), 1, 0)
     job = AttemptSpec(key, Request(RequestId("r"), LONG, SamplingParams(4), 10.0), ())
     submit, prefill = (
-        order_to_pb(DecodeOrder(job, None, 0.0, elsewhere)),
-        order_to_pb(PrefillOrder(job, True, elsewhere)),
+        encode_order(DecodeOrder(job, None, 0.0, elsewhere)),
+        encode_order(PrefillOrder(job, True, elsewhere)),
     )
-    for command in (command_from_pb(submit), command_from_pb(prefill)):
-        assert isinstance(command, messages.DecodeCommand | messages.PrefillCommand)
+    for command in (decode_order(submit), decode_order(prefill)):
+        assert isinstance(command, DecodeOrder | PrefillOrder)
         assert command.remote_prefix == elsewhere
-    without = command_from_pb(order_to_pb(PrefillOrder(job, True)))
-    assert isinstance(without, messages.PrefillCommand)
+    without = decode_order(encode_order(PrefillOrder(job, True)))
+    assert isinstance(without, PrefillOrder)
     assert without.remote_prefix is None

@@ -1,6 +1,6 @@
-"""Node reports, node orders and effects as plain data, independent of the wire format.
+"""What nodes and pools report, and what they are ordered: plain data, stated once for both ends.
 
-`coordinator/node_links/message_codec.py` converts them to and from protobuf.
+`baton/cluster_link/codec.py` converts every message to and from protobuf.
 """
 
 from dataclasses import dataclass
@@ -8,22 +8,17 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.kv.pool_types import RemotePrefix
 from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.role_split import RoleSplit
+from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,
-    FinishReason,
     Incarnation,
-    NodeName,
     PeerAddress,
-    RequestId,
     Role,
     Ticket,
     TokenEvent,
     TokenLogprobs,
 )
-from coordinator.core.common.breaker_state import BreakerState
 
 # what nodes say
 
@@ -196,6 +191,13 @@ class PeerLostNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerQuery:
+    """Report the block ledger."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSnapshotRequest:
     """Send a CacheSnapshot."""
 
@@ -213,136 +215,7 @@ NodeOrder = (
     | TicketOrder
     | CancelOrder
     | PeerLostNotice
+    | LedgerQuery
     | CacheSnapshotRequest
     | SetRoleOrder
-)
-
-# what the shell is to do, in this order
-
-
-@dataclass(frozen=True, slots=True)
-class SendOrder:
-    """Send an order to a node or a pool."""
-
-    incarnation: Incarnation
-    order: NodeOrder
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitRequest:
-    """The request is accepted: from here on it ends only with `EndRequest`."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
-    """Send output tokens to the client."""
-
-    request_id: RequestId
-    token_ids: tuple[int, ...]
-    # one for each token if the request asks for them, else empty
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EmitPromptLogprobs:
-    """Send the logprobs of the whole prompt; once, before the first `EmitTokens`."""
-
-    request_id: RequestId
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedResult:
-    """How a request ended that was served."""
-
-    reason: FinishReason
-    cached_tokens: int  # prompt tokens that the first placement did not have to compute
-
-
-@dataclass(frozen=True, slots=True)
-class EndRequest:
-    """The one terminal event of a request."""
-
-    request_id: RequestId
-    result: FinishedResult | BatonError
-    output_tokens: int  # tokens that the client was sent
-    timeline: Timeline
-    ttft_seconds: float | None  # None if no token was sent
-    is_internal: bool  # a warm-up or a probe, which no client made
-    tenant_class: str = "default"  # the class label of metrics
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptReplaced:
-    """An attempt was given up and its request will be placed again; only for the log."""
-
-    key: AttemptKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """The incarnation is no longer a member: end its stream."""
-
-    incarnation: Incarnation
-    name: NodeName
-    error: BatonError
-    is_expected: bool = False  # it was ordered to rejoin in another role
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerChanged:
-    """The circuit breaker of two nodes has changed its state; only for the log."""
-
-    prefill_node: NodeName
-    decode_node: NodeName
-    state: BreakerState
-
-
-@dataclass(frozen=True, slots=True)
-class RoleSwitchReport:
-    """A role switch is over, for the log and metrics; phases not reached take 0 seconds."""
-
-    node: NodeName
-    source_role: Role
-    target_role: Role
-    outcome: str  # done, recalled (while draining), superseded, or lost
-    drain_seconds: float
-    switch_seconds: float
-    probe_seconds: float
-    detail: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class RatioChanged:
-    """The planner has changed the ratio to keep the SLO; only for the log."""
-
-    target_split: RoleSplit
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DegradationChanged:
-    """A degradation step was taken, or taken back; only for the log."""
-
-    step: str
-    is_taken: bool
-    pressure: float
-
-
-Effect = (
-    DegradationChanged
-    | SendOrder
-    | AdmitRequest
-    | EmitPromptLogprobs
-    | EmitTokens
-    | EndRequest
-    | AttemptReplaced
-    | MemberLost
-    | BreakerChanged
-    | RoleSwitchReport
-    | RatioChanged
 )
