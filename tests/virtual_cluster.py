@@ -156,7 +156,13 @@ class VirtualCluster:
         self.brain = Brain(
             NodeRegistry(1e6, 1e6),
             PrefixAwarePolicy(),
-            BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share),
+            BrainSettings(
+                mode=mode,
+                max_queue=max_queue,
+                max_attempts=8,
+                reserve_timeout=15.0,
+                local_prefill_share=prefill_share,
+            ),
         )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)

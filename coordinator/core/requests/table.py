@@ -384,7 +384,7 @@ class RequestTable:
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Replace every attempt that has a leg on the node, oldest first."""
-        for key in reversed(self.loads.list_attempts(node)):
+        for key in reversed(list(self.loads.attempts_on(node))):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)

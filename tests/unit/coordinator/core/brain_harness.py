@@ -102,11 +102,11 @@ class BrainHarness:
         max_queue_tokens: int = 2**23,
     ) -> None:
         settings = BrainSettings(
-            mode,  # type: ignore[arg-type]
-            max_queue,
-            max_attempts,
-            STALL,
-            explain_keep,
+            mode=mode,  # type: ignore[arg-type]
+            max_queue=max_queue,
+            max_attempts=max_attempts,
+            reserve_timeout=STALL,
+            explain_keep=explain_keep,
             local_prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
