@@ -208,7 +208,7 @@ async def test_deadline_reaches_the_backend(told: str | None, most: float) -> No
     async with running_frontend(longest=60.0) as front:
         headers = {"x-request-timeout": told} if told else {}
         await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
-        assert most - 1 < front.backend.submissions[0].timeout_seconds <= most
+        assert most - 1 < front.backend.requests[0].timeout_seconds <= most
 
 
 async def test_incomplete_body_ends_at_the_deadline() -> None:
@@ -220,7 +220,7 @@ async def test_incomplete_body_ends_at_the_deadline() -> None:
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with running_frontend() as front:
         front.backend.script = lambda generation: generation.emit_events(
-            TokensEvent((generation.submission.sampling.max_tokens,)), finished_event()
+            TokensEvent((generation.request.sampling.max_tokens,)), finished_event()
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         for wanted in (2, 3):
