@@ -3,9 +3,9 @@
 from typing import Any
 
 import grpc
-from fastapi import FastAPI
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from starlette.applications import Starlette
 
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend.http.app import PUBLIC_PATHS
@@ -27,7 +27,7 @@ WRONG_HEADERS = [
 ]
 
 
-def list_routes(app: FastAPI) -> list[tuple[str, str]]:
+def list_routes(app: Starlette) -> list[tuple[str, str]]:
     return [
         (method, route.path)
         for route in app.routes

@@ -10,7 +10,7 @@ import pytest
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.http import generation_routes
+from coordinator.frontend.http import generation_endpoints
 from coordinator.frontend.http.server import bounded_protocol
 from coordinator.generation import TokensEvent
 from tests.integration.frontend.frontend_harness import (
@@ -290,10 +290,10 @@ async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(
         now += 10.0
         return then(body)
 
-    monkeypatch.setattr(generation_routes, "monotonic_clock", lambda: now)
-    monkeypatch.setattr(generation_routes, "receive_body", arriving)
+    monkeypatch.setattr(generation_endpoints, "monotonic_clock", lambda: now)
+    monkeypatch.setattr(generation_endpoints, "receive_body", arriving)
     request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_and_apply=decode_and_apply)
     intake.effective_timeout.return_value = 60.0
     assert (
-        await generation_routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+        await generation_endpoints.read_body(request, intake, decoder, lambda _, left: left) == 49.0
     )
