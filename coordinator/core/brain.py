@@ -45,7 +45,7 @@ from coordinator.core.requests.node_reports import NodeReportHandler
 from coordinator.core.requests.placement_loop import PlacementLoop
 from coordinator.core.requests.pressure import PressureMonitor
 from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.request_admitter import RequestAdmitter, SubmittedRequest
+from coordinator.core.requests.request_admitter import RequestAdmitter
 from coordinator.core.requests.retries import RetryScheduler
 from coordinator.core.requests.table import RequestTable
 
@@ -82,14 +82,14 @@ class Brain:
         """Submit a request. `AdmitRequest` follows at once, or when nodes that can serve it have
         joined; otherwise it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises
         ShuttingDown, Overloaded, ServiceUnavailable or ContextLengthExceeded, which are counted."""
-        return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
+        return self.submit_requests([request], now, internal=internal)
 
     def submit_requests(
-        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
+        self, requests: Sequence[Request], now: float, *, internal: bool = False
     ) -> list[Effect]:
         """Submit all requests, in this order, or none: raises the errors of `submit_request`, each
         counted once, and InvalidRequest if the queue could never hold so many."""
-        self._request_admitter.admit_requests(arrivals, now, internal=internal)
+        self._request_admitter.admit_requests(requests, now, internal=internal)
         return self._take_effects(now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:

@@ -1,6 +1,5 @@
 """What operators can read and change, behind the Cluster service and the admin port."""
 
-import importlib.metadata
 import math
 from collections.abc import AsyncGenerator
 
@@ -15,6 +14,7 @@ from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import NodeName, RequestId
+from baton.version import package_version
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
@@ -196,11 +196,3 @@ def _check_seconds(param: str, seconds: float | None) -> None:
         raise InvalidRequest(
             f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
         )
-
-
-def package_version() -> str:
-    """The version of this installation."""
-    try:
-        return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
