@@ -30,10 +30,8 @@ from baton.limits import ModelBounds
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId, mint_id
-from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.common.effects import (
 from coordinator.core.admission.tenants import TenantTable
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
@@ -49,10 +47,6 @@ from coordinator.core.common.messages import (
     SendOrder,
 )
 from coordinator.core.membership.join_checks import ServedModel
-from coordinator.core.requests.request_admitter import SubmittedRequest
-from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
-from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream

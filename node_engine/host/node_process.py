@@ -30,8 +30,9 @@ from baton.shared_memory.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
 from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
@@ -309,7 +310,7 @@ class _NodeProcess:
         live = load.num_sequences_by_state
         counts = {
             f"blocks_{state.value}": count
-            for state, count in self._block_pool.count_blocks_by_state().items()
+            for state, count in self._block_pool.ownership.count_blocks_by_state().items()
         }
         return cluster_pb2.NodeStats(
             blocks_total=self._block_pool.num_blocks,
