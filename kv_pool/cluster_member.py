@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
 from baton.pb import cluster_pb2
 from baton.process import log
@@ -24,7 +24,7 @@ class PoolClusterMember:
 
     def __init__(
         self,
-        config: Config,
+        config: PoolConfig,
         name: str,
         manager: PoolManager,
         peers: PeerPools,

@@ -15,7 +15,7 @@ import grpc
 
 from baton.cluster_link import pb_conversion, stream
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
@@ -92,7 +92,9 @@ async def _write_message(context: StreamContext, message: CoordinatorMessage) ->
 class NodeLinkService:
     """Serves the streams of all nodes and pools."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, dispatcher: Dispatcher, ledgers: LedgerCollector
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._ledger_collector = ledgers

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from prometheus_client import generate_latest
 
-from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
+from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -35,7 +35,7 @@ class ClusterOperations:
 
     def __init__(
         self,
-        config: Config,
+        config: CoordinatorConfig,
         dispatcher: Dispatcher,
         ledgers: LedgerCollector,
         readiness: ClusterReadiness,
@@ -62,7 +62,7 @@ class ClusterOperations:
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=get_served_model_name(self._config),
+            model=self._config.public_model_name,
             queued=brain.queued_requests,
             running=brain.running_requests,
             nodes=[self._node_status(node) for node in nodes]
