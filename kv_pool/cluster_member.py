@@ -14,7 +14,7 @@ from baton.cluster_link.messages import (
     NodeOrder,
     PoolJoinInfo,
 )
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
 from baton.pb import cluster_pb2
 from baton.process import log
@@ -35,7 +35,7 @@ class PoolClusterMember:
 
     def __init__(
         self,
-        config: Config,
+        config: PoolConfig,
         name: str,
         manager: PoolManager,
         peers: PeerPools,

@@ -18,7 +18,7 @@ from baton.cluster_link.messages import (
     PoolJoinInfo,
     Welcome,
 )
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -72,7 +72,10 @@ class Dispatcher:
     """The `GenerationBackend` of the front ends, and the registry of the nodes' streams."""
 
     def __init__(
-        self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
+        self,
+        config: CoordinatorConfig,
+        clock: Clock = monotonic_clock,
+        served: ServedModel | None = None,
     ) -> None:
         """Nodes that join are compared with `served`, the model as far as it is known.
 

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from prometheus_client import generate_latest
 
 from baton.cluster_link.messages import ArmFailpoints
-from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
+from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
+from baton.config.settings import MAX_SECONDS
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -39,7 +40,7 @@ class ClusterOperations:
 
     def __init__(
         self,
-        config: Config,
+        config: CoordinatorConfig,
         dispatcher: Dispatcher,
         ledgers: LedgerCollector,
         readiness: ClusterReadiness,
@@ -66,7 +67,7 @@ class ClusterOperations:
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=get_served_model_name(self._config),
+            model=self._config.public_model_name,
             queued=brain.queued_requests,
             running=brain.running_requests,
             nodes=[node_status_to_pb(brain, node, now) for node in nodes]

@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.kv.block_hash import root_hash
 from baton.models.file_digests import ModelFileDigests
@@ -50,7 +50,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 
 
 async def run_node(
-    config: Config,
+    config: NodeConfig,
     role: Role,
     role_factories: Mapping[Role, RoleFactory],
     stop: asyncio.Event,
@@ -143,7 +143,7 @@ class _NodeProcess:
 
     def __init__(
         self,
-        config: Config,
+        config: NodeConfig,
         role: Role,
         name: NodeName,
         engine: Engine,
