@@ -25,7 +25,7 @@ from kv_pool.peers.peer_pools import PeerPools
 from kv_pool.service.pool_manager import PoolManager
 
 
-def choose_member_name(config: Config) -> str:
+def choose_member_name(config: PoolConfig) -> str:
     """The configured name of the pool, or a random one."""
     return config.name or f"{POOL_ROLE}-{mint_id(32)}"
 

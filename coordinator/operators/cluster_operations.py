@@ -7,7 +7,6 @@ from prometheus_client import generate_latest
 
 from baton.cluster_link.messages import ArmFailpoints
 from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
-from baton.config.settings import MAX_SECONDS
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
