@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.generation import Submission
+from baton.types import Request
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 GOOD_BODIES: dict[str, dict[str, Any]] = {
@@ -85,5 +85,7 @@ CHAT_FIELDS: dict[str, FieldCase] = COMMON_FIELDS | {
 FIELD_TABLES = {"completions": COMPLETION_FIELDS, "chat": CHAT_FIELDS}
 
 
-def sampled_requests(submissions: list[Submission]) -> tuple[object, ...]:
-    return tuple((one.prompt_token_ids, one.sampling, one.choice_index) for one in submissions)
+def sampled_requests(requests: list[Request]) -> tuple[object, ...]:
+    return tuple(
+        (request.prompt_token_ids, request.sampling, request.choice_index) for request in requests
+    )

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 
+from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
-from baton.pb.cluster_pb2 import CoordinatorMessage
-from baton.types import Incarnation
+from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
-from node_engine.host.command_codec import command_from_pb
 
 
 class FakeLinkMember:
     """The member that is linked."""
 
-    build_join, build_stats = pb.Join, pb.NodeStats
+    build_stats = pb.NodeStats
+
+    def build_join(self) -> PoolJoinInfo:
+        return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
 
     def __init__(self, deliver: Callable[[object], None]) -> None:
         self._deliver = deliver
@@ -23,7 +26,5 @@ class FakeLinkMember:
     def on_coordinator_lost(self) -> None:
         self._deliver(CoordinatorLost())
 
-    def on_message(self, message: CoordinatorMessage) -> None:
-        command = command_from_pb(message)
-        if command is not None:
-            self._deliver(command)
+    def on_order(self, order: NodeOrder) -> None:
+        self._deliver(order)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from baton.cluster_link.messages import (
+    DecodeOrder,
+)
 from baton.types import AttemptSpec, BlockIndex, Ticket
 from decode_node.decode_role import DecodeRole
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.core.node_commands import (
-    DecodeCommand,
-)
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.paced.paced_engine import (
     PACED_LAYOUT,
@@ -77,7 +77,7 @@ def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
 
 
 def hand_over(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from baton.errors import Overloaded, ServiceUnavailable
 from coordinator.core.admission.tenants import Tenant, TenantTable
-from coordinator.core.common.messages import DecodeOrder, PrefillOrder
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
