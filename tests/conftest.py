@@ -61,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=_run_order)
+    for item in items:
+        if item.path.stem.endswith("_simulated"):
+            item.add_marker(pytest.mark.slow)
     if config.getoption("--every-fault"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]

@@ -24,6 +24,8 @@ from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
 
+pytestmark = pytest.mark.slow
+
 NODE = """
 import os, signal, sys
 def note(what):
@@ -50,10 +52,7 @@ WriteChildPrograms = Callable[..., None]
 
 @pytest.fixture
 def write_child_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteChildPrograms:
-    """Write the modules that the children run.
-
-    Each defaults to one that starts, and ends on SIGTERM.
-    """
+    """Write the modules that the children run. Each default starts, and ends on SIGTERM."""
 
     def write(
         coordinator: str = COORDINATOR + WAIT,

@@ -13,8 +13,6 @@ from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache
 from node_engine.paced.paced_engine import PacedCosts
 from tests.virtual_cluster import VirtualCluster, VirtualRequest, percentile
 
-pytestmark = pytest.mark.slow
-
 SLOW = PacedCosts(prefill_us_per_token=400.0, decode_base_us=4000.0, decode_us_per_sequence=500.0)
 SHAPE: dict[str, Any] = {"prompt": 64, "output": 16}
 

@@ -12,8 +12,6 @@ import pytest
 from node_engine.paced.paced_engine import PacedCosts
 from tests.virtual_cluster import VirtualCluster, VirtualRequest
 
-pytestmark = pytest.mark.slow
-
 COSTS = PacedCosts(
     prefill_us_per_token=200.0,
     prefill_us_per_cached_token=0.0,

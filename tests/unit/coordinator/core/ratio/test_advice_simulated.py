@@ -7,8 +7,6 @@ from baton.role_split import RoleSplit
 from benchmarks.scenarios.ratio_workloads import NODE_COUNT, RATIO_WORKLOADS, SLO, OfferedLoad
 from tests.cost_model_cluster import CostModelCluster
 
-pytestmark = pytest.mark.slow
-
 SECONDS = 40.0
 GOOD_ENOUGH = 0.9  # of the best split's goodput
 

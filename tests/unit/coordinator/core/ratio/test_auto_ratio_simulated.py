@@ -13,8 +13,6 @@ from benchmarks.scenarios.ratio_workloads import (
 from coordinator.core.ratio.controller import MANUAL_REASON
 from tests.cost_model_cluster import CostModelCluster
 
-pytestmark = pytest.mark.slow
-
 PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 
 

@@ -3,6 +3,7 @@ first role, probes that fail, requests all the while. Whatever happens, no reque
 wrongly, changes of role never take the last node in service of a role that the target has, and in
 the end the nodes are as asked."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -155,4 +156,4 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
 
 
 RoleSwitcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestRoleSwitcher = RoleSwitcherMachine.TestCase
+TestRoleSwitcher = pytest.mark.slow(RoleSwitcherMachine.TestCase)

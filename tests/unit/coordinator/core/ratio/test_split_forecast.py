@@ -80,6 +80,7 @@ def test_burstiness_raises_tail_ttft() -> None:
     assert lumpy.slo_attainment < even.slo_attainment
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     rate=st.floats(1e-3, 1e4),

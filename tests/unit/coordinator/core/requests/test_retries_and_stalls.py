@@ -226,6 +226,7 @@ def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None
     assert world.brain.explain_request(waiting, world.now).attempts[-1].probe
 
 
+@pytest.mark.slow
 def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
     """Nor does what says nothing about the link: a refusal, a step that fails, a message of another
     life."""

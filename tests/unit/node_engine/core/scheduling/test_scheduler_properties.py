@@ -6,6 +6,7 @@ Preempted jobs are placed again, as the coordinator would, with the tokens that 
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -58,6 +59,7 @@ class TrackedJob:
         self.tokens.append(token)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     sizes=st.lists(
@@ -327,4 +329,4 @@ class TwoNodes(RuleBasedStateMachine):
 
 
 TwoNodes.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
-TestTwoNodes = TwoNodes.TestCase
+TestTwoNodes = pytest.mark.slow(TwoNodes.TestCase)
