@@ -111,6 +111,7 @@ def given(world: VirtualCluster, node: str, since: float) -> int:
     return sum(one == node and at >= since for at, one in world.placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_node_is_retried_after_hiccup(role: str) -> None:
     """One request a second: with three nodes that is `TRIAL_SPACING` times three of them, so less

@@ -108,6 +108,7 @@ def test_every_job_ends_once_with_its_tokens(
     assert not node.scheduler.sequences
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12),
