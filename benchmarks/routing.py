@@ -28,11 +28,11 @@ from baton.cluster_link.messages import (
     Heartbeat,
     JoinInfo,
 )
+from baton.cluster_link.report_types import NodeStats
 from baton.config.settings import Config
 from baton.errors import Cancelled
 from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.limits import ModelBounds
-from baton.pb.common_pb2 import Timeline
 from baton.types import (
     DEFAULT_PRINCIPAL,
     FinishReason,
@@ -19,6 +18,7 @@ from baton.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from coordinator.core.common.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ of it cost seconds."""
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -25,10 +25,9 @@ from baton.cluster_link.messages import (
     SetRoleOrder,
     StepTokens,
 )
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.errors import BatonError, NodeLost, RequestRejected
 from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.slo import Slo
 from baton.types import (
     AttemptKey,
@@ -220,9 +219,7 @@ class CostModelCluster:
 
     def _send_heartbeat(self, node: _CostModelNode) -> None:
         if node.incarnation in self._nodes:
-            node.stats.blocks_total = node.stats.blocks_free = self._blocks
-            stats = NodeStats()
-            stats.CopyFrom(node.stats)
+            stats = replace(node.stats, blocks_total=self._blocks, blocks_free=self._blocks)
             self._send_to_brain(node, Heartbeat(stats))
             self.call_at(self.now + HEARTBEAT, lambda: self._send_heartbeat(node))
 
@@ -319,10 +316,14 @@ class CostModelCluster:
             + costs.sequence_seconds * len(batch)
             + costs.resident_token_seconds * resident
         )
-        node.stats.decode_steps += 1
-        node.stats.decode_step_seconds += seconds
-        node.stats.decode_step_sequences += len(batch)
-        node.stats.decode_step_tokens += resident
+        stats = node.stats
+        node.stats = replace(
+            stats,
+            decode_steps=stats.decode_steps + 1,
+            decode_step_seconds=stats.decode_step_seconds + seconds,
+            decode_step_sequences=stats.decode_step_sequences + len(batch),
+            decode_step_tokens=stats.decode_step_tokens + resident,
+        )
         self.call_at(self.now + seconds, lambda: self._finish_decode_step(node, batch))
 
     def _finish_decode_step(self, node: _CostModelNode, batch: list[AttemptKey]) -> None:

@@ -30,10 +30,9 @@ from baton.cluster_link.messages import (
     StepTokens,
     TicketOrder,
 )
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.errors import BatonError, RequestRejected
 from baton.kv.block_hash import BlockHash
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,

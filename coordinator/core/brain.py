@@ -5,6 +5,7 @@ Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.cluster_link.messages import (
     Heartbeat,
@@ -15,8 +16,6 @@ from baton.cluster_link.messages import (
 )
 from baton.errors import BatonError, NodeDrained, NodeLost, NotFound, RequestRejected
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import ExplainResponse
-from baton.pb.common_pb2 import Timeline
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Principal, Request, RequestId
@@ -26,6 +25,7 @@ from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import DegradationChanged, Effect, MemberLost, RatioChanged
 from coordinator.core.common.settings import BrainSettings
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.membership.node_registry import (
     NodeMember,
     NodeRegistry,
@@ -39,7 +39,13 @@ from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.ratio.controller import RatioController
 from coordinator.core.ratio.role_switcher import RoleSwitcher
-from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
+from coordinator.core.requests.explain import (
+    MAX_AGE_SECONDS,
+    UNPACKED,
+    ExplanationPacking,
+    build_explanation,
+)
+from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
 from coordinator.core.requests.node_reports import NodeReportHandler
 from coordinator.core.requests.placement_loop import PlacementLoop
@@ -54,10 +60,14 @@ class Brain:
     """Every input returns the effects that its caller must carry out, in order."""
 
     def __init__(
-        self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
+        self,
+        registry: NodeRegistry,
+        placement: PlacementPolicy,
+        settings: BrainSettings,
+        packing: ExplanationPacking = UNPACKED,
     ) -> None:
         self.node_registry = registry
-        self._table = RequestTable(registry, placement, settings)
+        self._table = RequestTable(registry, placement, settings, packing)
         self._placement_loop = PlacementLoop(registry, self._table, settings.reserve_timeout)
         self._request_admitter = RequestAdmitter(self._table, settings)
         self._report_handler = NodeReportHandler(registry, self._table)
@@ -320,7 +330,7 @@ class Brain:
         """Return the timeline of a request that ended recently."""
         return self._table.ended_requests.timelines.get(request)
 
-    def explain_request(self, request: RequestId, now: float) -> ExplainResponse:
+    def explain_request(self, request: RequestId, now: float) -> RequestExplanation:
         """Explain a running or recently ended request, with its siblings if it is the first choice.
         Raises NotFound."""
         told = self._find_explanation(request, now)
@@ -330,13 +340,7 @@ class Brain:
                 f"there is no request {request[:64]!r}: the last {most} that have ended are "
                 f"kept (--explain-keep), for {MAX_AGE_SECONDS / 3600:g} h at most"
             )
-        for other in told.others:
-            known = self._find_explanation(RequestId(other.request_id), now)
-            if known is not None:
-                for attempt in known.attempts:
-                    attempt.ClearField("considered")
-                other.CopyFrom(known)
-        return told
+        return replace(told, others=tuple(self._explain_sibling(o, now) for o in told.others))
 
     def count_attempts(self, node: Incarnation) -> int:
         return self._table.loads.count_attempts(node)
@@ -388,13 +392,21 @@ class Brain:
 
     # inside
 
-    def _find_explanation(self, request: RequestId, now: float) -> ExplainResponse | None:
+    def _find_explanation(self, request: RequestId, now: float) -> RequestExplanation | None:
         record = self._table.records.get(request)
         return (
             build_explanation(record, now)
             if record
             else self._table.ended_requests.explanations.get(request, now)
         )
+
+    def _explain_sibling(self, named: RequestExplanation, now: float) -> RequestExplanation:
+        """Explain another choice, without the nodes that were considered for it."""
+        told = self._find_explanation(named.request_id, now)
+        if told is None:
+            return named
+        attempts = (replace(attempt, considered=()) for attempt in told.attempts)
+        return replace(told, attempts=tuple(attempts))
 
     def _take_effects(self, now: float) -> list[Effect]:
         self.role_switcher.advance_switches(now)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId, TokenLogprobs
+from coordinator.core.common.timeline import Timeline
 from coordinator.generation import (
     FinishedEvent,
     Generation,

@@ -10,6 +10,7 @@ from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import POLICIES
+from coordinator.explanation_codec import EXPLANATION_PACKING
 
 
 def build_brain(config: Config, served: ServedModel | None = None) -> Brain:
@@ -31,7 +32,7 @@ def build_brain(config: Config, served: ServedModel | None = None) -> Brain:
         max_queue_tokens=config.max_queue_tokens,
     )
     registry = NodeRegistry(config.silence, config.stall, served)
-    return Brain(registry, POLICIES[config.placement](), settings)
+    return Brain(registry, POLICIES[config.placement](), settings, EXPLANATION_PACKING)
 
 
 def effective_mode(config: Config) -> Literal["disaggregated", "colocated", "auto"]:

@@ -14,11 +14,13 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import stream
-from baton.cluster_link.codec import decode_join, decode_report, encode_order
+from baton.cluster_link.codec import decode_report, encode_order
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
+from baton.cluster_link.join_codec import decode_join
 from baton.cluster_link.messages import (
     JoinInfo,
     JoinRefusal,
+    LedgerReport,
     LinkControl,
     NodeOrder,
     Ping,
@@ -195,12 +197,13 @@ class NodeLinkService:
                 _limited.log_event(_log.warning, "malformed message", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
-            if report is not None:
-                self._dispatcher.receive_report(incarnation, report)
-            elif message.HasField("ledger"):
-                self._ledger_collector.on_ledger_reply(incarnation, message.ledger)
-            else:
-                counters.dropped_messages["unexpected"] += 1
+            match report:
+                case None:
+                    counters.dropped_messages["unexpected"] += 1
+                case LedgerReport():
+                    self._ledger_collector.on_ledger_report(incarnation, report)
+                case _:
+                    self._dispatcher.receive_report(incarnation, report)
 
     @staticmethod
     async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:

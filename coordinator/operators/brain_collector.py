@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.cluster_link.messages import POOL_ROLE
-from baton.pb.cluster_pb2 import NodeStats
+from baton.cluster_link.report_types import NodeStats
 from baton.process import log
 from baton.process.clock import Clock
 from baton.types import Role

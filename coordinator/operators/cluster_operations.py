@@ -15,6 +15,7 @@ from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import NodeName, RequestId
+from coordinator.explanation_codec import explanation_to_pb
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
@@ -187,7 +188,8 @@ class ClusterOperations:
 
     def _explain_by_id(self, request: RequestId) -> pb.ExplainResponse:
         """Raises NotFound."""
-        return self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
+        explanation = self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
+        return explanation_to_pb(explanation)
 
 
 def _check_seconds(param: str, seconds: float | None) -> None:

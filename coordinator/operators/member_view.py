@@ -1,6 +1,7 @@
 """Nodes and pools as operators see them, in the protobuf messages of the Cluster service."""
 
 from baton.cluster_link.messages import POOL_ROLE
+from baton.cluster_link.pb_conversion import stats_to_pb
 from baton.pb import cluster_pb2 as pb
 from baton.types import NodeName
 from coordinator.core.brain import Brain
@@ -22,7 +23,7 @@ def node_status_to_pb(brain: Brain, node: NodeMember, now: float) -> pb.NodeStat
         joined_seconds_ago=now - node.joined_at,
         heard_seconds_ago=now - node.heard_at,
         placed=brain.count_attempts(node.incarnation),
-        stats=node.stats,
+        stats=stats_to_pb(node.stats) if node.stats else None,
         service=brain.get_service_state(node).value,
         drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
     )
@@ -39,7 +40,7 @@ def pool_status_to_pb(pool: PoolMember, now: float) -> pb.NodeStatus:
         pid=info.pid,
         joined_seconds_ago=now - pool.joined_at,
         heard_seconds_ago=now - pool.heard_at,
-        stats=pool.stats,
+        stats=stats_to_pb(pool.stats) if pool.stats else None,
         service=NodeServiceState.IN_SERVICE.value,
     )
 

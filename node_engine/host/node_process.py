@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeLeaving, NodeOrder
+from baton.cluster_link.report_types import NodeStats
 from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
 from baton.kv.block_hash import root_hash
@@ -22,7 +23,6 @@ from baton.models.file_digests import ModelFileDigests
 from baton.network.advertised_address import with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.network.health_port import HealthPort
-from baton.pb import cluster_pb2
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.shared_memory import segment as segments
@@ -207,7 +207,7 @@ class _NodeProcess:
             block_pool=self._block_pool,
             scheduler=scheduler,
             reporter=CoordinatorReporter(
-                name, lambda message: _call_on_loop(loop, self._link.send, message)
+                name, lambda *report: _call_on_loop(loop, self._link.send, *report)
             ),
             clock=monotonic_clock,
             pool_connector=pool_connector,
@@ -248,10 +248,7 @@ class _NodeProcess:
 
     async def _leave_cluster(self) -> None:
         """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
-        leaving = cluster_pb2.Leaving(reason="stopping")
-        self._link.send(
-            cluster_pb2.NodeMessage(incarnation=self._context.reporter.incarnation, leaving=leaving)
-        )
+        self._link.send(NodeLeaving("stopping"), self._context.reporter.incarnation)
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
         self._lookups.end_all_lookups()
         self._inbox.put(CallWhenIdle(lambda: _call_on_loop(loop, idle.set)))
@@ -303,7 +300,7 @@ class _NodeProcess:
             rejoining=self._context.reporter.incarnation,
         )
 
-    def build_stats(self) -> cluster_pb2.NodeStats:
+    def build_stats(self) -> NodeStats:
         """Statistics for the heartbeat, read without a lock: at most one step old."""
         load, steps = self._compute_thread.scheduler_load, self._compute_thread.decode_step_totals
         live = load.num_sequences_by_state
@@ -311,7 +308,7 @@ class _NodeProcess:
             f"blocks_{state.value}": count
             for state, count in self._block_pool.count_blocks_by_state().items()
         }
-        return cluster_pb2.NodeStats(
+        return NodeStats(
             blocks_total=self._block_pool.num_blocks,
             waiting=live[SequenceState.WAITING] + live[SequenceState.PREFILLING],
             running=live[SequenceState.RUNNING],

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from baton.cluster_link.messages import NodeOrder
 from baton.errors import BatonError
-from baton.pb.common_pb2 import Timeline
 from baton.role_split import RoleSplit
 from baton.types import (
     AttemptKey,
@@ -16,6 +15,7 @@ from baton.types import (
     TokenLogprobs,
 )
 from coordinator.core.common.breaker_state import BreakerState
+from coordinator.core.common.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.cluster_link.messages import JoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
     ServedModel,

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from baton.cluster_link.messages import CacheEvents, CacheSnapshot, DecodeStarted, PrefillEnded
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.kv.block_hash import HashChain, root_hash, short_hash
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor

@@ -46,7 +46,7 @@ from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
 from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps
-from coordinator.core.requests.explain import EndedRequests
+from coordinator.core.requests.explain import EndedRequests, ExplanationPacking
 from coordinator.core.requests.parked_requests import OversizedRequests, PrefixFollowers
 from coordinator.core.requests.record import (
     Attempt,
@@ -63,7 +63,11 @@ class RequestTable:
     """Owns the request records and the parts that they share."""
 
     def __init__(
-        self, registry: NodeRegistry, placement: PlacementPolicy, settings: BrainSettings
+        self,
+        registry: NodeRegistry,
+        placement: PlacementPolicy,
+        settings: BrainSettings,
+        packing: ExplanationPacking,
     ) -> None:
         self.records: dict[RequestId, RequestRecord] = {}
         self.queue = WaitingQueue()
@@ -84,7 +88,7 @@ class RequestTable:
             self.records, self.queue, self.context_capacity, settings.queue_limits
         )
         self.ended_requests = EndedRequests(
-            self.counters, self.placement_state.workload_meter, settings.explain_keep
+            self.counters, self.placement_state.workload_meter, settings.explain_keep, packing
         )
         self.latency_estimator = LatencyEstimator(
             registry, self.loads, self.placement_state.cost_model, self.placement_state.decode_times

@@ -25,13 +25,14 @@ from baton.pb.cluster_pb2 import (
     RatioAdvice,
     StatusResponse,
 )
-from baton.pb.common_pb2 import Ledger, Timeline
+from baton.pb.common_pb2 import Ledger
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.process.descriptors import get_descriptor_limit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import FinishReason, Principal, RequestId, mint_id
 from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.common.timeline import Timeline
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
 from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer

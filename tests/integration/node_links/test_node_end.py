@@ -13,13 +13,14 @@ import pytest
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_codec
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.cluster_link.messages import NodeLeaving, NodeOrder, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
-from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
+from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from tests.fault_proxy import FaultProxy
@@ -42,7 +43,7 @@ def welcome_message(number: int) -> CoordinatorMessage:
 class FakeLinkMember:
     """The member that is linked."""
 
-    build_stats = pb.NodeStats
+    build_stats = NodeStats
 
     def build_join(self) -> PoolJoinInfo:
         return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
@@ -128,7 +129,7 @@ async def test_node_rejoins_when_the_coordinator_stops_reading() -> None:
     async with running_link(attach) as rig:
         first = await rig.wait_joined()
         for _ in range(MAX_UNSENT_MESSAGES + 100):
-            rig.link.send(NodeMessage(incarnation=first))
+            rig.link.send(NodeLeaving(""), Incarnation(first))
         assert await rig.wait_joined() != first
         assert not rig.link_task.done()
 

@@ -19,10 +19,10 @@ from baton.cluster_link.messages import (
     PromptLogprobsReport,
     StepTokens,
 )
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.errors import BatonError, Cancelled, NodeLost
 from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
+from baton.pb.cluster_pb2 import ExplainResponse
 from baton.types import (
     DEFAULT_PRINCIPAL,
     AttemptKey,
@@ -54,6 +54,7 @@ from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
 from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.explanation_codec import EXPLANATION_PACKING, explanation_to_pb
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
@@ -111,7 +112,10 @@ class BrainHarness:
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
         )
-        self.brain = Brain(NodeRegistry(SILENCE, STALL), placement or LeastLoadedPolicy(), settings)
+        registry = NodeRegistry(SILENCE, STALL)
+        self.brain = Brain(
+            registry, placement or LeastLoadedPolicy(), settings, EXPLANATION_PACKING
+        )
         self.now = 100.0
         self.effects: list[Effect] = []
         self._joins = 0
@@ -194,6 +198,10 @@ class BrainHarness:
             for node in self.brain.node_registry.nodes.values():
                 node.heard_at = self.now
         return self._record_effects(self.brain.tick(self.now))
+
+    def explain_request(self, request: RequestId) -> ExplainResponse:
+        """As operators see it."""
+        return explanation_to_pb(self.brain.explain_request(request, self.now))
 
     # what nodes say, in short
 

@@ -18,11 +18,11 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     StepTokens,
 )
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
 from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import (
     AttemptKey,
     AttemptSpec,

@@ -16,7 +16,7 @@ P0 = NodeName("p0")
 
 
 def way(world: BrainHarness, request: RequestId) -> tuple[str, str]:
-    told = world.brain.explain_request(request, world.now).attempts[-1]
+    told = world.explain_request(request).attempts[-1]
     return told.way, told.why
 
 

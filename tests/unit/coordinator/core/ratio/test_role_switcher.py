@@ -59,7 +59,7 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
         for request in crew.harness.brain.list_active_requests()
         if request.startswith("probe-")
     ]
-    told = crew.harness.brain.explain_request(probe, crew.harness.now)
+    told = crew.harness.explain_request(probe)
     assert (told.warm_up, [attempt.prefill_node for attempt in told.attempts]) == (True, [empty])
     crew.advance_clock(0.2)
     crew.generate_tokens()

@@ -177,7 +177,7 @@ class RequestTableModel:
                     pass
 
     def check_explanation(self, end: EndRequest) -> None:
-        told = self.world.brain.explain_request(end.request_id, self.world.now)
+        told = self.world.explain_request(end.request_id)
         line = told.timeline
         assert line.ttft == pytest.approx(
             end.ttft_seconds if end.ttft_seconds is not None else line.total

@@ -9,6 +9,7 @@ from baton.pb.common_pb2 import FINISH_REASON_LENGTH
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
 from coordinator.core.requests.attempt_trace import MAX_CONSIDERED
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
+from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.record import MAX_ATTEMPT_HISTORY
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -21,7 +22,7 @@ def world() -> BrainHarness:
 
 
 def explain_request(world: BrainHarness, request: RequestId) -> ExplainResponse:
-    return world.brain.explain_request(request, world.now)
+    return world.explain_request(request)
 
 
 def stages(told: ExplainResponse) -> list[float]:
@@ -194,7 +195,7 @@ def test_stored_explanations_are_bounded_in_count_and_age(
 
 def test_explain_keep_of_zero_is_allowed() -> None:
     kept = ExplanationStore(0)
-    kept.add_explanation(ExplainResponse(request_id="r"), 1.0)
+    kept.add_explanation(RequestExplanation(RequestId("r")), 1.0)
     assert len(kept) == 0
 
 

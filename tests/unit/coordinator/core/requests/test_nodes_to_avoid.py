@@ -99,5 +99,5 @@ def test_inconsistent_node_token_counts_do_not_lose_request(pairs: TwoByTwoClust
         world.report_token(pairs.decode, pairs.key, index)
     request: RequestId = pairs.request
     assert len(world.end_events(request)) == 1
-    told = world.brain.explain_request(request, world.now)
+    told = world.explain_request(request)
     assert (told.sources.local_cache, told.sources.pool) == (0, 5)

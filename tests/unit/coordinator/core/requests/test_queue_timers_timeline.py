@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
-from baton.pb.common_pb2 import Timeline
 from baton.types import AttemptKey, NodeName, RequestId
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, SCAN_DEPTH, WaitingQueue
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.common.timers import RequestTimers
 from coordinator.core.requests.attempt_trace import TimelineStore, Timestamps
 from coordinator.core.requests.record import (

@@ -28,6 +28,7 @@ from baton.cluster_link.messages import (
     ReservationRefused,
     StepTokens,
 )
+from baton.cluster_link.report_types import HandoffReport
 from baton.errors import (
     BatonError,
     HandoffFailed,
@@ -37,7 +38,6 @@ from baton.errors import (
     Preempted,
     StaleMessage,
 )
-from baton.pb.common_pb2 import HandoffReport
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import make_ticket

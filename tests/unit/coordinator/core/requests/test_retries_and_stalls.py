@@ -89,7 +89,7 @@ def test_held_back_time_is_explained() -> None:
     assert due <= began + WINDOW_SECONDS
     world.advance(WINDOW_SECONDS)
     assert world.brain.get_request_state(request) is RequestState.PLACED
-    attempt = world.brain.explain_request(request, world.now).attempts[-1]
+    attempt = world.explain_request(request).attempts[-1]
     assert attempt.held_back == pytest.approx(world.now - began)
     assert [one.because for one in attempt.considered] == [FAILED_BEFORE, FAILED_BEFORE]
 
@@ -187,7 +187,7 @@ def test_failed_handoffs_open_breaker_and_probe_closes_it(world: BrainHarness) -
     world.advance(FIRST_COOLDOWN_SECONDS)
     assert world.count_placed() == 2, "the probe, both legs of it"
     probe = request if world.brain.get_request_state(request) is RequestState.PLACED else other
-    assert world.brain.explain_request(probe, world.now).attempts[-1].probe
+    assert world.explain_request(probe).attempts[-1].probe
     serve(world, p0, d0)
     assert changes(world) == [BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED]
     world.advance(MAX_BACKOFF_SECONDS)
@@ -203,8 +203,7 @@ def test_nodes_of_open_breaker_serve_with_other_nodes(world: BrainHarness) -> No
     assert world.brain.count_attempts(p0) == 0
     assert (world.brain.count_attempts(p1), world.brain.count_attempts(d0)) == (1, 1)
     because = {
-        one.node: one.because
-        for one in world.brain.explain_request(request, world.now).attempts[-1].considered
+        one.node: one.because for one in world.explain_request(request).attempts[-1].considered
     }
     assert because["p0"] == BLOCKED_PAIR
     d1 = world.join_node("d1", DECODE)
@@ -223,7 +222,7 @@ def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None
     assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.cancel(request)
     assert world.brain.get_request_state(waiting) is RequestState.PLACED
-    assert world.brain.explain_request(waiting, world.now).attempts[-1].probe
+    assert world.explain_request(waiting).attempts[-1].probe
 
 
 def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
