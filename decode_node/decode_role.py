@@ -22,16 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.cluster_link.messages import (
-    AttemptFailed,
-    BlocksReserved,
-    CancelOrder,
-    DecodeOrder,
-    DecodeStarted,
-    PeerLostNotice,
-    ReservationRefused,
-    StepTokens,
-)
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -193,11 +184,11 @@ class DecodeRole:
                     self._pool_connector.publish_filled_blocks(sequence)
                 case SequenceFailed(sequence, error, caused_by):
                     self._local_prefill_seconds.pop(sequence.key, None)
-                    self._reporter.send_report(AttemptFailed(sequence.key, error, caused_by))
+                    self._reporter.report_failed(sequence.key, error, caused_by)
                 case PrefillRequeued(sequence) | PrefillCompleted(sequence):
                     raise TypeError(f"{sequence.key} is handing off on a decode node")
         if tokens:
-            self._reporter.send_report(StepTokens(tuple(tokens)))
+            self._reporter.report_tokens(tokens)
 
     def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
         reason = (
@@ -212,7 +203,7 @@ class DecodeRole:
         self._scheduler.abandon_step(batch)
         for key in failed:
             self._cancel_attempt(key, reason)
-            self._reporter.send_report(AttemptFailed(key, reason))
+            self._reporter.report_failed(key, reason)
 
     # the life of one attempt
 
@@ -245,7 +236,7 @@ class DecodeRole:
             report_too_long(work, self._block_pool, self._reporter)
         except BatonError as error:
             self._cancel_attempt(work.key, error)
-            self._reporter.send_report(AttemptFailed(work.key, error))
+            self._reporter.report_failed(work.key, error)
 
     def _prefill_locally(
         self,
@@ -258,16 +249,12 @@ class DecodeRole:
     ) -> None:
         """Compute the context here; `announce` tells the coordinator that prefill is not needed."""
         if refusal is not None:
-            self._reporter.send_report(
-                ReservationRefused(work.key, refusal.needed_blocks, refusal.free_blocks)
-            )
+            self._reporter.report_refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
         self._scheduler.add_sequence(work, root, pool_prefix=pool_prefix)
         self._local_prefill_seconds[work.key] = 0.0
         if announce:
-            self._reporter.send_report(
-                BlocksReserved(work.key, None, len(work.context_token_ids) - 1)
-            )
+            self._reporter.report_reserved(work.key, None, len(work.context_token_ids) - 1)
 
     def _reserve_for_handoff(
         self,
@@ -279,9 +266,7 @@ class DecodeRole:
         ticket_id = TicketId(mint_id())
         result = self._scheduler.reserve_for_handoff(work, root, ticket_id, pool_prefix)
         if isinstance(result, CapacityRefusal):
-            self._reporter.send_report(
-                ReservationRefused(work.key, result.needed_blocks, result.free_blocks)
-            )
+            self._reporter.report_refused(work.key, result.needed_blocks, result.free_blocks)
             return
         ticket = self._build_ticket(ticket_id, result, writer)
         held_tokens = result.num_computed_tokens
@@ -290,7 +275,7 @@ class DecodeRole:
         )
         self._tickets[work.key] = ticket_id
         self._plane.grant_ticket(ticket)
-        self._reporter.send_report(BlocksReserved(work.key, ticket, held_tokens))
+        self._reporter.report_reserved(work.key, ticket, held_tokens)
 
     def _build_ticket(self, ticket_id: TicketId, sequence: Sequence, writer: PeerAddress) -> Ticket:
         incarnation = self._reporter.incarnation
@@ -328,15 +313,13 @@ class DecodeRole:
         self._plane.commit_ticket(ticket)
         FAILPOINTS.hit("decode.commit.after")
         del self._pending_handoffs[ticket], self._tickets[key]
-        self._reporter.send_report(
-            DecodeStarted(
-                key,
-                computed_tokens=0,
-                cached_tokens=arrival.held_tokens,
-                received_tokens=len(work.context_token_ids) - arrival.held_tokens,
-                pool_tokens=arrival.pool_tokens,
-                remote_pool_tokens=arrival.remote_pool_tokens,
-            )
+        self._reporter.report_admitted(
+            key,
+            computed_tokens=0,
+            cached_tokens=arrival.held_tokens,
+            received_tokens=len(work.context_token_ids) - arrival.held_tokens,
+            pool_tokens=arrival.pool_tokens,
+            remote_pool_tokens=arrival.remote_pool_tokens,
         )
         FAILPOINTS.hit("decode.first_token.before")
         self.deliver_outcomes(outcomes)
@@ -377,7 +360,7 @@ class DecodeRole:
             self._block_pool.quarantine_ticket(ticket)
         FAILPOINTS.hit("decode.free.after")
         if not arrival.is_over and not isinstance(error, Cancelled):  # the canceller reports it
-            self._reporter.send_report(AttemptFailed(key, error))
+            self._reporter.report_failed(key, error)
 
     def _cancel_attempt(self, key: AttemptKey, reason: BatonError) -> None:
         self._local_prefill_seconds.pop(key, None)
@@ -388,16 +371,14 @@ class DecodeRole:
             self._plane.revoke_ticket(ticket, reason)
 
     def _report_local_admission(self, sequence: Sequence) -> None:
-        self._reporter.send_report(
-            DecodeStarted(
-                sequence.key,
-                computed_tokens=sequence.context_len - sequence.num_cached_tokens,
-                cached_tokens=sequence.num_cached_tokens,
-                received_tokens=0,
-                pool_tokens=sequence.num_pool_tokens,
-                remote_pool_tokens=sequence.num_remote_pool_tokens,
-                compute_seconds=self._local_prefill_seconds.pop(sequence.key),
-            )
+        self._reporter.report_admitted(
+            sequence.key,
+            computed_tokens=sequence.context_len - sequence.num_cached_tokens,
+            cached_tokens=sequence.num_cached_tokens,
+            received_tokens=0,
+            pool_tokens=sequence.num_pool_tokens,
+            remote_pool_tokens=sequence.num_remote_pool_tokens,
+            share_seconds=self._local_prefill_seconds.pop(sequence.key),
         )
 
     def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:

@@ -20,16 +20,7 @@ its look-up for the same attempt would count the attempt's own computation as a 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.cluster_link.messages import (
-    AttemptFailed,
-    CancelOrder,
-    HandoffCompleted,
-    PeerLostNotice,
-    PrefillEnded,
-    PrefillOrder,
-    StepTokens,
-    TicketOrder,
-)
+from baton.cluster_link.messages import CancelOrder, PeerLostNotice, PrefillOrder, TicketOrder
 from baton.cluster_link.report_types import HandoffReport
 from baton.errors import (
     BatonError,
@@ -308,19 +299,17 @@ class PrefillRole:
             self._scheduler.cancel_sequence(sequence.key)
             return
         handoff.cached_tokens = sequence.num_cached_tokens
-        self._reporter.send_report(
-            PrefillEnded(
-                sequence.key,
-                computed_tokens=handoff.computed_tokens,
-                cached_tokens=sequence.num_cached_tokens,
-                compute_seconds=handoff.share_seconds,
-                pool_tokens=sequence.num_pool_tokens,
-                remote_pool_tokens=sequence.num_remote_pool_tokens,
-                step_seconds=handoff.compute_seconds,
-            )
+        self._reporter.report_prefill_ended(
+            sequence.key,
+            computed_tokens=handoff.computed_tokens,
+            cached_tokens=sequence.num_cached_tokens,
+            compute_seconds=handoff.compute_seconds,
+            share_seconds=handoff.share_seconds,
+            pool_tokens=sequence.num_pool_tokens,
+            remote_pool_tokens=sequence.num_remote_pool_tokens,
         )
         if handoff.needs_no_decode or outcome.event.finish_reason is not None:
-            self._reporter.send_report(StepTokens((outcome.event,)))
+            self._reporter.report_tokens([outcome.event])
             self._pool_connector.publish_sequence(sequence)
             self._end_attempt(
                 sequence.key, Cancelled("the first token ends the request"), report=False
@@ -348,7 +337,7 @@ class PrefillRole:
             return
         self._forget_attempt(handoff)
         if not handoff.is_over:
-            self._reporter.send_report(HandoffCompleted(key, _build_handoff_report(handoff, stats)))
+            self._reporter.report_handed_off(key, _build_handoff_report(handoff, stats))
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
         handoff = self._attempts.get(key)
@@ -378,7 +367,7 @@ class PrefillRole:
             else:
                 self._plane.abort_handoff(key, error)
         if report and not handoff.is_over:
-            self._reporter.send_report(AttemptFailed(key, error))
+            self._reporter.report_failed(key, error)
         handoff.is_over = True
 
     def _pin_blocks(

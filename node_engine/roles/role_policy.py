@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.cluster_link.messages import ReservationRefused
 from baton.config.settings import Config
 from baton.errors import ModelMismatch
 from baton.limits import ModelBounds, check_prompt, check_sampling
@@ -70,8 +69,9 @@ def report_too_long(work: AttemptSpec, pool: BlockPool, reporter: CoordinatorRep
     Another node may have room for it, so the refusal must not end the request.
     """
     counts = pool.count_blocks_by_state()
-    free_blocks = counts[BlockState.FREE] + counts[BlockState.CACHED]
-    reporter.send_report(ReservationRefused(work.key, pool.num_blocks + 1, free_blocks))
+    reporter.report_refused(
+        work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
+    )
 
 
 class RolePolicy(Protocol):
