@@ -68,7 +68,11 @@ class StubbedCluster:
         self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated"
     ) -> None:
         settings = BrainSettings(
-            mode, 1024, 8, 1e9, local_prefill_share=Config().local_prefill_share
+            mode=mode,
+            max_queue=1024,
+            max_attempts=8,
+            reserve_timeout=1e9,
+            local_prefill_share=Config().local_prefill_share,
         )
         self.brain = Brain(NodeRegistry(1e9, 1e9), PrefixAwarePolicy(), settings)
         self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]

@@ -17,7 +17,7 @@ from baton.cluster_link.messages import (
     build_cache_report,
 )
 from baton.cluster_link.report_types import LedgerOwner, MemberLedger, NodeStats
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
 from baton.process import log
 from baton.process.clock import Clock
@@ -27,7 +27,7 @@ from kv_pool.peers.peer_pools import PeerPools
 from kv_pool.service.pool_manager import PoolManager
 
 
-def choose_member_name(config: Config) -> str:
+def choose_member_name(config: PoolConfig) -> str:
     """The configured name of the pool, or a random one."""
     return config.name or f"{POOL_ROLE}-{mint_id(32)}"
 
@@ -37,7 +37,7 @@ class PoolClusterMember:
 
     def __init__(
         self,
-        config: Config,
+        config: PoolConfig,
         name: str,
         manager: PoolManager,
         peers: PeerPools,

@@ -15,7 +15,7 @@ from baton.config.memory_size import (
     parse_memory_size,
     resolve_memory_size,
 )
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.errors import ConfigError
 from baton.network.advertised_address import with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
@@ -43,7 +43,7 @@ from kv_transfer.common.advertised_address import address_to_dial
 _SIZE_TOLERANCE = 0.25
 
 
-async def run_pool(config: Config, stop: asyncio.Event) -> None:
+async def run_pool(config: PoolConfig, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set.
 
     Raises ConfigError for errors that a restart would not fix.
@@ -64,7 +64,7 @@ async def run_pool(config: Config, stop: asyncio.Event) -> None:
     await _PoolProcess(config, name, folder, size, disk_settings(config)).run(stop)
 
 
-def pool_memory_bytes(config: Config) -> int:
+def pool_memory_bytes(config: PoolConfig) -> int:
     """Return the size of the segment to create.
 
     Raises ConfigError if the segment folder or the host's memory cannot hold it now.
@@ -84,7 +84,7 @@ def pool_memory_bytes(config: Config) -> int:
     return size
 
 
-def disk_settings(config: Config) -> DiskSettings | None:
+def disk_settings(config: PoolConfig) -> DiskSettings | None:
     """Return folder and size of the disk's files; None if the pool is to have no disk.
 
     Raises ConfigError for an invalid size, and if no folder is configured.
@@ -106,14 +106,14 @@ def disk_settings(config: Config) -> DiskSettings | None:
     if is_share and abs(size - used) <= _SIZE_TOLERANCE * size:
         # Free space varies between runs; the file's contents are worth more than a few more blocks.
         size = used
-    return DiskSettings(folder, size)
+    return DiskSettings(folder=folder, size_bytes=size)
 
 
 class _PoolProcess:
     """The parts of a running pool process."""
 
     def __init__(
-        self, config: Config, name: str, folder: Path, size: int, disk: DiskSettings | None
+        self, config: PoolConfig, name: str, folder: Path, size: int, disk: DiskSettings | None
     ) -> None:
         self._config, self._name = config, name
         self._connections = ConnectionGuard()

@@ -128,7 +128,9 @@ class CostModelCluster:
         self.brain = Brain(
             NodeRegistry(1e6, 1e6),
             PrefixAwarePolicy(),
-            BrainSettings("disaggregated", max_queue, 8, 1e6),
+            BrainSettings(
+                mode="disaggregated", max_queue=max_queue, max_attempts=8, reserve_timeout=1e6
+            ),
         )
         self._random = random.Random(seed)
         self._slots, self._blocks = slots, blocks

@@ -52,8 +52,8 @@ from coordinator.core.placement.policies import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import CapacityRefusal, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     SequenceFailed,
@@ -104,10 +104,10 @@ class _VirtualNode:
     )  # seconds of the steps that computed prompts
 
     def record_step(self, batch: StepBatch, seconds: float) -> None:
-        self.device_time.charge_step(batch, self.scheduler.get_sequence_in_flight, seconds)
+        self.device_time.charge_step(batch, self.scheduler.sequences_in_flight, seconds)
         self.step_totals = self.step_totals.with_step(batch, seconds)
         for piece in batch.slices:
-            key = self.scheduler.get_sequence_in_flight(piece.sequence_id).key
+            key = self.scheduler.sequences_in_flight[piece.sequence_id].key
             if key not in self.admitted:
                 share = seconds * self.scheduler.prefill_budget.compute_time_share(
                     batch, len(piece.token_ids)
@@ -155,7 +155,13 @@ class VirtualCluster:
         self.brain = Brain(
             NodeRegistry(1e6, 1e6),
             PrefixAwarePolicy(),
-            BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share),
+            BrainSettings(
+                mode=mode,
+                max_queue=max_queue,
+                max_attempts=8,
+                reserve_timeout=15.0,
+                local_prefill_share=prefill_share,
+            ),
         )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
@@ -394,9 +400,9 @@ class VirtualCluster:
         decode = next(
             node
             for node in self._nodes.values()
-            if node is not writer and node.scheduler.get_sequence(key)
+            if node is not writer and node.scheduler.sequences.get(key)
         )
-        decode.pool.mark_writing(ticket)
+        decode.pool.reservations.mark_writing(ticket)
         decode.admitted.add(key)
         outcomes = decode.scheduler.commit_handoff(key, (event.token_id,))
         writer.scheduler.finish_handoff(key)
@@ -413,7 +419,7 @@ class VirtualCluster:
     def _send_heartbeat(self, node: _VirtualNode) -> None:
         counts = {
             f"blocks_{state.value}": number
-            for state, number in node.pool.count_blocks_by_state().items()
+            for state, number in node.pool.ownership.count_blocks_by_state().items()
         }
         stats = NodeStats(
             blocks_total=node.pool.num_blocks,

@@ -18,7 +18,7 @@ from baton.cluster_link.messages import (
     PoolJoinInfo,
     Welcome,
 )
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -30,7 +30,7 @@ from baton.limits import ModelBounds
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId, mint_id
-from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
+from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
@@ -47,8 +47,7 @@ from coordinator.core.common.effects import (
     SendOrder,
 )
 from coordinator.core.membership.join_checks import ServedModel
-from coordinator.core.requests.request_admitter import SubmittedRequest
-from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
+from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 
@@ -73,7 +72,10 @@ class Dispatcher:
     """The `GenerationBackend` of the front ends, and the registry of the nodes' streams."""
 
     def __init__(
-        self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
+        self,
+        config: CoordinatorConfig,
+        clock: Clock = monotonic_clock,
+        served: ServedModel | None = None,
     ) -> None:
         """Nodes that join are compared with `served`, the model as far as it is known.
 
@@ -105,22 +107,19 @@ class Dispatcher:
     def get_model_bounds(self) -> ModelBounds:
         return self.brain.get_model_bounds()
 
-    async def submit_request(
-        self, submission: Submission, *, internal: bool = False
-    ) -> GenerationStream:
+    async def submit_request(self, request: Request, *, internal: bool = False) -> GenerationStream:
         """See `GenerationBackend.submit_request`. `internal` requests have a class of their own."""
-        (stream,) = await self.submit_requests([submission], internal=internal)
+        (stream,) = await self.submit_requests([request], internal=internal)
         return stream
 
     async def submit_requests(
-        self, submissions: Sequence[Submission], *, internal: bool = False
+        self, requests: Sequence[Request], *, internal: bool = False
     ) -> list[GenerationStream]:
         """See `GenerationBackend.submit_requests`."""
-        arrivals = _build_arrivals(submissions, internal=internal)
-        effects = self.brain.submit_requests(arrivals, self.clock(), internal=internal)
+        effects = self.brain.submit_requests(requests, self.clock(), internal=internal)
         streams = [
-            GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client)
-            for arrival in arrivals
+            GenerationStream(request.id, self._cancel_for_client, self._stop_for_client)
+            for request in requests
         ]
         self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
@@ -350,31 +349,3 @@ class Dispatcher:
     def _on_timer(self) -> None:
         self._timer = None
         self.apply_effects(self.brain.tick(self.clock()))
-
-
-def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
-    """Mint ids, and find the leader of each choice: see `GenerationBackend.submit_requests`."""
-    arrivals: list[SubmittedRequest] = []
-    leader: Request | None = None
-    for submission in submissions:
-        request = Request(
-            id=RequestId(mint_id()),
-            prompt_token_ids=submission.prompt_token_ids,
-            sampling=submission.sampling,
-            timeout_seconds=submission.timeout_seconds,
-            cache_salt=submission.cache_salt,
-            choice_index=submission.choice_index,
-            principal=INTERNAL_PRINCIPAL if internal else submission.principal,
-        )
-        if (
-            leader is None
-            or request.choice_index <= leader.choice_index
-            or request.prompt_token_ids != leader.prompt_token_ids
-        ):
-            leader = request
-        arrivals.append(
-            SubmittedRequest(
-                request, submission.leader_id or (leader.id if leader is not request else None)
-            )
-        )
-    return arrivals

@@ -26,7 +26,7 @@ from baton.cluster_link.messages import (
     Ping,
     PoolJoinInfo,
 )
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage
@@ -100,7 +100,9 @@ async def _write_message(context: StreamContext, message: CoordinatorMessage) ->
 class NodeLinkService:
     """Serves the streams of all nodes and pools."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, dispatcher: Dispatcher, ledgers: LedgerCollector
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._ledger_collector = ledgers

@@ -1,13 +1,12 @@
 """What operators can read and change, behind the Cluster service and the admin port."""
 
-import importlib.metadata
 import math
 from collections.abc import AsyncGenerator
 
 from prometheus_client import generate_latest
 
 from baton.cluster_link.messages import ArmFailpoints
-from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
+from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -15,6 +14,7 @@ from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import NodeName, RequestId
+from baton.version import package_version
 from coordinator.explanation_codec import explanation_to_pb
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
@@ -40,7 +40,7 @@ class ClusterOperations:
 
     def __init__(
         self,
-        config: Config,
+        config: CoordinatorConfig,
         dispatcher: Dispatcher,
         ledgers: LedgerCollector,
         readiness: ClusterReadiness,
@@ -67,7 +67,7 @@ class ClusterOperations:
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=get_served_model_name(self._config),
+            model=self._config.public_model_name,
             queued=brain.queued_requests,
             running=brain.running_requests,
             nodes=[node_status_to_pb(brain, node, now) for node in nodes]
@@ -198,11 +198,3 @@ def _check_seconds(param: str, seconds: float | None) -> None:
         raise InvalidRequest(
             f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
         )
-
-
-def package_version() -> str:
-    """The version of this installation."""
-    try:
-        return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"

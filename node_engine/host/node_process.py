@@ -16,7 +16,7 @@ from typing import Any
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeLeaving, NodeOrder
 from baton.cluster_link.report_types import NodeStats
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.kv.block_hash import root_hash
 from baton.models.file_digests import ModelFileDigests
@@ -30,8 +30,9 @@ from baton.shared_memory.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
 from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
@@ -49,7 +50,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 
 
 async def run_node(
-    config: Config,
+    config: NodeConfig,
     role: Role,
     role_factories: Mapping[Role, RoleFactory],
     stop: asyncio.Event,
@@ -142,7 +143,7 @@ class _NodeProcess:
 
     def __init__(
         self,
-        config: Config,
+        config: NodeConfig,
         role: Role,
         name: NodeName,
         engine: Engine,
@@ -306,7 +307,7 @@ class _NodeProcess:
         live = load.num_sequences_by_state
         counts = {
             f"blocks_{state.value}": count
-            for state, count in self._block_pool.count_blocks_by_state().items()
+            for state, count in self._block_pool.ownership.count_blocks_by_state().items()
         }
         return NodeStats(
             blocks_total=self._block_pool.num_blocks,

@@ -150,7 +150,7 @@ class RoleSwitcher:
         for flip in [
             flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.DRAINING
         ]:
-            if not self._table.loads.count_attempts(flip.incarnation):
+            if not self._table.loads.attempts_on(flip.incarnation):
                 self._order_switch(flip, now)
         for flip in [
             flip
@@ -237,7 +237,7 @@ class RoleSwitcher:
 
     def _role_state(self, node: NodeMember, serves: bool) -> NodeRoleState | None:
         """Return the node's state; None if it is leaving the cluster."""
-        name, load = node.info.name, self._table.loads.count_attempts(node.incarnation)
+        name, load = node.info.name, len(self._table.loads.attempts_on(node.incarnation))
         flip = self.pending.get(name)
         if flip is not None:
             leaving, fixed = (

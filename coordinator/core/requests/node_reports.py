@@ -112,8 +112,11 @@ class NodeReportHandler:
             message.free_blocks,
         )
         self._table.close_leg(attempt, sender)
-        self._table.loads.on_reservation_refused(
-            sender, message, self._table.placer.make_demand(record).blocks
+        self._table.loads.close_node(
+            sender,
+            self._table.placer.make_demand(record).blocks,
+            needed=message.needed_blocks,
+            free_blocks=message.free_blocks,
         )
         self._table.replace_attempt(record, None, now)
 
@@ -355,11 +358,13 @@ class NodeReportHandler:
         self._table.wake_placement()
 
     def _on_cache_events(self, sender: Incarnation, message: CacheEvents, now: float) -> None:
-        if self._table.placement_state.apply_cache_events(sender, message, now):
+        directory = self._table.placement_state.prefix_directory
+        if directory.apply_events(sender, message.sequence, message.inserted, message.evicted, now):
             self._table.effects.send_order(sender, CacheSnapshotRequest())
 
     def _on_cache_snapshot(self, sender: Incarnation, message: CacheSnapshot, now: float) -> None:
-        self._table.placement_state.apply_cache_snapshot(sender, message)
+        directory = self._table.placement_state.prefix_directory
+        directory.apply_snapshot(sender, message.sequence, message.block_hashes)
 
     def _on_node_leaving(self, sender: Incarnation, message: NodeLeaving, now: float) -> None:
         self._registry.nodes[sender].is_leaving = True

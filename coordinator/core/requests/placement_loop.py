@@ -109,7 +109,11 @@ class PlacementLoop:
         self._table.placer.book_legs(record, key, decision, now)
         self._table.counters.placements[decision.prefill_site.value, decision.reason.value] += 1
         record.set_state(RequestState.PLACED)
-        models = self._registry.list_model_digests(prefill, decode)
+        models = [
+            self._registry.nodes[node].model_digest.hex()
+            for node in (prefill, decode)
+            if node is not None
+        ]
         record.timestamps.mark_placed(
             now, self._table.node_name(prefill), self._table.node_name(decode), models
         )

@@ -133,10 +133,8 @@ class RequestTable:
             degradation,
         )
 
-    def add_request(
-        self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
-    ) -> RequestRecord:
-        """Add a request that was admitted; `after` names the leader whose prompt it shares."""
+    def add_request(self, request: Request, now: float, *, internal: bool) -> RequestRecord:
+        """Add a request that was admitted. A leader that has ended is ignored."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -157,7 +155,7 @@ class RequestTable:
                 self.placement_state.expected_output_tokens(request),
                 now,
             )
-        leader = self.records.get(after) if after is not None else None
+        leader = self.records.get(request.leader_id) if request.leader_id is not None else None
         if leader is not None:
             self.followers.add_follower(record, leader)
         record.admit_deadline = now + ADMIT_TIMEOUT_SECONDS
@@ -388,7 +386,7 @@ class RequestTable:
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Replace every attempt that has a leg on the node, oldest first."""
-        for key in reversed(self.loads.list_attempts(node)):
+        for key in reversed(list(self.loads.attempts_on(node))):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)

@@ -53,7 +53,6 @@ from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
-from coordinator.core.requests.request_admitter import SubmittedRequest
 from coordinator.explanation_codec import EXPLANATION_PACKING, explanation_to_pb
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
@@ -103,11 +102,11 @@ class BrainHarness:
         max_queue_tokens: int = 2**23,
     ) -> None:
         settings = BrainSettings(
-            mode,  # type: ignore[arg-type]
-            max_queue,
-            max_attempts,
-            STALL,
-            explain_keep,
+            mode=mode,  # type: ignore[arg-type]
+            max_queue=max_queue,
+            max_attempts=max_attempts,
+            reserve_timeout=STALL,
+            explain_keep=explain_keep,
             local_prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
@@ -141,12 +140,12 @@ class BrainHarness:
         **fields: Any,
     ) -> RequestId:
         """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
-        arrival = self.make_request(prompt, max_tokens, timeout, **fields)
-        self._record_effects(self.brain.submit_requests([arrival], self.now, internal=internal))
-        return arrival.request.id
+        request = self.make_request(prompt, max_tokens, timeout, **fields)
+        self._record_effects(self.brain.submit_requests([request], self.now, internal=internal))
+        return request.id
 
-    def submit_all(self, *arrivals: SubmittedRequest) -> None:
-        self._record_effects(self.brain.submit_requests(arrivals, self.now))
+    def submit_all(self, *requests: Request) -> None:
+        self._record_effects(self.brain.submit_requests(requests, self.now))
 
     def make_request(
         self,
@@ -159,9 +158,9 @@ class BrainHarness:
         cache_salt: bytes = b"",
         standing: Principal = DEFAULT_PRINCIPAL,
         **sampling: Any,
-    ) -> SubmittedRequest:
+    ) -> Request:
         self._requests += 1
-        request = Request(
+        return Request(
             id=RequestId(f"r{self._requests}"),
             prompt_token_ids=tuple(range(1, prompt + 1)),
             sampling=SamplingParams(max_tokens, **sampling),
@@ -169,8 +168,8 @@ class BrainHarness:
             cache_salt=cache_salt,
             choice_index=choice,
             principal=standing,
+            leader_id=after,
         )
-        return SubmittedRequest(request, after)
 
     def send_from_node(self, node: Incarnation, message: NodeReport) -> list[Effect]:
         return self._record_effects(self.brain.receive_report(node, message, self.now))

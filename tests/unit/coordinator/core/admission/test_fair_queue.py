@@ -138,7 +138,7 @@ def test_higher_classes_go_first_and_requeued_first_within_class() -> None:
     queue.take_request(name(3), 1.0)
     queue.add_request_front(name(3))
     assert queue.list_candidates() == [name(2), name(3), name(1), name(0), name(4)]
-    assert [queue.count_waiting(level) for level in range(3)] == [1, 3, 5]
+    assert [queue.backlog.count_waiting(level) for level in range(3)] == [1, 3, 5]
 
 
 def test_backlog_ahead_counts_others_by_weight() -> None:

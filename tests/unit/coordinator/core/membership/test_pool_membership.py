@@ -53,7 +53,13 @@ def brain() -> Brain:
     made = Brain(
         NodeRegistry(SILENCE, 15.0),
         POLICIES["prefix_aware"](),
-        BrainSettings("disaggregated", 10, 8, 15.0, 10),
+        BrainSettings(
+            mode="disaggregated",
+            max_queue=10,
+            max_attempts=8,
+            reserve_timeout=15.0,
+            explain_keep=10,
+        ),
     )
     for incarnation, name, host in ((HERE, "decode-0", "host-a"), (THERE, "decode-1", "host-b")):
         made.join_node(node(name, host), incarnation, 0.0)
@@ -119,17 +125,17 @@ def test_pool_blocks_count_for_nodes_of_its_host() -> None:
     root = root_hash(bytes.fromhex(POOL.model_digest), LAYOUT, b"")
     names = tuple(short_hash(name) for name in iter_block_hashes(root, prompt, LAYOUT.block_size))
     made.receive_report(AS_POOL, CacheSnapshot(1, names[:2]), 1.0)
-    knowledge = made.placement_state
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 8}
+    lookup = made.placement_state.prefix_lookup
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 8}
     made.receive_report(HERE, CacheSnapshot(1, names), 1.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 12}, (
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 12}, (
         "the better of the two"
     )
     made.receive_report(HERE, CacheEvents(2, (), names), 1.0)
     made.receive_report(AS_POOL, CacheEvents(2, (), names[1:2]), 1.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 4}
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 4}
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {}
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {}
 
 
 def test_gap_in_pool_events_requests_snapshot() -> None:
@@ -191,11 +197,11 @@ def with_two_pools(there: int) -> Brain:
 
 @pytest.mark.parametrize(("there", "tokens"), [(10, 40), (4, 16), (3, 0), (0, 0)])
 def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> None:
-    knowledge = with_two_pools(there).placement_state
-    names = knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
+    lookup = with_two_pools(there).placement_state.prefix_lookup
+    names = lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
     told = {
         node: (pool.address, count)
-        for node, (pool, count) in knowledge.find_remote_prefixes(names, (HERE, THERE)).items()
+        for node, (pool, count) in lookup.find_remote_prefixes(names, (HERE, THERE)).items()
     }
     address = PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1")
     assert told == ({HERE: (address, tokens)} if tokens else {}), (
@@ -206,19 +212,19 @@ def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> N
 def test_node_without_pool_gets_no_remote_prefix() -> None:
     made = with_two_pools(10)
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
-    knowledge = made.placement_state
+    lookup = made.placement_state.prefix_lookup
     assert (
-        knowledge.find_remote_prefixes(
-            knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
+        lookup.find_remote_prefixes(
+            lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
         )
         == {}
     )
 
 
 def test_cache_salt_separates_remote_prefixes() -> None:
-    knowledge = with_two_pools(10).placement_state
+    lookup = with_two_pools(10).placement_state.prefix_lookup
     salted = Request(RequestId("r"), LONG, SamplingParams(1), 10.0, cache_salt=b"another tenant's")
-    assert knowledge.find_remote_prefixes(knowledge.hash_prompt(salted), (HERE,)) == {}
+    assert lookup.find_remote_prefixes(lookup.hash_prompt(salted), (HERE,)) == {}
 
 
 def test_order_names_remote_pool_and_compute_cost() -> None:

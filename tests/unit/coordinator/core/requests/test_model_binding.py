@@ -159,7 +159,7 @@ def brain_of(served: ServedModel) -> Brain:
     return Brain(
         NodeRegistry(SILENCE, STALL, served),
         LeastLoadedPolicy(),
-        BrainSettings("colocated", 8, 3, STALL),
+        BrainSettings(mode="colocated", max_queue=8, max_attempts=3, reserve_timeout=STALL),
     )
 
 

@@ -37,7 +37,7 @@ class TwoByTwoCluster:
         world.send_from_node(self.decode, DecodeStarted(self.key, 0, 0, 100))
         world.report_handed_off(self.prefill, self.key)
         world.report_token(self.decode, self.key, 0)
-        names = tuple(world.brain.placement_state.hash_prompt(record.request))
+        names = tuple(world.brain.placement_state.prefix_lookup.hash_prompt(record.request))
         world.send_from_node(self.prefill, CacheSnapshot(1, names))
 
     def get_new_placement(self) -> tuple[Incarnation | None, Incarnation | None]:
