@@ -41,7 +41,7 @@ from coordinator.core.common.effects import (
 )
 from coordinator.core.membership.join_checks import JoinInfo, ServedModel
 from coordinator.core.membership.prefix_directory import PoolJoinInfo
-from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.core.requests.record import SubmittedRequest
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream

@@ -67,13 +67,13 @@ class AdmissionController:
         self,
         queue: WaitingQueue,
         limits: QueueLimits,
-        prospects: LatencyEstimates,
+        latency_estimates: LatencyEstimates,
         degradation: DegradationController | None = None,
     ) -> None:
         self.tenants = TenantTable()
         self._queue = queue
         self._limits = limits
-        self._latency_estimates = prospects
+        self._latency_estimates = latency_estimates
         self._degradation = degradation or DegradationController()
         self._accounts: dict[str, _TenantAccount] = {}
 

@@ -64,7 +64,7 @@ class PromptBlockHashes:
             yield self._hashes[block]
 
 
-class PrefixLookup:
+class CachedPrefixes:
     """Finds which nodes and pools seem to have the beginning of a prompt in their caches."""
 
     def __init__(
@@ -130,7 +130,7 @@ class PlacementState:
         self.decode_times = DecodeTimePredictor(self.output_lengths)
         self.prefix_directory = PrefixDirectory()
         self.pools = PoolRegistry(registry.silence_seconds)
-        self.prefix_lookup = PrefixLookup(registry, self.prefix_directory, self.pools)
+        self.cached_prefixes = CachedPrefixes(registry, self.prefix_directory, self.pools)
         self.workload_meter = WorkloadMeter()
         self._registry = registry
         self._first_token_error = MeanRelativeError()

@@ -9,10 +9,11 @@ Counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.cluster_link import pb_conversion as wire
-from baton.errors import BatonError, Cancelled, RequestRejected
+from baton.errors import BatonError, Cancelled, NotFound, RequestRejected
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
 from baton.pb.common_pb2 import HandoffReport, Timeline
@@ -234,3 +235,35 @@ class EndedRequests:
         tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
         stages = StageSeconds(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
         self._workload.record_end(ttft, tpot, stages, now)
+
+
+class RequestExplainer:
+    """Explains running and recently ended requests."""
+
+    def __init__(
+        self, records: Mapping[RequestId, RequestRecord], explanations: ExplanationStore
+    ) -> None:
+        self._records = records
+        self._explanations = explanations
+
+    def explain_request(self, request: RequestId, now: float) -> ExplainResponse:
+        """Explain a request, with its siblings if it is the first choice. Raises NotFound."""
+        explanation = self._find_explanation(request, now)
+        if explanation is None:
+            raise NotFound(
+                f"there is no request {request[:64]!r}: the last {self._explanations.max_kept} that"
+                f" have ended are kept (--explain-keep), for {MAX_AGE_SECONDS / 3600:g} h at most"
+            )
+        for other in explanation.others:
+            sibling = self._find_explanation(RequestId(other.request_id), now)
+            if sibling is not None:
+                for attempt in sibling.attempts:
+                    attempt.ClearField("considered")
+                other.CopyFrom(sibling)
+        return explanation
+
+    def _find_explanation(self, request: RequestId, now: float) -> ExplainResponse | None:
+        record = self._records.get(request)
+        if record is not None:
+            return build_explanation(record, now)
+        return self._explanations.get(request, now)

@@ -53,7 +53,7 @@ from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
-from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.core.requests.record import SubmittedRequest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
