@@ -185,11 +185,13 @@ class Brain:
         if not self._is_member_deadline_known:
             self._member_deadline = self._compute_member_deadline()
             self._is_member_deadline_known = True
+        waiting = len(self.parts.waiting.queue) > 0
+        may_degrade = waiting or self.degradation.active_steps
         times = (
             self._member_deadline,
             self.parts.timers.next_timer_at(),
             self.parts.waiting.retries.next_release_at(),
-            self.degradation.next_sample_at(waiting=len(self.parts.waiting.queue) > 0),
+            self.degradation.next_sample_at(waiting=waiting) if may_degrade else None,
         )
         return min((time for time in times if time is not None), default=None)
 
@@ -283,7 +285,7 @@ class Brain:
         if self.role_switcher.needs_attention:
             self._is_member_deadline_known = False
             self.role_switcher.advance_switches(now)
-        if self.degradation.is_sample_due(now):
+        if now >= self.degradation.sample_due_at:
             self.parts.pressure_monitor.update_degradation(now)
         self.parts.placement_loop.place_waiting_requests(now)
         return self.parts.effects.take_effects()

@@ -100,7 +100,7 @@ class AdmissionController:
         limit is the reason. Nothing is charged."""
         lowest = len(self.tenants.classes) - 1
         if (
-            DegradationStep.SHED_LOWEST in self._degradation
+            DegradationStep.SHED_LOWEST in self._degradation.active_steps
             and lowest
             and standing.priority_level == lowest
         ):
@@ -242,7 +242,10 @@ class AdmissionController:
 
     def _new_account(self, tenant: Tenant, now: float) -> _TenantAccount:
         rate = tenant.tokens_per_second
-        if rate is not None and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation:
+        if (
+            rate is not None
+            and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation.active_steps
+        ):
             rate *= REDUCED_TOKEN_BUDGET
         return _TenantAccount(
             _make_bucket(tenant.requests_per_second, tenant.request_burst, now),

@@ -63,7 +63,8 @@ class RequestPlacer:
     def is_local_prefill_only(self) -> bool:
         """Whether decode nodes compute every prompt although the mode has hand-offs."""
         return (
-            self._mode != "colocated" and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation
+            self._mode != "colocated"
+            and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps
         ) or bool(self.why_no_prefill())
 
     def why_no_prefill(self) -> str:
@@ -129,7 +130,10 @@ class RequestPlacer:
         that can hold the context, the decode node computes it.
         """
         prefill = self._mode != "colocated" and self._can_prefill(record)
-        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation and record.probe_node is None:
+        if (
+            DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps
+            and record.probe_node is None
+        ):
             prefill &= record.remaining_tokens <= 1 and not self._capacity.can_fit_context(
                 Role.DECODE, record.max_total_tokens
             )
@@ -224,7 +228,7 @@ class RequestPlacer:
         """Return why the prompt is computed where the demand says."""
         if self._mode == "colocated" or demand.needs_prefill:
             return PlacementReason.MODE
-        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation:
+        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps:
             return PlacementReason.DEGRADED
         return (
             PlacementReason.PREFILL_TOO_SMALL

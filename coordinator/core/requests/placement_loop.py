@@ -61,10 +61,9 @@ class AttemptStarter:
         record.timestamps.mark_placed(now, trace.prefill_node, trace.decode_node, models)
         self._send_orders(record, attempt, decision, now)
         trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
-        pair = attempt.node_pair
-        trace.is_breaker_probe = pair is not None and self._placement.breakers.try_start_probe(
-            pair, key
-        )
+        pair, breakers = attempt.node_pair, self._placement.breakers
+        if pair is not None and pair in breakers.failing_pairs:
+            trace.is_breaker_probe = breakers.try_start_probe(pair, key)
         if record.attempt_count == 1:
             self._progress.record_progress(now)
         return attempt

@@ -115,7 +115,7 @@ class RequestAdmitter:
         """Cap the output length while that degradation step is taken."""
         sampling, max_tokens = arrival.request.sampling, self._settings.degraded_max_tokens
         if (
-            DegradationStep.CAPPED_OUTPUT not in self._placement.degradation
+            DegradationStep.CAPPED_OUTPUT not in self._placement.degradation.active_steps
             or sampling.max_tokens <= max_tokens
         ):
             return arrival
