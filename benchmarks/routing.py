@@ -21,8 +21,13 @@ from statistics import median
 
 from rich.console import Console
 
-from baton.cluster_link.messages import CacheEvents, CacheSnapshot, Heartbeat
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    CacheEvents,
+    CacheSnapshot,
+    Heartbeat,
+    JoinInfo,
+)
 from baton.config.settings import Config
 from baton.errors import Cancelled
 from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
@@ -32,7 +37,6 @@ from baton.types import Incarnation, NodeName, Request, RequestId, Role, Samplin
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from coordinator.core.placement.request_placer import ServingMode

@@ -173,7 +173,7 @@ class PrefillRole:
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
         self._step_announcements, self._step_attempts = [], []
         for slice_ in batch.slices:
-            sequence = self._scheduler.get_sequence_in_flight(slice_.sequence_id)
+            sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
             handoff = self._attempts[sequence.key]
             self._step_attempts.append((handoff, len(slice_.token_ids)))
             if handoff.needs_no_decode:
@@ -239,8 +239,7 @@ class PrefillRole:
             else NodeFailed(f"{type(error).__name__} in the forward pass")
         )
         failed = [
-            self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
-            for slice_ in batch.slices
+            self._scheduler.sequences_in_flight[slice_.sequence_id].key for slice_ in batch.slices
         ]
         self._scheduler.abandon_step(batch)
         for key in failed:
@@ -280,7 +279,7 @@ class PrefillRole:
             self._end_known_attempt(handoff, error, report=not too_long)
 
     def _on_ticket(self, key: AttemptKey) -> None:
-        if self._scheduler.get_sequence(key) is not None:
+        if self._scheduler.sequences.get(key) is not None:
             self._scheduler.mark_ticketed(key)
         handoff = self._attempts.get(key)
         if handoff is not None:
@@ -305,8 +304,8 @@ class PrefillRole:
             cached_tokens=sequence.num_cached_tokens,
             compute_seconds=handoff.compute_seconds,
             share_seconds=handoff.share_seconds,
-            pool_tokens=sequence.num_pool_tokens,
-            remote_pool_tokens=sequence.num_remote_pool_tokens,
+            pool_tokens=sequence.pool_use.num_tokens,
+            remote_pool_tokens=sequence.pool_use.num_remote_tokens,
         )
         if handoff.needs_no_decode or outcome.event.finish_reason is not None:
             self._reporter.report_tokens([outcome.event])
@@ -379,7 +378,7 @@ class PrefillRole:
         self._block_pool.share_blocks(blocks, handoff.owner_label)
         handoff.pinned_blocks.extend(blocks)
         handoff.pool_pins.extend(
-            pin.acquire() for pin in sequence.pool_pins if pin not in handoff.pool_pins
+            pin.acquire() for pin in sequence.pool_use.pins if pin not in handoff.pool_pins
         )
         return _LayerAnnouncement(sequence.key, first, blocks)
 

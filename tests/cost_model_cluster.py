@@ -10,12 +10,14 @@ from functools import partial
 from itertools import count
 
 from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
     BlocksReserved,
     CancelOrder,
     DecodeOrder,
     DecodeStarted,
     HandoffCompleted,
     Heartbeat,
+    JoinInfo,
     NodeOrder,
     NodeReport,
     PrefillEnded,
@@ -23,7 +25,6 @@ from baton.cluster_link.messages import (
     SetRoleOrder,
     StepTokens,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, NodeLost, RequestRejected
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -45,7 +46,6 @@ from benchmarks.load.request_plan import PlannedRequest
 from coordinator.core.brain import Brain
 from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import make_ticket

@@ -30,7 +30,6 @@ from baton.cluster_link.messages import (
     StepTokens,
     TicketOrder,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, RequestRejected
 from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
@@ -39,7 +38,6 @@ from baton.types import (
     AttemptKey,
     AttemptSpec,
     Incarnation,
-    NodeName,
     Request,
     RequestId,
     Role,
@@ -50,14 +48,13 @@ from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.brain import Brain
 from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import CapacityRefusal, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     SequenceFailed,
@@ -66,7 +63,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from tests.unit.coordinator.core.brain_harness import make_join_info, make_ticket
 
 HEARTBEAT = 0.5  # seconds
 
@@ -108,10 +105,10 @@ class _VirtualNode:
     )  # seconds of the steps that computed prompts
 
     def record_step(self, batch: StepBatch, seconds: float) -> None:
-        self.device_time.charge_step(batch, self.scheduler.get_sequence_in_flight, seconds)
+        self.device_time.charge_step(batch, self.scheduler.sequences_in_flight, seconds)
         self.step_totals = self.step_totals.with_step(batch, seconds)
         for piece in batch.slices:
-            key = self.scheduler.get_sequence_in_flight(piece.sequence_id).key
+            key = self.scheduler.sequences_in_flight[piece.sequence_id].key
             if key not in self.admitted:
                 share = seconds * self.scheduler.prefill_budget.compute_time_share(
                     batch, len(piece.token_ids)
@@ -179,11 +176,16 @@ class VirtualCluster:
                 Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role
             )
             self._nodes[node.incarnation] = node
-            self._apply_effects(
-                self.brain.join_node(
-                    _join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0
-                )
+            info = make_join_info(
+                node.incarnation,
+                role,
+                layout=PACED_LAYOUT,
+                num_blocks=blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_batched_tokens=limits.max_batched_tokens,
+                max_model_len=limits.max_model_len,
             )
+            self._apply_effects(self.brain.join_node(info, node.incarnation, 0.0))
             self._send_heartbeat(node)
 
     # what a test does
@@ -399,9 +401,9 @@ class VirtualCluster:
         decode = next(
             node
             for node in self._nodes.values()
-            if node is not writer and node.scheduler.get_sequence(key)
+            if node is not writer and node.scheduler.sequences.get(key)
         )
-        decode.pool.mark_writing(ticket)
+        decode.pool.reservations.mark_writing(ticket)
         decode.admitted.add(key)
         outcomes = decode.scheduler.commit_handoff(key, (event.token_id,))
         writer.scheduler.finish_handoff(key)
@@ -418,7 +420,7 @@ class VirtualCluster:
     def _send_heartbeat(self, node: _VirtualNode) -> None:
         counts = {
             f"blocks_{state.value}": number
-            for state, number in node.pool.count_blocks_by_state().items()
+            for state, number in node.pool.ownership.count_blocks_by_state().items()
         }
         stats = NodeStats(
             blocks_total=node.pool.num_blocks,
@@ -434,27 +436,6 @@ class VirtualCluster:
 
 def _root_hash(work: AttemptSpec) -> BlockHash:
     return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
-
-
-def _join_info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
-    return JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(name),
-        role=role,
-        host_id="h",
-        transfer_endpoint="",
-        pid=1,
-        model_digest="ab",
-        layout=PACED_LAYOUT,
-        num_blocks=blocks,
-        max_num_seqs=limits.max_num_seqs,
-        max_batched_tokens=limits.max_batched_tokens,
-        max_model_len=limits.max_model_len,
-        vocab_size=1000,
-        eos_token_ids=(0,),
-        engine="paced",
-        process=name,
-    )
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -8,6 +8,8 @@ from typing import Any, assert_never
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.messages import (
+    POOL_ROLE,
+    ArmFailpoints,
     AttemptFailed,
     BlocksReserved,
     CacheEvents,
@@ -18,11 +20,16 @@ from baton.cluster_link.messages import (
     DecodeStarted,
     HandoffCompleted,
     Heartbeat,
+    JoinInfo,
+    JoinRefusal,
     LedgerQuery,
+    LinkControl,
     NodeLeaving,
     NodeOrder,
     NodeReport,
     PeerLostNotice,
+    Ping,
+    PoolJoinInfo,
     PrefillEnded,
     PrefillOrder,
     PromptLogprobsReport,
@@ -30,13 +37,121 @@ from baton.cluster_link.messages import (
     SetRoleOrder,
     StepTokens,
     TicketOrder,
+    Welcome,
 )
+from baton.errors import ConfigError
 from baton.kv.pool_types import RemotePrefix
+from baton.models.file_digests import ModelFileDigests
 from baton.pb import cluster_pb2 as pb
-from baton.types import Incarnation, Role
+from baton.types import Incarnation, NodeName, Role
 
 
-def encode_order(order: NodeOrder) -> pb.CoordinatorMessage:
+def encode_join(join: JoinInfo | PoolJoinInfo) -> pb.NodeMessage:
+    match join:
+        case JoinInfo():
+            return pb.NodeMessage(join=_encode_node_join(join))
+        case PoolJoinInfo():
+            return pb.NodeMessage(join=_encode_pool_join(join))
+        case _:
+            assert_never(join)
+
+
+def _encode_node_join(join: JoinInfo) -> pb.Join:
+    return pb.Join(
+        protocol_version=join.protocol_version,
+        name=join.name,
+        role=join.role.value,
+        host_id=join.host_id,
+        transfer_endpoint=join.transfer_endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_to_pb(join.layout),
+        num_blocks=join.num_blocks,
+        max_num_seqs=join.max_num_seqs,
+        max_batched_tokens=join.max_batched_tokens,
+        max_model_len=join.max_model_len,
+        vocab_size=join.vocab_size,
+        eos_token_ids=join.eos_token_ids,
+        engine=join.engine,
+        rejoining=join.rejoining,
+        process=join.process,
+        implementation=join.implementation,
+        dtype=join.dtype,
+        quantization=join.quantization,
+        config_digest=join.files.config_digest,
+        tokenizer_digest=join.files.tokenizer_digest,
+        weights_digest=join.files.weights_digest,
+    )
+
+
+def _encode_pool_join(join: PoolJoinInfo) -> pb.Join:
+    return pb.Join(
+        protocol_version=join.protocol_version,
+        name=join.name,
+        role=POOL_ROLE,
+        host_id=join.host_id,
+        transfer_endpoint=join.endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_to_pb(join.layout),
+        num_blocks=join.num_blocks,
+        rejoining=join.rejoining,
+        process=join.process,
+    )
+
+
+def decode_join(join: pb.Join) -> JoinInfo | PoolJoinInfo:
+    """Raises ConfigError for an unknown role."""
+    if join.role == POOL_ROLE:
+        return _decode_pool_join(join)
+    try:
+        role = Role(join.role)
+    except ValueError:
+        known = ", ".join((*(role.value for role in Role), POOL_ROLE))
+        raise ConfigError(
+            f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role"
+        ) from None
+    return JoinInfo(
+        protocol_version=join.protocol_version,
+        name=NodeName(join.name),
+        role=role,
+        host_id=join.host_id,
+        transfer_endpoint=join.transfer_endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_from_pb(join.layout),
+        num_blocks=join.num_blocks,
+        max_num_seqs=join.max_num_seqs,
+        max_batched_tokens=join.max_batched_tokens,
+        max_model_len=join.max_model_len,
+        vocab_size=join.vocab_size,
+        eos_token_ids=tuple(join.eos_token_ids),
+        engine=join.engine,
+        rejoining=join.rejoining,
+        process=join.process,
+        implementation=join.implementation,
+        dtype=join.dtype,
+        quantization=join.quantization,
+        files=ModelFileDigests(join.config_digest, join.tokenizer_digest, join.weights_digest),
+    )
+
+
+def _decode_pool_join(join: pb.Join) -> PoolJoinInfo:
+    return PoolJoinInfo(
+        protocol_version=join.protocol_version,
+        name=NodeName(join.name),
+        host_id=join.host_id,
+        endpoint=join.transfer_endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_from_pb(join.layout),
+        num_blocks=join.num_blocks,
+        process=join.process,
+        rejoining=join.rejoining,
+    )
+
+
+def encode_order(order: NodeOrder | LinkControl) -> pb.CoordinatorMessage:
     match order:
         case DecodeOrder(spec, writer, share, remote_prefix):
             submit = pb.Submit(
@@ -66,11 +181,31 @@ def encode_order(order: NodeOrder) -> pb.CoordinatorMessage:
             return pb.CoordinatorMessage(cache_query=pb.CacheQuery())
         case SetRoleOrder(role):
             return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))
+        case Welcome() | JoinRefusal() | Ping() | ArmFailpoints():
+            return _encode_control(order)
         case _:
             assert_never(order)
 
 
-def decode_order(message: pb.CoordinatorMessage) -> NodeOrder | None:
+def _encode_control(message: LinkControl) -> pb.CoordinatorMessage:
+    match message:
+        case Welcome(incarnation, heartbeat, silence):
+            welcome = pb.Welcome(
+                incarnation=incarnation, heartbeat_seconds=heartbeat, silence_seconds=silence
+            )
+            return pb.CoordinatorMessage(welcome=welcome)
+        case JoinRefusal(error, retry):
+            refusal = pb.Refusal(error=wire.error_to_pb(error), retry_seconds=retry)
+            return pb.CoordinatorMessage(refusal=refusal)
+        case Ping():
+            return pb.CoordinatorMessage(ping=pb.Ping())
+        case ArmFailpoints(spec):
+            return pb.CoordinatorMessage(arm=pb.Arm(spec=spec))
+        case _:
+            assert_never(message)
+
+
+def decode_order(message: pb.CoordinatorMessage) -> NodeOrder | LinkControl | None:
     """The order in `message`; None if there is none that this version knows.
 
     Raises ValueError if a field is out of its bounds.
@@ -105,6 +240,24 @@ def decode_order(message: pb.CoordinatorMessage) -> NodeOrder | None:
             return CacheSnapshotRequest()
         case "set_role":
             return SetRoleOrder(Role(message.set_role.role))
+        case _:
+            return _decode_control(message)
+
+
+def _decode_control(message: pb.CoordinatorMessage) -> LinkControl | None:
+    match message.WhichOneof("message"):
+        case "welcome":
+            welcome = message.welcome
+            return Welcome(
+                Incarnation(welcome.incarnation), welcome.heartbeat_seconds, welcome.silence_seconds
+            )
+        case "refusal":
+            refusal = message.refusal
+            return JoinRefusal(wire.error_from_pb(refusal.error), refusal.retry_seconds)
+        case "ping":
+            return Ping()
+        case "arm":
+            return ArmFailpoints(message.arm.spec)
         case _:
             return None
 

@@ -6,19 +6,125 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
+from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
+from baton.models.model_identity import UNQUANTIZED, ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,
     Incarnation,
+    NodeName,
     PeerAddress,
     Role,
     Ticket,
     TokenEvent,
     TokenLogprobs,
 )
+
+PROTOCOL_VERSION = 3
+POOL_ROLE = "pool"  # the role that a pool joins with; nodes join with a `Role`
+
+# what joins
+
+
+@dataclass(frozen=True, slots=True)
+class JoinInfo:
+    """One node's announcement."""
+
+    protocol_version: int
+    name: NodeName
+    role: Role
+    host_id: str
+    transfer_endpoint: str
+    pid: int
+    model_digest: str  # hex
+    layout: KVLayout
+    num_blocks: int  # KV blocks
+    max_num_seqs: int  # sequences at once
+    max_batched_tokens: int  # tokens of one step
+    max_model_len: int  # tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    engine: str
+    rejoining: str = ""  # the incarnation that the process had before, if any
+    # random for each process: equal after a rejoin, different for another process
+    process: str = ""
+    implementation: str = ""
+    dtype: str = ""
+    quantization: str = UNQUANTIZED
+    files: ModelFileDigests = UNKNOWN_DIGESTS
+
+    @property
+    def model(self) -> ModelIdentity:
+        return ModelIdentity(
+            implementation=self.implementation,
+            model_digest=self.model_digest,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            layout=self.layout,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest prompt and output that the node can hold, in tokens."""
+        return min(self.max_model_len, self.num_blocks * self.layout.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoinInfo:
+    """One pool's announcement."""
+
+    protocol_version: int
+    name: NodeName
+    host_id: str
+    endpoint: str  # HOST:PORT that nodes of its host and other pools dial
+    pid: int
+    model_digest: str  # hex
+    layout: KVLayout
+    num_blocks: int
+    process: str = ""  # as in `JoinInfo`
+    rejoining: str = ""  # likewise
+
+
+# what the link itself exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The join is accepted."""
+
+    incarnation: Incarnation  # minted for this join
+    heartbeat_seconds: float  # send a Heartbeat so often
+    silence_seconds: float  # without a message for so long, either side gives the other up
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefusal:
+    """The join is refused, and the stream ends."""
+
+    error: BatonError
+    # it may be accepted after so long; 0: only another configuration helps
+    retry_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Sent to a node that gets no other message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFailpoints:
+    """Inject faults, for tests; see `baton/process/failpoints.py`."""
+
+    spec: str
+
+
+LinkControl = Welcome | JoinRefusal | Ping | ArmFailpoints
 
 # what nodes say
 

@@ -6,7 +6,7 @@ Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
 import math
 from collections.abc import Sequence
 
-from baton.cluster_link.messages import Heartbeat, NodeReport, StepTokens
+from baton.cluster_link.messages import Heartbeat, JoinInfo, NodeReport, PoolJoinInfo, StepTokens
 from baton.errors import BatonError, RequestRejected
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
@@ -17,11 +17,10 @@ from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.assemble import BrainParts
 from coordinator.core.common.effects import Effect
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry, NodeServiceState
-from coordinator.core.membership.prefix_directory import PoolJoinInfo, PoolMember
+from coordinator.core.membership.prefix_directory import PoolMember
 from coordinator.core.placement.interface import PlacementPolicy
-from coordinator.core.requests.record import RequestState, SubmittedRequest
+from coordinator.core.requests.record import RequestState
 
 
 class Brain:
@@ -53,14 +52,14 @@ class Brain:
         """Submit a request. `AdmitRequest` follows at once, or when nodes that can serve it have
         joined; otherwise it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises
         ShuttingDown, Overloaded, ServiceUnavailable or ContextLengthExceeded, which are counted."""
-        return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
+        return self.submit_requests([request], now, internal=internal)
 
     def submit_requests(
-        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
+        self, requests: Sequence[Request], now: float, *, internal: bool = False
     ) -> list[Effect]:
         """Submit all requests, in this order, or none: raises the errors of `submit_request`, each
         counted once, and InvalidRequest if the queue could never hold so many."""
-        self.parts.request_admitter.admit_requests(arrivals, now, internal=internal)
+        self.parts.request_admitter.admit_requests(requests, now, internal=internal)
         return self._act(now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:

@@ -73,7 +73,7 @@ class ComputeThread:
         self._clock = clock
         self._role: RolePolicy | None = None
         # Snapshots for other threads, replaced in every turn of the loop.
-        self.scheduler_load = context.scheduler.get_load()
+        self.scheduler_load = context.scheduler.capacity.get_load()
         self.decode_step_totals = DecodeStepTotals()
         self.device_seconds: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -134,7 +134,7 @@ class ComputeThread:
     def _handle_inbox(self, *, wait: bool) -> bool:
         """Handle the items that have arrived; returns False if the thread must end."""
         assert self._role is not None
-        self.scheduler_load = self._context.scheduler.get_load()
+        self.scheduler_load = self._context.scheduler.capacity.get_load()
         if wait:
             self._last_progress_at = None
             if self._idle_callbacks and self._role.num_held_attempts == 0:
@@ -188,7 +188,5 @@ class ComputeThread:
         self._role.after_step(batch, outcomes, seconds)
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
-        self._device_time.charge_step(
-            batch, self._context.scheduler.get_sequence_in_flight, seconds
-        )
+        self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)
         self.device_seconds = self._device_time.counters()

@@ -125,7 +125,7 @@ class PoolConnector:
             self.publication_epoch += 1
             self._emit(PublicationEnded(sequence, label, sources, pins, is_rate_limited, hit))
 
-        pins = tuple(pin.acquire() for pin in sequence.pool_pins)
+        pins = tuple(pin.acquire() for pin in sequence.pool_use.pins)
         self._block_pool.share_blocks(sources, label)
         sequence.is_publishing = True
         first = end - len(sources)

@@ -300,7 +300,7 @@ def test_sender_keeps_its_pool_pins_until_sent(tmp_path: Path) -> None:
     sender.send_item(PrefillOrder(job, needs_no_decode=False))
     while sender.step():
         pass
-    assert sender.scheduler.get_sequence(job.key) is None
+    assert sender.scheduler.sequences.get(job.key) is None
     other = make_work(range(300, 360), request="c", max_tokens=1)
     host.prefill[0].send_item(PrefillOrder(other, needs_no_decode=True))
     while host.prefill[0].step():

@@ -186,13 +186,13 @@ class NodesOnOnePool(RuleBasedStateMachine):
         index = self.host.pool.block_pool.memory.index
         for node in self.host.nodes:
             assert node.pool_client is not None
-            for sequence in node.scheduler.list_sequences():
+            for sequence in node.scheduler.sequences:
                 borrowed = [
                     block for block in sequence.block_table if not node.pool.is_own_block(block)
                 ]
-                assert len(borrowed) == sequence.num_pool_blocks
+                assert len(borrowed) == sequence.pool_use.num_blocks
                 assert self.in_place or not borrowed
-                assert bool(sequence.pool_pins) >= bool(borrowed)
+                assert bool(sequence.pool_use.pins) >= bool(borrowed)
                 for number, block in enumerate(sequence.block_table):
                     if not node.pool.is_own_block(block):
                         assert index.block_hash(

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.cluster_link.messages import JoinInfo
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
-    JoinInfo,
     ServedModel,
     require_cluster_model,
     require_free_name,

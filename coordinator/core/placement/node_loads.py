@@ -19,10 +19,10 @@ others.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import JoinInfo
 from baton.limits import ModelBounds
 from baton.types import AttemptKey, Incarnation, NodeName, Role
 from coordinator.core.estimates.workload import RecentWork
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.placement.interface import NodeView
 from coordinator.core.placement.placement_state import PlaceableRequest

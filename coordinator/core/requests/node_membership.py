@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-from baton.cluster_link.messages import PeerLostNotice
+from baton.cluster_link.messages import JoinInfo, PeerLostNotice
 from baton.errors import BatonError, NodeDrained, NodeLost, NotFound
 from baton.types import Incarnation, NodeName
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import EffectLog, MemberLost, PlacementSignal
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import (
     NodeMember,
     NodeRegistry,

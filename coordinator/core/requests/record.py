@@ -113,16 +113,6 @@ def count_computed_tokens(ended: PrefillEnded | None, admitted: DecodeStarted | 
     return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedRequest:
-    """A request as submitted to the brain."""
-
-    request: Request
-    # a request with the same prompt, after which it needs no prefill; ignored if that has ended or
-    # cannot share its cache
-    leader_id: RequestId | None = None
-
-
 MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the last
 
 

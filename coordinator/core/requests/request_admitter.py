@@ -18,7 +18,6 @@ from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.common.counters import INTERNAL_CLASS, Counters
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.placement.services import PlacementServices
-from coordinator.core.requests.record import SubmittedRequest
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
 
 
@@ -38,31 +37,23 @@ class RequestAdmitter:
         self._counters = counters
         self._settings = settings
 
-    def admit_requests(
-        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool
-    ) -> None:
+    def admit_requests(self, requests: Sequence[Request], now: float, *, internal: bool) -> None:
         """Admit all requests or none: see `Brain.submit_requests`."""
-        first = arrivals[0].request
         try:
-            self._check_room([arrival.request for arrival in arrivals], now)
+            self._check_room(requests, now)
             bounds = self.model_bounds()
-            for request in (arrival.request for arrival in arrivals):
+            for request in requests:
                 check_context_length(
                     len(request.prompt_token_ids), request.sampling.max_tokens, bounds
                 )
         except RequestRejected as error:
             self.count_rejection(
-                error, INTERNAL_CLASS if internal else first.principal.tenant_class, now
+                error, INTERNAL_CLASS if internal else requests[0].principal.tenant_class, now
             )
             raise
         if not internal:
-            arrivals = [self._cap_output(arrival) for arrival in arrivals]
-        records = [
-            self._table.add_request(
-                arrival.request, now, internal=internal, after=arrival.leader_id
-            )
-            for arrival in arrivals
-        ]
+            requests = [self._cap_output(request) for request in requests]
+        records = [self._table.add_request(request, now, internal=internal) for request in requests]
         records[0].sibling_requests = tuple(record.request.id for record in records[1:])
 
     def check_admission(
@@ -111,15 +102,15 @@ class RequestAdmitter:
             now,
         )
 
-    def _cap_output(self, arrival: SubmittedRequest) -> SubmittedRequest:
+    def _cap_output(self, request: Request) -> Request:
         """Cap the output length while that degradation step is taken."""
-        sampling, max_tokens = arrival.request.sampling, self._settings.degraded_max_tokens
+        sampling, max_tokens = request.sampling, self._settings.degraded_max_tokens
         if (
             DegradationStep.CAPPED_OUTPUT not in self._placement.degradation.active_steps
             or sampling.max_tokens <= max_tokens
         ):
-            return arrival
+            return request
         capped = replace(
             sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)
         )
-        return replace(arrival, request=replace(arrival.request, sampling=capped))
+        return replace(request, sampling=capped)

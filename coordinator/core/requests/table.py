@@ -92,10 +92,8 @@ class RequestTable:
 
     # new requests
 
-    def add_request(
-        self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
-    ) -> RequestRecord:
-        """Add a request that was admitted; `after` names the leader whose prompt it shares."""
+    def add_request(self, request: Request, now: float, *, internal: bool) -> RequestRecord:
+        """Add a request that was admitted. A leader that has ended is ignored."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -116,7 +114,7 @@ class RequestTable:
                 self._placement.state.expected_output_tokens(request),
                 now,
             )
-        leader = self.records.get(after) if after is not None else None
+        leader = self.records.get(request.leader_id) if request.leader_id is not None else None
         if leader is not None:
             self._waiting.followers.add_follower(record, leader)
         self.unadmitted[request.id] = record

@@ -113,11 +113,11 @@ def kinds(sent: list[cluster_pb2.NodeMessage]) -> list[str]:
 def test_cache_survives_a_role_switch() -> None:
     host = SwitchingBench(Role.PREFILL)
     host.prefill_prompt()
-    cached = host.bench.pool.count_blocks_by_state()[BlockState.CACHED]
+    cached = host.bench.pool.ownership.count_blocks_by_state()[BlockState.CACHED]
     assert cached == 4
     host.switch_role(Role.DECODE)
     assert (host.built_roles, host.rejoins) == ([Role.PREFILL, Role.DECODE], 1)
-    assert host.bench.pool.count_blocks_by_state()[BlockState.CACHED] == cached
+    assert host.bench.pool.ownership.count_blocks_by_state()[BlockState.CACHED] == cached
     assert host.inbound.incarnation == AGAIN
     host.bench.sent_messages.clear()
     host.bench.send_item(DecodeOrder(make_work(PROMPT, request="s", max_tokens=2), WRITER))

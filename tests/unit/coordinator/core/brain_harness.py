@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
     AttemptFailed,
     BlocksReserved,
     DecodeOrder,
     HandoffCompleted,
     Heartbeat,
+    JoinInfo,
     NodeOrder,
     NodeReport,
     PrefillEnded,
@@ -17,7 +19,6 @@ from baton.cluster_link.messages import (
     PromptLogprobsReport,
     StepTokens,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, Cancelled, NodeLost
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -49,11 +50,9 @@ from coordinator.core.common.effects import (
     SendOrder,
 )
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
-from coordinator.core.requests.record import SubmittedRequest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
@@ -137,12 +136,12 @@ class BrainHarness:
         **fields: Any,
     ) -> RequestId:
         """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
-        arrival = self.make_request(prompt, max_tokens, timeout, **fields)
-        self._record_effects(self.brain.submit_requests([arrival], self.now, internal=internal))
-        return arrival.request.id
+        request = self.make_request(prompt, max_tokens, timeout, **fields)
+        self._record_effects(self.brain.submit_requests([request], self.now, internal=internal))
+        return request.id
 
-    def submit_all(self, *arrivals: SubmittedRequest) -> None:
-        self._record_effects(self.brain.submit_requests(arrivals, self.now))
+    def submit_all(self, *requests: Request) -> None:
+        self._record_effects(self.brain.submit_requests(requests, self.now))
 
     def make_request(
         self,
@@ -155,9 +154,9 @@ class BrainHarness:
         cache_salt: bytes = b"",
         standing: Principal = DEFAULT_PRINCIPAL,
         **sampling: Any,
-    ) -> SubmittedRequest:
+    ) -> Request:
         self._requests += 1
-        request = Request(
+        return Request(
             id=RequestId(f"r{self._requests}"),
             prompt_token_ids=tuple(range(1, prompt + 1)),
             sampling=SamplingParams(max_tokens, **sampling),
@@ -165,8 +164,8 @@ class BrainHarness:
             cache_salt=cache_salt,
             choice_index=choice,
             principal=standing,
+            leader_id=after,
         )
-        return SubmittedRequest(request, after)
 
     def send_from_node(self, node: Incarnation, message: NodeReport) -> list[Effect]:
         return self._record_effects(self.brain.receive_report(node, message, self.now))

@@ -308,13 +308,6 @@ def test_long_prompts_leave_the_window_to_short_ones() -> None:
 
 
 def submit(world: BrainHarness, standing: Principal, prompt: int = 20) -> RequestId:
-    arrival = world.make_request(prompt)
-    request = Request(
-        arrival.request.id,
-        arrival.request.prompt_token_ids,
-        arrival.request.sampling,
-        60.0,
-        principal=standing,
-    )
+    request = world.make_request(prompt, standing=standing)
     world.effects += world.brain.submit_request(request, world.now)
     return request.id

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_link.messages import NodeLeaving, PeerLostNotice, ReservationRefused
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    NodeLeaving,
+    PeerLostNotice,
+    ReservationRefused,
+)
 from baton.errors import ConfigError, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId

@@ -7,15 +7,17 @@ import pytest
 
 from baton.cluster_link.codec import decode_order, encode_order
 from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
     CacheEvents,
     CacheSnapshot,
     CacheSnapshotRequest,
     DecodeOrder,
     Heartbeat,
+    JoinInfo,
+    PoolJoinInfo,
     PrefillOrder,
     StepTokens,
 )
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import ConfigError, NodeLost
 from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
@@ -35,9 +37,7 @@ from baton.types import (
 from coordinator.core.brain import Brain
 from coordinator.core.common.effects import MemberLost, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.placement.policies import POLICIES
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")

@@ -71,7 +71,7 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
     first = world.make_request()
     world.submit_all(
         first,
-        *(world.make_request(after=first.request.id, choice=number) for number in range(1, 8)),
+        *(world.make_request(after=first.id, choice=number) for number in range(1, 8)),
     )
     roomy = world.join_node("d1", DECODE, max_num_seqs=8)
     world.report_reserved(full, world.last_attempt_key(full), prefill)

@@ -237,9 +237,9 @@ def test_first_choice_explains_its_siblings(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     """Also while some run and some have ended; what is not kept any more is named."""
-    arrivals = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
-    first, second, third, fourth = (arrival.request.id for arrival in arrivals)
-    world.submit_all(*arrivals)
+    requests = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
+    first, second, third, fourth = (request.id for request in requests)
+    world.submit_all(*requests)
     world.cancel(second)
     answer = explain_request(world, first)
     assert [other.request_id for other in answer.others] == [second, third, fourth]

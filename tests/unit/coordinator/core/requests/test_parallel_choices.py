@@ -309,13 +309,13 @@ def test_choices_are_admitted_all_or_none(
     first = world.submit()
     for _ in range(6):
         world.submit(after=first)
-    arrivals = [world.make_request() for _ in range(3)]
+    requests = [world.make_request() for _ in range(3)]
     with pytest.raises(
         Overloaded, match="6 requests are waiting, 3 more would come, the limit is 8"
     ):
-        world.submit_all(*arrivals)
+        world.submit_all(*requests)
     assert len(world.brain.list_active_requests()) == 7
-    world.submit_all(*arrivals[:2])
+    world.submit_all(*requests[:2])
     assert len(world.brain.list_active_requests()) == 9
     with pytest.raises(InvalidRequest, match=r"9 outputs .* the limit is 8"):
         world.submit_all(*(world.make_request() for _ in range(9)))
