@@ -120,8 +120,10 @@ class StubbedCluster:
 
     def time_decisions(self, count: int) -> list[float]:
         """Return microseconds of each decision; a request ends before the next one is placed."""
-        table = self.brain._table  # time the decision itself, without the code around it
-        decide = table.placer.decide_placement
+        placer = (
+            self.brain.parts.placement.placer
+        )  # time the decision itself, without the code around it
+        decide = placer.decide_placement
 
         def timed(*arguments: object) -> object:
             began = time.thread_time_ns()
@@ -130,9 +132,9 @@ class StubbedCluster:
             return decision
 
         took: list[float] = []
-        table.placer.decide_placement = timed  # type: ignore[method-assign,assignment]
+        placer.decide_placement = timed  # type: ignore[method-assign,assignment]
         self.time_requests(count)
-        table.placer.decide_placement = decide  # type: ignore[method-assign]
+        placer.decide_placement = decide  # type: ignore[method-assign]
         return took
 
     def time_requests(self, count: int) -> list[float]:

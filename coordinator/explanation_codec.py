@@ -5,10 +5,10 @@ from baton.cluster_link.report_types import HandoffReport
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import NodeName, RequestId, Role
+from coordinator.core.common.settings import ExplanationPacking
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.placement.interface import LatencyPrediction, PlacementReason, PrefillSite
 from coordinator.core.requests.attempt_trace import ConsideredNode
-from coordinator.core.requests.explain import ExplanationPacking
 from coordinator.core.requests.explanation import AttemptExplanation, RequestExplanation
 from coordinator.core.requests.record import TokenSources
 

@@ -336,7 +336,7 @@ class CostModelCluster:
     def _emit_tokens(self, node: _CostModelNode, keys: list[AttemptKey]) -> None:
         events = []
         for key in keys:
-            record = self.brain._table.records.get(key.request_id)
+            record = self.brain.parts.table.records.get(key.request_id)
             if record is None:
                 node.decodes.pop(key, None)
                 continue

@@ -203,33 +203,39 @@ def _encode_attempt_report(report: AttemptReport, message: pb.NodeMessage) -> No
             )
             message.failed.CopyFrom(failed)
         case PrefillEnded():
-            ended = pb.PrefillEnded(
-                key=key,
-                computed_tokens=report.computed_tokens,
-                cached_tokens=report.cached_tokens,
-                compute_seconds=report.step_seconds,
-                share_seconds=report.compute_seconds,
-                pooled_tokens=report.pool_tokens,
-                remote_tokens=report.remote_pool_tokens,
-            )
-            message.prefill_ended.CopyFrom(ended)
+            message.prefill_ended.CopyFrom(_encode_prefill_ended(report, key))
         case HandoffCompleted(_, handoff):
             message.handed_off.CopyFrom(
                 pb.HandedOff(key=key, report=wire.handoff_report_to_pb(handoff))
             )
         case DecodeStarted():
-            started = pb.Admitted(
-                key=key,
-                computed_tokens=report.computed_tokens,
-                cached_tokens=report.cached_tokens,
-                received_tokens=report.received_tokens,
-                share_seconds=report.compute_seconds,
-                pooled_tokens=report.pool_tokens,
-                remote_tokens=report.remote_pool_tokens,
-            )
-            message.admitted.CopyFrom(started)
+            message.admitted.CopyFrom(_encode_decode_started(report, key))
         case _:
             assert_never(report)
+
+
+def _encode_prefill_ended(report: PrefillEnded, key: pb.AttemptKey) -> pb.PrefillEnded:
+    return pb.PrefillEnded(
+        key=key,
+        computed_tokens=report.computed_tokens,
+        cached_tokens=report.cached_tokens,
+        compute_seconds=report.step_seconds,
+        share_seconds=report.compute_seconds,
+        pooled_tokens=report.pool_tokens,
+        remote_tokens=report.remote_pool_tokens,
+    )
+
+
+def _encode_decode_started(report: DecodeStarted, key: pb.AttemptKey) -> pb.Admitted:
+    return pb.Admitted(
+        key=key,
+        computed_tokens=report.computed_tokens,
+        cached_tokens=report.cached_tokens,
+        received_tokens=report.received_tokens,
+        share_seconds=report.compute_seconds,
+        pooled_tokens=report.pool_tokens,
+        remote_tokens=report.remote_pool_tokens,
+    )
 
 
 def decode_report(message: pb.NodeMessage) -> NodeReport | LedgerReport | None:
@@ -259,7 +265,7 @@ def _decode_prefill_ended(message: pb.PrefillEnded) -> PrefillEnded:
     )
 
 
-def _decode_admitted(message: pb.Admitted) -> DecodeStarted:
+def _decode_decode_started(message: pb.Admitted) -> DecodeStarted:
     return DecodeStarted(
         wire.attempt_key_from_pb(message.key),
         message.computed_tokens,
@@ -296,7 +302,7 @@ _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
     "handed_off": lambda message: HandoffCompleted(
         wire.attempt_key_from_pb(message.key), wire.handoff_report_from_pb(message.report)
     ),
-    "admitted": _decode_admitted,
+    "admitted": _decode_decode_started,
     "cache_events": lambda message: CacheEvents(
         message.sequence, tuple(message.inserted), tuple(message.evicted)
     ),

@@ -24,6 +24,7 @@ def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) ->
         max_attempts=config.max_attempts,
         reserve_timeout=config.stall,
         explain_keep=config.explain_keep,
+        explanation_packing=EXPLANATION_PACKING,
         retry_budget_share=config.retry_budget,
         local_prefill_share=config.local_prefill_share,
         degrade_wait_seconds=config.degrade_wait,
@@ -32,7 +33,7 @@ def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) ->
         max_queue_tokens=config.max_queue_tokens,
     )
     registry = NodeRegistry(config.silence, config.stall, served)
-    return Brain(registry, POLICIES[config.placement](), settings, EXPLANATION_PACKING)
+    return Brain(registry, POLICIES[config.placement](), settings)
 
 
 def effective_mode(config: CoordinatorConfig) -> Literal["disaggregated", "colocated", "auto"]:

@@ -151,7 +151,7 @@ class BrainCollector(Collector):
             "baton_degradation_step", "1 while a step is taken", labels=["step"]
         )
         for step in DegradationStep:
-            degraded.add_metric([step.value], float(step in brain.degradation))
+            degraded.add_metric([step.value], float(step in brain.degradation.active_steps))
         yield degraded
         yield GaugeMetricFamily(
             "baton_pressure_ratio",

@@ -7,19 +7,18 @@ from prometheus_client import generate_latest
 
 from baton.cluster_link.messages import ArmFailpoints
 from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
-from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
+from baton.errors import BatonError, InvalidRequest, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from baton.types import NodeName, RequestId
+from baton.types import NodeName
 from baton.version import package_version
-from coordinator.explanation_codec import explanation_to_pb
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.operators.client_ids import ClientIds, parse_request_id
+from coordinator.operators.client_ids import ClientIds, explain_by_name
 from coordinator.operators.degradation_view import degradation_to_pb, list_notices
 from coordinator.operators.member_view import (
     drain_response_to_pb,
@@ -93,13 +92,10 @@ class ClusterOperations:
 
         Raises NotFound, or InvalidRequest if several requests have that client's id.
         """
-        try:
-            return self._explain_by_id(parse_request_id(request))
-        except NotFound:
-            found = self.client_request_ids.find_request(request)
-            if found is None:
-                raise
-            return self._explain_by_id(found)
+        dispatcher = self._dispatcher
+        return explain_by_name(
+            dispatcher.brain, self.client_request_ids, request, dispatcher.clock()
+        )
 
     def drain_node(self, name: str, timeout: float | None) -> pb.DrainResponse:
         """Returns at once; see `Brain.drain_node`. Raises NotFound, InvalidRequest."""
@@ -185,11 +181,6 @@ class ClusterOperations:
     def close(self) -> None:
         """End all watches of the status."""
         self._watchers.close()
-
-    def _explain_by_id(self, request: RequestId) -> pb.ExplainResponse:
-        """Raises NotFound."""
-        explanation = self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
-        return explanation_to_pb(explanation)
 
 
 def _check_seconds(param: str, seconds: float | None) -> None:

@@ -2,6 +2,7 @@
 a file is."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -55,6 +56,8 @@ IMPURE = frozenset(
         "uvloop",
     }
 )
+# What a core exchanges with other processes is plain data; its shell converts it.
+WIRE_MODULE = re.compile(r"google|baton\.pb|baton\.cluster_link\.\w*(codec|conversion|link|stream)")
 # Words that every process imports cost no torch.
 FORBIDDEN: dict[str, frozenset[str]] = {
     "baton": frozenset({"torch", "transformers", "triton", "numpy"}),
@@ -90,6 +93,15 @@ def list_imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+def list_imported_names(path: Path) -> Iterator[str]:
+    """Like `list_imports`, with what is imported from each module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 ALL_SOURCES = [(package, path) for package in ALLOWED_IMPORTS for path in list_sources(package)]
 IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 
@@ -114,6 +126,7 @@ def test_imports_point_down(package: str, path: Path) -> None:
 )
 def test_cores_are_pure(path: Path) -> None:
     assert not {name.split(".")[0] for name in list_imports(path)} & IMPURE
+    assert not [name for name in list_imported_names(path) if WIRE_MODULE.match(name)]
     shells = {
         name
         for name in list_imports(path)

@@ -162,3 +162,19 @@ class EffectLog:
         """Return the effects that have collected since the last call, oldest first."""
         effects, self._effects = self._effects, []
         return effects
+
+
+class PlacementSignal:
+    """Set when something has changed that may let a waiting request be placed."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def request_pass(self) -> None:
+        """Request a pass over the waiting requests before effects are taken."""
+        self._is_set = True
+
+    def take_request(self) -> bool:
+        """Return whether a pass was requested since the last call."""
+        was_set, self._is_set = self._is_set, False
+        return was_set

@@ -129,7 +129,7 @@ class PlacementState:
         self.decode_times = DecodeTimePredictor(self.output_lengths)
         self.prefix_directory = PrefixDirectory()
         self.pools = PoolRegistry(registry.silence_seconds)
-        self.prefix_lookup = CachedPrefixes(registry, self.prefix_directory, self.pools)
+        self.cached_prefixes = CachedPrefixes(registry, self.prefix_directory, self.pools)
         self.workload_meter = WorkloadMeter()
         self._registry = registry
         self._first_token_error = MeanRelativeError()

@@ -4,15 +4,16 @@ Counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.cluster_link.report_types import HandoffReport
-from baton.errors import BatonError, Cancelled, RequestRejected
+from baton.errors import BatonError, Cancelled, NotFound, RequestRejected
 from baton.types import AttemptKey, FinishReason, RequestId
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import EndRequest, FinishedResult
+from coordinator.core.common.settings import UNPACKED, ExplanationPacking
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
 from coordinator.core.requests.attempt_trace import TimelineStore
@@ -89,17 +90,6 @@ def _explain_attempt(attempt: Attempt, arrival: float) -> AttemptExplanation:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ExplanationPacking:
-    """Makes explanations compact, because thousands are kept."""
-
-    pack: Callable[[RequestExplanation], Any]
-    unpack: Callable[[Any], RequestExplanation]
-
-
-UNPACKED = ExplanationPacking(lambda explanation: explanation, lambda explanation: explanation)
-
-
 @dataclass(slots=True)
 class _StoredExplanation:
     ended_at: float
@@ -130,14 +120,15 @@ class ExplanationStore:
         kept = self._kept.get(request)
         if kept is None or kept.ended_at <= now - MAX_AGE_SECONDS:
             return None
-        return self._packing.unpack(kept.packed)
+        explanation: RequestExplanation = self._packing.unpack(kept.packed)
+        return explanation
 
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> None:
         """Add a report that arrived after the end of the request that it served."""
         kept = self._kept.get(key.request_id)
         if kept is None:
             return
-        explanation = self._packing.unpack(kept.packed)
+        explanation: RequestExplanation = self._packing.unpack(kept.packed)
         if explanation.timeline is not None:
             explanation.timeline.handoff = report
         attempts = (
@@ -152,14 +143,10 @@ class ExplanationStore:
 
 class EndedRequests:
     def __init__(
-        self,
-        counters: Counters,
-        workload: WorkloadMeter,
-        explain_keep: int,
-        packing: ExplanationPacking = UNPACKED,
+        self, counters: Counters, workload: WorkloadMeter, explanations: ExplanationStore
     ) -> None:
         self.timelines = TimelineStore()
-        self.explanations = ExplanationStore(explain_keep, packing)
+        self.explanations = explanations
         self._counters = counters
         self._workload = workload
 
@@ -204,3 +191,38 @@ class EndedRequests:
         tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
         stages = StageSeconds(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
         self._workload.record_end(ttft, tpot, stages, now)
+
+
+class RequestExplainer:
+    """Explains running and recently ended requests."""
+
+    def __init__(
+        self, records: Mapping[RequestId, RequestRecord], explanations: ExplanationStore
+    ) -> None:
+        self._records = records
+        self._explanations = explanations
+
+    def explain_request(self, request: RequestId, now: float) -> RequestExplanation:
+        """Explain a request, with its siblings if it is the first choice. Raises NotFound."""
+        explanation = self._find_explanation(request, now)
+        if explanation is None:
+            raise NotFound(
+                f"there is no request {request[:64]!r}: the last {self._explanations.max_kept} that"
+                f" have ended are kept (--explain-keep), for {MAX_AGE_SECONDS / 3600:g} h at most"
+            )
+        siblings = (self._explain_sibling(sibling, now) for sibling in explanation.others)
+        return replace(explanation, others=tuple(siblings))
+
+    def _explain_sibling(self, named: RequestExplanation, now: float) -> RequestExplanation:
+        """Explain another choice, without the nodes that were considered for it."""
+        explanation = self._find_explanation(named.request_id, now)
+        if explanation is None:
+            return named
+        attempts = (replace(attempt, considered=()) for attempt in explanation.attempts)
+        return replace(explanation, attempts=tuple(attempts))
+
+    def _find_explanation(self, request: RequestId, now: float) -> RequestExplanation | None:
+        record = self._records.get(request)
+        if record is not None:
+            return build_explanation(record, now)
+        return self._explanations.get(request, now)

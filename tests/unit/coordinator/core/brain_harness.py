@@ -107,14 +107,12 @@ class BrainHarness:
             max_attempts=max_attempts,
             reserve_timeout=STALL,
             explain_keep=explain_keep,
+            explanation_packing=EXPLANATION_PACKING,
             local_prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
         )
-        registry = NodeRegistry(SILENCE, STALL)
-        self.brain = Brain(
-            registry, placement or LeastLoadedPolicy(), settings, EXPLANATION_PACKING
-        )
+        self.brain = Brain(NodeRegistry(SILENCE, STALL), placement or LeastLoadedPolicy(), settings)
         self.now = 100.0
         self.effects: list[Effect] = []
         self._joins = 0

@@ -212,7 +212,7 @@ def test_long_waits_degrade_step_by_step() -> None:
     world.stop(world.last_attempt_key(node).request_id)
     (bucket,) = (
         account.token_bucket
-        for account in world.brain._table.admission._accounts.values()
+        for account in world.brain.parts.placement.admission._accounts.values()
         if account.token_bucket
     )
     assert bucket.rate == 5e3
@@ -235,7 +235,7 @@ def test_long_waits_degrade_step_by_step() -> None:
     ]
     (bucket,) = (
         account.token_bucket
-        for account in world.brain._table.admission._accounts.values()
+        for account in world.brain.parts.placement.admission._accounts.values()
         if account.token_bucket
     )
     assert bucket.rate == 1e4

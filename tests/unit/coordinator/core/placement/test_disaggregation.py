@@ -286,7 +286,7 @@ def test_node_view_counts_running_attempts() -> None:
     world = BrainHarness("auto")
     node = world.join_node("d", DECODE)
     world.submit()
-    loads: NodeLoads = world.brain._table.loads
+    loads: NodeLoads = world.brain.parts.placement.loads
     view = loads.get_view(world.brain.node_registry.nodes[node])
     assert (view.attempts, view.running_attempts) == (1, 0)
     world.report_token(node, world.last_attempt_key(node), 0)

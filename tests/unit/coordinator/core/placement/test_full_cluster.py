@@ -90,4 +90,4 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
         False,
     ]
     assert len(world.messages_to(prefill, PrefillOrder)) == 2, "one for each cache"
-    assert not world.brain._table.followers._by_leader
+    assert not world.brain.parts.waiting.followers._by_leader

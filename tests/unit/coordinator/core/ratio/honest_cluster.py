@@ -119,14 +119,14 @@ class HonestCluster:
             self.advance_clock(0.5)
         raise AssertionError(
             f"not settled: {self.switch_phases()},"
-            f" {self.harness.brain.role_switcher.current_split()}"
+            f" {self.harness.brain.role_switcher.roles.current_split()}"
         )
 
     def fail_probe(self, name: str, why: str = "by the test") -> None:
         """Who still works on the node's probe, if there is one under way, gives it up."""
         brain = self.harness.brain
         probe = brain.role_switcher.pending[NodeName(name)].probe_request
-        record = brain._table.records.get(probe) if probe is not None else None
+        record = brain.parts.table.records.get(probe) if probe is not None else None
         if record is not None and record.attempt is not None:
             key = record.attempt.key
             for member in self.nodes.values():
@@ -209,7 +209,7 @@ class HonestCluster:
         self.harness.report_handed_off(prefill, key)
 
     def _token(self, member: HonestNode, key: AttemptKey) -> None:
-        record = self.harness.brain._table.records.get(key.request_id)
+        record = self.harness.brain.parts.table.records.get(key.request_id)
         if record is None:
             member.streams.pop(key, None)
             return

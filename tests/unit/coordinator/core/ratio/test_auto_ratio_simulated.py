@@ -75,7 +75,7 @@ def test_manual_freezes_ratio_and_set_ends_auto() -> None:
         MANUAL_REASON,
     )
     cluster.run(60.0)
-    assert brain.role_switcher.current_split() == RoleSplit(6, 2)
+    assert brain.role_switcher.roles.current_split() == RoleSplit(6, 2)
 
 
 def test_no_second_change_while_one_is_pending() -> None:
@@ -95,7 +95,7 @@ def test_no_second_change_while_one_is_pending() -> None:
                 )
             )
             assert (
-                cluster.brain.role_switcher.projected_split(cluster.now)
+                cluster.brain.role_switcher.roles.projected_split()
                 == cluster.brain.role_switcher.target_split
             )
     assert len(targets) == len({generation for generation, _ in targets}) >= 1

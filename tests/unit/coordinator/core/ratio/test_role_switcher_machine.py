@@ -30,9 +30,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
     )
     def set_target(self, prefill: int, decode: int, patience: float) -> None:
         switches = self.cluster.harness.brain.role_switcher
-        possible = self.cluster.harness.brain.role_switcher.list_possible_splits(
-            self.cluster.harness.now
-        )
+        possible = self.cluster.harness.brain.role_switcher.roles.list_possible_splits()
         before = (switches.target_split, switches.target_generation, self.cluster.switch_phases())
         try:
             self.cluster.set_ratio(prefill, decode, patience)

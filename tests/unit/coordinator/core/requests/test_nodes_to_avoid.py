@@ -21,7 +21,7 @@ class TwoByTwoCluster:
             self.world.send_heartbeat(node)
         self.world.advance(2 * RAMP_UP_SECONDS)
         self.request = self.world.submit(prompt=100, max_tokens=8)
-        record = self.world.brain._table.records[self.request]
+        record = self.world.brain.parts.table.records[self.request]
         assert record.attempt is not None
         self.key: AttemptKey = record.attempt.key
         assert record.attempt.prefill is not None
@@ -31,17 +31,17 @@ class TwoByTwoCluster:
 
     def complete_handoff(self) -> None:
         """The prompt is in the caches of both then, as the prefill node tells."""
-        world, record = self.world, self.world.brain._table.records[self.request]
+        world, record = self.world, self.world.brain.parts.table.records[self.request]
         world.report_reserved(self.decode, self.key, self.prefill)
         world.report_prefill_ended(self.prefill, self.key, 100)
         world.send_from_node(self.decode, DecodeStarted(self.key, 0, 0, 100))
         world.report_handed_off(self.prefill, self.key)
         world.report_token(self.decode, self.key, 0)
-        names = tuple(world.brain.placement_state.prefix_lookup.hash_prompt(record.request))
+        names = tuple(world.brain.placement_state.cached_prefixes.hash_prompt(record.request))
         world.send_from_node(self.prefill, CacheSnapshot(1, names))
 
     def get_new_placement(self) -> tuple[Incarnation | None, Incarnation | None]:
-        attempt = self.world.brain._table.records[self.request].attempt
+        attempt = self.world.brain.parts.table.records[self.request].attempt
         assert attempt is not None
         assert attempt.key != self.key
         return attempt.prefill, attempt.decode
@@ -64,7 +64,7 @@ def test_decode_node_death_does_not_avoid_prefill_node_with_cached_prompt(
 
 def test_decode_node_death_during_handoff_avoids_only_decode_node(pairs: TwoByTwoCluster) -> None:
     pairs.world.lose_node(pairs.decode)
-    assert pairs.world.brain._table.records[pairs.request].avoided_nodes == {pairs.decode}
+    assert pairs.world.brain.parts.table.records[pairs.request].avoided_nodes == {pairs.decode}
 
 
 @pytest.mark.parametrize("error", [Preempted("for a higher class"), OutOfMemory("none left")])

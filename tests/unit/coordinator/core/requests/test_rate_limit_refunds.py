@@ -44,7 +44,7 @@ def test_requests_expired_in_queue_are_refunded_tokens_only() -> None:
         world.advance(1.0)
         assert world.end_error(request).code == "deadline_exceeded"
     assert len(world.messages_to(decode, object)) == 1
-    account = world.brain._table.admission._accounts[LIMITED.name]
+    account = world.brain.parts.placement.admission._accounts[LIMITED.name]
     assert account.token_bucket is not None
     assert account.token_bucket.level > 0.9 * LIMITED.token_burst
     with pytest.raises(Overloaded, match="requests_per_second"):
@@ -57,7 +57,7 @@ def test_refund_does_not_exceed_burst() -> None:
     request = world.submit(prompt=PROMPT, standing=tenants.make_principal(LIMITED))
     world.advance(0.5)
     world.cancel(request)
-    account = world.brain._table.admission._accounts[LIMITED.name]
+    account = world.brain.parts.placement.admission._accounts[LIMITED.name]
     assert account.token_bucket is not None
     assert account.token_bucket.level == LIMITED.token_burst
 

@@ -69,7 +69,7 @@ def test_request_lifecycle_from_submit_to_finish(
     assert world.count_placed() == 0
     assert world.messages_to(p0, CancelOrder) == []
     assert world.brain.counters.requests == {("length", "default"): 1}
-    assert world.brain.get_timeline(request) == end.timeline
+    assert world.brain.parts.ended_requests.timelines.get(request) == end.timeline
 
 
 def test_decode_with_full_prefix_hit_cancels_prefill_leg(
@@ -294,7 +294,7 @@ def test_handoff_report_counts_after_request_end(
     for _ in range(2):
         world.report_handed_off(p0, key)
     assert world.brain.counters.handoffs == {("committed", "shm"): 1}
-    timeline = world.brain.get_timeline(request)
+    timeline = world.brain.parts.ended_requests.timelines.get(request)
     assert timeline is not None
     assert timeline.handoff.bytes == 10
 

@@ -22,7 +22,7 @@ from coordinator.core.placement.breakers import (
 )
 from coordinator.core.requests.attempt_trace import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.retries import MIN_RETRIES, WINDOW_SECONDS
+from coordinator.core.requests.waiting_requests import MIN_RETRIES, WINDOW_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 FAR = 1000.0  # seconds: nobody's deadline

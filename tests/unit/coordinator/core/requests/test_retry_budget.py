@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.requests.retries import (
+from coordinator.core.requests.waiting_requests import (
     _BUCKET_SECONDS,
     MIN_RETRIES,
     WINDOW_SECONDS,
