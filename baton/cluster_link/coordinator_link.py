@@ -287,17 +287,20 @@ class CoordinatorLink:
                 return
             self._heard_at = asyncio.get_running_loop().time()
             try:
-                if numbers.accept_message(message):
-                    self._handle_order(decode_order(message))
+                order = decode_order(message) if numbers.accept_message(message) else None
             except link_stream.MessagesLost as error:
                 self._log.warning("messages lost: rejoining", error=str(error))
                 return
+            except ValueError as error:
+                self._log.warning("malformed message: rejoining", error=str(error))
+                return
+            self._handle_order(order)
 
     def _handle_order(self, order: NodeOrder | LinkControl | None) -> None:
         match order:
             case ArmFailpoints(spec):
                 FAILPOINTS.arm(spec)
-            case Welcome() | JoinRefusal() | Ping() | None:  # None: of a later version
+            case Welcome() | JoinRefusal() | Ping() | None:  # None: repeated, or of a later version
                 pass
             case _:
                 self._member.on_order(order)

@@ -20,7 +20,7 @@ from coordinator.core.placement.services import PlacementServices
 from coordinator.core.ratio.controller import RatioController
 from coordinator.core.ratio.role_probe import RoleProber
 from coordinator.core.ratio.role_switcher import NodeRoles, RoleSwitcher
-from coordinator.core.requests.explain import EndedRequests, ExplanationStore, RequestExplainer
+from coordinator.core.requests.explain import EndedRequests, RequestExplainer
 from coordinator.core.requests.handoff_breakers import HandoffBreakers
 from coordinator.core.requests.node_membership import NodeMembership
 from coordinator.core.requests.node_reports import NodeReportHandler
@@ -58,9 +58,7 @@ class BrainParts:
             registry, self.placement.breakers, self.counters, self.effects, self.signal
         )
         self.ended_requests = EndedRequests(
-            self.counters,
-            self.placement.state.workload_meter,
-            ExplanationStore(settings.explain_keep, settings.explanation_packing),
+            self.counters, self.placement.state.workload_meter, settings
         )
         records: dict[RequestId, RequestRecord] = {}
         self.waiting = _assemble_waiting(

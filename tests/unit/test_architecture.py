@@ -2,13 +2,17 @@
 a file is."""
 
 import ast
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from baton.cluster_link.messages import NodeOrder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,6 +137,22 @@ def test_cores_are_pure(path: Path) -> None:
         if name.split(".")[0] in OUR_PACKAGES - {"baton"} and ".core" not in name
     }
     assert not shells, f"a core imports a shell: {shells}"
+
+
+def test_each_order_is_built_in_one_file() -> None:
+    """So that a new field of an order touches six files at most: proto, message, codec, who gives
+    it, who uses it, and docs/protocol.md. See "How to add" in CONTRIBUTING.md."""
+    orders = {kind.__name__ for kind in get_args(NodeOrder) if dataclasses.fields(kind)}
+    builders: dict[str, set[str]] = {name: set() for name in orders}
+    for _, path in ALL_SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                builders.get(node.func.id, set()).add(str(path.relative_to(ROOT)))
+    codec = {"baton/cluster_link/codec.py"}
+    assert {name: len(files - codec) for name, files in builders.items()} == dict.fromkeys(
+        orders, 1
+    )
+    assert all(codec <= files for files in builders.values())
 
 
 def test_package_files_are_empty() -> None:

@@ -13,7 +13,7 @@ from baton.errors import BatonError, Cancelled, NotFound, RequestRejected
 from baton.types import AttemptKey, FinishReason, RequestId
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import EndRequest, FinishedResult
-from coordinator.core.common.settings import UNPACKED, ExplanationPacking
+from coordinator.core.common.settings import UNPACKED, BrainSettings, ExplanationPacking
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
 from coordinator.core.requests.attempt_trace import TimelineStore
@@ -143,10 +143,10 @@ class ExplanationStore:
 
 class EndedRequests:
     def __init__(
-        self, counters: Counters, workload: WorkloadMeter, explanations: ExplanationStore
+        self, counters: Counters, workload: WorkloadMeter, settings: BrainSettings
     ) -> None:
         self.timelines = TimelineStore()
-        self.explanations = explanations
+        self.explanations = ExplanationStore(settings.explain_keep, settings.explanation_packing)
         self._counters = counters
         self._workload = workload
 

@@ -176,6 +176,20 @@ async def test_malformed_message_ends_the_stream_but_not_the_node(
         assert not rig.link_task.done()
 
 
+async def test_order_out_of_bounds_ends_the_stream_but_not_the_node() -> None:
+    async def attach(number: int, context: Any) -> None:
+        await context.write(welcome_message(number))
+        if number == 1:
+            order = pb.SetRole(role="neither")
+            await context.write(CoordinatorMessage(number=2, set_role=order))
+        await asyncio.Event().wait()
+
+    async with running_link(attach) as rig:
+        first = await rig.wait_joined()
+        assert await rig.wait_joined() != first
+        assert not rig.link_task.done()
+
+
 async def test_missing_welcome_ends_the_stream_but_not_the_node() -> None:
     async def attach(number: int, context: Any) -> None:
         if number == 1:
