@@ -51,7 +51,8 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence, handoff_owner_label
-from node_engine.core.step.step_batch import LayerCallback, StepBatch
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
 from prefill_node.layer_announcer import BlockRange, LayerAnnouncer

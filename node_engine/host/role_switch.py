@@ -21,7 +21,8 @@ from node_engine.core.node_commands import (
     SetRoleCommand,
 )
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.step_batch import LayerCallback, StepBatch
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.compute_thread import CallWhenIdle
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 

@@ -25,7 +25,8 @@ from node_engine.core.node_commands import (
     PrefillCommand,
 )
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.step_batch import Engine, LayerCallback, StepBatch
+from node_engine.core.step.engine import Engine, LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext
 
 _UNBOUNDED = 1 << 62

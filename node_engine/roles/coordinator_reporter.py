@@ -10,7 +10,7 @@ from baton.cluster_link import pb_conversion as wire
 from baton.errors import BatonError
 from baton.kv.cache_journal import CacheEventBatch
 from baton.pb import cluster_pb2, common_pb2
-from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
+from baton.types import AttemptKey, Incarnation, NodeName, Ticket, TokenEvent, TokenLogprobs
 from node_engine.core.blocks.block_ownership import BlockLedger
 
 _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
@@ -19,8 +19,8 @@ _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 class CoordinatorReporter:
     """Builds and sends the messages of one node about its attempts, cache and blocks."""
 
-    def __init__(self, name: str, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
-        self._name = name
+    def __init__(self, name: NodeName, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
+        self.name = name
         self._send = send
         self.incarnation = Incarnation("")  # set by the role when the node has joined
 
@@ -131,6 +131,6 @@ class CoordinatorReporter:
         )
         self._send(
             wire.ledger_to_pb(
-                query_id, self._name, self.incarnation, snapshot.num_blocks, counts, owners
+                query_id, self.name, self.incarnation, snapshot.num_blocks, counts, owners
             )
         )

@@ -16,7 +16,8 @@ from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.step_batch import Engine, LayerCallback, StepBatch
+from node_engine.core.step.engine import Engine, LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.shared_pool.pool_connector import PoolConnector
 

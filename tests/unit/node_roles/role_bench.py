@@ -193,7 +193,7 @@ class RoleBench:
             arena=cast(Any, type("Arena", (), {"name": "baton-arena-x"})),
             block_pool=self.pool,
             scheduler=self.scheduler,
-            reporter=CoordinatorReporter("node", self.sent_messages.append),
+            reporter=CoordinatorReporter(NodeName("node"), self.sent_messages.append),
             clock=self.clock,
             pool_connector=self.pool_connector,
             block_memory=self.block_memory,

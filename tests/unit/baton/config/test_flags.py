@@ -12,7 +12,7 @@ from baton.config.settings import Config
 from baton.errors import ConfigError
 from coordinator.__main__ import COORDINATOR_FIELDS
 from coordinator.node_links.dispatcher import Dispatcher
-from node_engine.host.launch import NODE_CONFIG_FIELDS
+from node_engine.host.config_fields import NODE_CONFIG_FIELDS
 
 ROOT = Path(__file__).parents[4]
 

@@ -1,0 +1,51 @@
+"""The settings that a node reads."""
+
+NODE_CONFIG_FIELDS = (
+    *(
+        "coordinator",
+        "cluster_token",
+        "insecure",
+        "name",
+        "listen",
+        "advertise",
+        "health_port",
+        "host_id",
+        "pool",
+    ),
+    *(
+        "model",
+        "engine",
+        "load_format",
+        "device",
+        "dtype",
+        "threads",
+        "max_model_len",
+        "kv_memory",
+        "block_size",
+    ),
+    *(
+        "max_num_seqs",
+        "max_batched_tokens",
+        "preemption",
+        "transport",
+        "layers_per_message",
+        "segment_dir",
+        "silence",
+    ),
+    *("ticket_ttl", "pool_patience", "pool_publish_rate"),
+    *(
+        "progress_timeout",
+        "drain_timeout",
+        "paced_prefill_us_per_token",
+        "paced_step_ms",
+        "paced_vocab_size",
+    ),
+    *(
+        "paced_sequence_us",
+        "paced_reread",
+        "log_level",
+        "log_format",
+        "max_connections_per_address",
+        "core_dumps",
+    ),
+)
