@@ -1,13 +1,13 @@
 """The decode role: receives KV from prefill nodes, or computes it, and decodes. An attempt's life:
 
-    DecodeCommand with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
+    DecodeOrder with a KV writer   -> match the cached prefix, reserve blocks for the rest, grant a
                                       ticket and report Reserved; or report Refused at once
         InboundStarted             -> the KV writer has begun
         InboundSealed              -> all KV landed and verified, the writer fenced off: commit,
                                       report Admitted and the first token
         InboundLost                -> blocks freed, or QUARANTINED until InboundFenced;
                                       AttemptFailed reported
-    DecodeCommand without a writer, or only the last token is not cached -> compute it here
+    DecodeOrder without a writer, or only the last token is not cached -> compute it here
     running                        -> one Tokens message per step for all sequences, until the
                                       attempt is finished, preempted or cancelled
 
@@ -22,6 +22,11 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from baton.cluster_link.messages import (
+    DecodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+)
 from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeLost
 from baton.kv.block_hash import BlockHash
 from baton.process.failpoints import failpoint
@@ -46,12 +51,7 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix
-from node_engine.core.node_commands import (
-    DecodeCommand,
-    NodeCommand,
-    PeerLostCommand,
-    PrefillCommand,
-)
+from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -101,7 +101,7 @@ class DecodeRole(BaseRole):
 
     def _handle_event(self, item: object) -> None:
         match item:
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case InboundStarted(ticket):
                 if ticket in self._pending_handoffs:
@@ -160,12 +160,12 @@ class DecodeRole(BaseRole):
     # the life of one attempt
 
     def _start_attempt(
-        self, command: PrefillCommand | DecodeCommand, pool_prefix: PoolPrefix | None
+        self, order: PrefillOrder | DecodeOrder, pool_prefix: PoolPrefix | None
     ) -> None:
-        if not isinstance(command, DecodeCommand):
-            raise TypeError(f"a decode node cannot handle {command!r}")
-        self._scheduler.prefill_budget.prefill_step_share = command.prefill_step_share or None
-        self._reserve_or_prefill(command.work, command.kv_writer, pool_prefix)
+        if not isinstance(order, DecodeOrder):
+            raise TypeError(f"a decode node cannot handle {order!r}")
+        self._scheduler.prefill_budget.prefill_step_share = order.prefill_step_share or None
+        self._reserve_or_prefill(order.work, order.kv_writer, pool_prefix)
 
     @failpoint("decode.allocate")
     def _reserve_or_prefill(

@@ -1,7 +1,7 @@
 """The prefill role: computes prompts and hands their KV to decode nodes. The life of an attempt:
 
-    PrefillCommand     -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
-    TicketCommand      -> `set_ticket`, on the event loop: it need not wait for the forward pass
+    PrefillOrder       -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
+    TicketOrder        -> `set_ticket`, on the event loop: it need not wait for the forward pass
     each computed layer -> `announce_layer`: the plane sends it while the next layer is computed
     first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
     OutboundCommitted  -> source blocks released, HandedOff reported (success)
@@ -20,6 +20,13 @@ its look-up for the same attempt would count the attempt's own computation as a 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+    TicketOrder,
+)
 from baton.errors import BatonError, Cancelled, Preempted, StaleMessage
 from baton.pb.common_pb2 import HandoffReport
 from baton.process.failpoints import failpoint
@@ -33,15 +40,7 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.node_commands import (
-    CancelCommand,
-    DecodeCommand,
-    NodeCommand,
-    NodeJoined,
-    PeerLostCommand,
-    PrefillCommand,
-    TicketCommand,
-)
+from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     PrefillRequeued,
@@ -60,7 +59,7 @@ from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
 
 @dataclass(slots=True, eq=False)
 class _PrefillAttempt:
-    """State of one attempt, from its PrefillCommand to OutboundCommitted or OutboundAborted."""
+    """State of one attempt, from its PrefillOrder to OutboundCommitted or OutboundAborted."""
 
     work: AttemptSpec
     needs_no_decode: bool  # the output is one token: no hand-off
@@ -86,7 +85,7 @@ class PrefillRole(BaseRole):
         super().__init__(context, plane)
         self._plane = plane
         self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
-        self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillCommand
+        self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillOrder
         # Attempts of the step in progress with their tokens in it.
         self._step_attempts: list[tuple[_PrefillAttempt, int]] = []
 
@@ -101,14 +100,14 @@ class PrefillRole(BaseRole):
         match command:
             case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
-            case PrefillCommand(work, needs_no_decode):
+            case PrefillOrder(work, needs_no_decode):
                 if not needs_no_decode:
                     self._plane.open_handoff(work.key, len(work.context_token_ids))
-            case TicketCommand(ticket):
+            case TicketOrder(ticket):
                 self._plane.set_ticket(ticket.key, ticket)
-            case CancelCommand(key, reason):
+            case CancelOrder(key, reason):
                 self._plane.abort_handoff(key, reason)
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case _:
                 pass
@@ -117,13 +116,13 @@ class PrefillRole(BaseRole):
 
     def _handle_event(self, item: object) -> None:
         match item:
-            case TicketCommand(ticket):
+            case TicketOrder(ticket):
                 self._on_ticket(ticket.key)
             case OutboundCommitted(key, report):
                 self._on_committed(key, report)
             case OutboundAborted(key, error):
                 self._on_aborted(key, error)
-            case PeerLostCommand() | LayerLanded():
+            case PeerLostNotice() | LayerLanded():
                 pass
             case _:
                 raise TypeError(f"a prefill node cannot handle {item!r}")
@@ -182,11 +181,11 @@ class PrefillRole(BaseRole):
     # the life of one attempt
 
     def _start_attempt(
-        self, command: PrefillCommand | DecodeCommand, pool_prefix: PoolPrefix | None
+        self, order: PrefillOrder | DecodeOrder, pool_prefix: PoolPrefix | None
     ) -> None:
-        if not isinstance(command, PrefillCommand):
-            raise TypeError(f"a prefill node cannot handle {command!r}")
-        work, needs_no_decode = command.work, command.needs_no_decode
+        if not isinstance(order, PrefillOrder):
+            raise TypeError(f"a prefill node cannot handle {order!r}")
+        work, needs_no_decode = order.work, order.needs_no_decode
         early = self._aborted_early.pop(work.key, None)
         if early is not None:
             self._reporter.report_failed(work.key, early)
@@ -264,7 +263,7 @@ class PrefillRole(BaseRole):
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
         attempt = self._attempts.get(key)
-        if attempt is None:  # it ended before its PrefillCommand was handled
+        if attempt is None:  # it ended before its PrefillOrder was handled
             self._aborted_early[key] = error
             return
         self._forget_attempt(attempt)

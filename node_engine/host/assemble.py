@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.config import flags as config_flags
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.kv.block_hash import root_hash
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
@@ -41,7 +41,6 @@ from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread
-from node_engine.host.config_fields import NODE_CONFIG_FIELDS
 from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
@@ -65,19 +64,17 @@ _PACED_MAX_MODEL_LEN = 8192
 def launch_node(role: Role, argv: Sequence[str] | None = None) -> int:
     """Run a node that starts in `role` until it is stopped; returns the exit code."""
 
-    def settings() -> Config:
+    def settings() -> NodeConfig:
         prog, description = f"python -m {role.value}_node", f"A {role.value} node of Baton."
         return with_local_model(
-            config_flags.load_config(
-                argv, prog=prog, description=description, fields=NODE_CONFIG_FIELDS
-            )
+            config_flags.load_config(argv, NodeConfig, prog=prog, description=description)
         )
 
     return run_process(settings, lambda config, stop: run_node(config, role, stop))
 
 
 async def run_node(
-    config: Config,
+    config: NodeConfig,
     role: Role,
     stop: asyncio.Event,
     role_factories: Mapping[Role, RoleFactory] | None = None,
@@ -108,7 +105,7 @@ async def run_node(
 
 
 def assemble_node(
-    config: Config,
+    config: NodeConfig,
     role: Role,
     name: NodeName,
     engine: Engine,
@@ -141,7 +138,7 @@ def assemble_node(
 
 
 def make_role_context(
-    config: Config,
+    config: NodeConfig,
     host_id: str,
     engine: Engine,
     arena: HostArena,
@@ -177,7 +174,7 @@ def make_role_context(
 
 
 def make_scheduler(
-    config: Config, engine: Engine, arena: HostArena, block_pool: BlockPool
+    config: NodeConfig, engine: Engine, arena: HostArena, block_pool: BlockPool
 ) -> Scheduler:
     return Scheduler(
         block_pool,
@@ -188,7 +185,7 @@ def make_scheduler(
     )
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: NodeConfig) -> Engine:
     """Build the engine that `--engine` names; this takes seconds.
 
     Raises ConfigError for a model that cannot be served.
@@ -196,7 +193,7 @@ def build_engine(config: Config) -> Engine:
     return _build_paced_engine(config) if config.engine == "paced" else _build_model_engine(config)
 
 
-def _build_model_engine(config: Config) -> Engine:
+def _build_model_engine(config: NodeConfig) -> Engine:
     from node_engine.model.model_loader import load_model_engine
 
     return load_model_engine(
@@ -226,7 +223,7 @@ def choose_sampler() -> "Sampler":
     return sample_tokens
 
 
-def _build_paced_engine(config: Config) -> Engine:
+def _build_paced_engine(config: NodeConfig) -> Engine:
     costs = PacedCosts(
         prefill_us_per_token=config.paced_prefill_us_per_token,
         decode_base_us=config.paced_step_ms * 1e3,
@@ -241,7 +238,7 @@ def _build_paced_engine(config: Config) -> Engine:
     )
 
 
-def count_compute_threads(config: Config) -> int:
+def count_compute_threads(config: NodeConfig) -> int:
     """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
     if config.threads == "auto":
         return max(1, len(os.sched_getaffinity(0)) - 1)
@@ -250,7 +247,7 @@ def count_compute_threads(config: Config) -> int:
     return int(config.threads)
 
 
-def create_arena(config: Config, engine: Engine) -> HostArena:
+def create_arena(config: NodeConfig, engine: Engine) -> HostArena:
     """Allocate the memory of the KV cache; the caller closes it. Raises ConfigError."""
     return create_host_arena(config, engine)
 
@@ -272,7 +269,7 @@ def warm_up_engine(
         )
 
 
-def load_model_files(config: Config) -> ModelFileDigests:
+def load_model_files(config: NodeConfig) -> ModelFileDigests:
     """Digests of the files that the engine was built from. Reads from disk."""
     if config.engine == "paced":
         return ModelFileDigests()
@@ -280,7 +277,7 @@ def load_model_files(config: Config) -> ModelFileDigests:
 
 
 def connect_pool_client(
-    config: Config, name: NodeName, host_id: str, engine: Engine, arena: HostArena
+    config: NodeConfig, name: NodeName, host_id: str, engine: Engine, arena: HostArena
 ) -> SharedPoolClient | None:
     """The client of the host's shared pool; None if the configuration names no pool."""
     if arena.pool_space is None:
@@ -321,7 +318,7 @@ ROLE_FACTORIES: Mapping[Role, Callable[[RoleContext], RolePolicy]] = {
 }
 
 
-def _check_ports(config: Config) -> None:
+def _check_ports(config: NodeConfig) -> None:
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
     require_key_unless_loopback(

@@ -10,18 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from baton.cluster_link.messages import (
+    CacheSnapshotRequest,
+    LedgerQuery,
+)
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
 from baton.process.failpoints import failpoint
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.node_commands import (
-    CacheSnapshotCommand,
-    LedgerCommand,
-    NodeCommand,
-    NodeJoined,
-)
+from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
@@ -153,13 +152,13 @@ class ComputeThread:
                     return False
                 case CallWhenIdle(callback):
                     self._idle_callbacks.append(callback)
-                case LedgerCommand(query):
+                case LedgerQuery(query):
                     self._context.reporter.report_ledger(
                         query, self._context.block_pool.take_ledger()
                     )
                 case PublicationEnded():
                     self._context.pool_connector.on_publication_ended(item)
-                case CacheSnapshotCommand():
+                case CacheSnapshotRequest():
                     self._report_cache_snapshot()
                 case NodeJoined():
                     self._role.handle_item(item)

@@ -8,7 +8,7 @@ mapped later: block tables may then contain blocks of both.
 from pathlib import Path
 
 from baton.config.memory_size import AUTO, resolve_memory_size
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.process import log
 from baton.shared_memory import segment as segments
@@ -50,7 +50,7 @@ class HostArena:
         self.segment.close()
 
 
-def create_host_arena(config: Config, engine: Engine) -> HostArena:
+def create_host_arena(config: NodeConfig, engine: Engine) -> HostArena:
     """Create the segment of a node and map it. Takes seconds; the caller closes the arena.
 
     Raises ConfigError if --kv-memory is too small or not available.
@@ -67,7 +67,7 @@ def create_host_arena(config: Config, engine: Engine) -> HostArena:
         raise
 
 
-def compute_cache_bytes(config: Config) -> int:
+def compute_cache_bytes(config: NodeConfig) -> int:
     """Bytes of --kv-memory. Raises ConfigError if there is less memory available."""
     folder = Path(config.segment_dir)
     try:
@@ -86,7 +86,7 @@ def compute_cache_bytes(config: Config) -> int:
     return memory
 
 
-def compute_cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
+def compute_cache_blocks(config: NodeConfig, block_bytes: int, max_model_len: int) -> int:
     """Number of KV blocks that fit in --kv-memory.
 
     With `auto`, at most as many as --max-num-seqs sequences of full length need. Raises ConfigError

@@ -6,14 +6,13 @@ statistics are snapshots that the compute thread has left.
 
 import os
 
-from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
 from baton.models.file_digests import ModelFileDigests
 from baton.pb import cluster_pb2
 from baton.process import log
 from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
-from node_engine.host.command_codec import command_from_pb
 from node_engine.host.compute_thread import ComputeThread
 from node_engine.host.role_switch import SwitchableRole
 from node_engine.roles.role_policy import RoleContext
@@ -46,27 +45,25 @@ class NodeLinkMember:
     def on_coordinator_lost(self) -> None:
         self._deliver_command(CoordinatorLost())
 
-    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        command = command_from_pb(message)
-        if command is not None:
-            self._deliver_command(command)
+    def on_order(self, order: NodeOrder) -> None:
+        self._deliver_command(order)
 
     def _deliver_command(self, command: NodeCommand) -> None:
         self._role.preview_command(command)
         self._lookups.submit_command(command)
 
-    def build_join(self) -> cluster_pb2.Join:
+    def build_join(self) -> JoinInfo:
         config, engine = self._context.config, self._context.engine
         identity = engine.model_identity
-        return cluster_pb2.Join(
-            protocol_version=wire.PROTOCOL_VERSION,
+        return JoinInfo(
+            protocol_version=PROTOCOL_VERSION,
             name=self._context.name,
-            role=self._role.role.value,
+            role=self._role.role,
             host_id=self._context.host_id,
             transfer_endpoint=self._role.transfer_endpoint,
             pid=os.getpid(),
             model_digest=engine.model_digest.hex(),
-            layout=wire.layout_to_pb(engine.layout),
+            layout=engine.layout,
             num_blocks=self._context.block_pool.num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
@@ -77,9 +74,7 @@ class NodeLinkMember:
             implementation=identity.implementation,
             dtype=identity.dtype,
             quantization=identity.quantization,
-            config_digest=self._model_files.config_digest,
-            tokenizer_digest=self._model_files.tokenizer_digest,
-            weights_digest=self._model_files.weights_digest,
+            files=self._model_files,
             rejoining=self._context.reporter.incarnation,
         )
 

@@ -1,7 +1,7 @@
 """What the prefill and the decode role do alike: begin attempts, check them, and end them.
 
 A role differs in what an attempt does between its beginning and its end. BaseRole has the rest: the
-loss of the coordinator and a new incarnation, the pool prefix that a command came with, refusals,
+loss of the coordinator and a new incarnation, the pool prefix that an order came with, refusals,
 failed steps, and what the node reports of its transfer plane.
 """
 
@@ -10,19 +10,23 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    PrefillOrder,
+)
 from baton.errors import BatonError, ContextLengthExceeded, ModelMismatch, NodeFailed, StaleMessage
 from baton.kv.block_hash import BlockHash, root_hash
+from baton.kv.pool_types import PoolHit
 from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.types import AttemptKey, AttemptSpec, Incarnation
 from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.pool_prefix import PoolPrefix
 from node_engine.core.node_commands import (
-    CancelCommand,
     CoordinatorLost,
-    DecodeCommand,
     NodeCommand,
     NodeJoined,
-    PrefillCommand,
+    OrderWithPoolHit,
 )
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.engine import Engine, LayerCallback
@@ -81,9 +85,11 @@ class BaseRole(ABC):
                 self._on_joined(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(self._coordinator_lost_error())
-            case PrefillCommand() | DecodeCommand():
-                self._begin_attempt(item)
-            case CancelCommand(key, reason):
+            case PrefillOrder() | DecodeOrder():
+                self._begin_attempt(item, None)
+            case OrderWithPoolHit(order, hit):
+                self._begin_attempt(order, hit)
+            case CancelOrder(key, reason):
                 self._end_attempt(key, reason, report=False)
             case _:
                 self._handle_event(item)
@@ -112,7 +118,7 @@ class BaseRole(ABC):
 
     @abstractmethod
     def _start_attempt(
-        self, command: PrefillCommand | DecodeCommand, pool_prefix: PoolPrefix | None
+        self, order: PrefillOrder | DecodeOrder, pool_prefix: PoolPrefix | None
     ) -> None:
         """Begin to work on a new attempt, or raise BatonError: it is then ended and reported."""
 
@@ -151,12 +157,12 @@ class BaseRole(ABC):
 
     # helpers
 
-    def _begin_attempt(self, command: PrefillCommand | DecodeCommand) -> None:
-        work = command.work
-        pool_prefix = self._pool_connector.build_pool_prefix(command.pool_hit)
-        if not self._is_known(work.key):  # else the message is a duplicate
+    def _begin_attempt(self, order: PrefillOrder | DecodeOrder, hit: PoolHit | None) -> None:
+        work = order.work
+        pool_prefix = self._pool_connector.build_pool_prefix(hit)
+        if not self._is_known(work.key):  # else the order is a duplicate
             try:
-                self._start_attempt(command, pool_prefix)
+                self._start_attempt(order, pool_prefix)
             except ContextLengthExceeded as error:
                 self._refuse_too_long(work)
                 self._end_attempt(work.key, error, report=False)

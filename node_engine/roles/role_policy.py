@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.process.clock import Clock
 from baton.shared_memory.segment import Segment
 from baton.types import NodeName
@@ -26,7 +26,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector
 class RoleContext:
     """What the node process gives a role."""
 
-    config: Config
+    config: NodeConfig
     name: NodeName
     host_id: str
     engine: Engine
