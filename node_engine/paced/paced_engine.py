@@ -36,8 +36,8 @@ from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import TokenLogprobs
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
-    LayerCallback,
     PromptLogprobsSpec,
     SampleSpec,
     SequenceId,

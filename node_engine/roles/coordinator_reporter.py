@@ -22,7 +22,7 @@ from baton.cluster_link.messages import (
 from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger
 from baton.errors import BatonError
 from baton.kv.cache_journal import CacheEventBatch
-from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
+from baton.types import AttemptKey, Incarnation, NodeName, Ticket, TokenEvent, TokenLogprobs
 from node_engine.core.blocks.block_ownership import BlockLedger
 
 _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
@@ -32,9 +32,9 @@ class CoordinatorReporter:
     """Sends the reports of one node about its attempts, cache and blocks."""
 
     def __init__(
-        self, name: str, send: Callable[[NodeReport | LedgerReport, Incarnation], None]
+        self, name: NodeName, send: Callable[[NodeReport | LedgerReport, Incarnation], None]
     ) -> None:
-        self._name = name
+        self.name = name
         self._send = send
         self.incarnation = Incarnation("")  # set by the role when the node has joined
 
@@ -123,7 +123,7 @@ class CoordinatorReporter:
 
     def report_ledger(self, query_id: int, snapshot: BlockLedger) -> None:
         ledger = MemberLedger(
-            name=self._name,
+            name=self.name,
             incarnation=self.incarnation,
             num_blocks=snapshot.num_blocks,
             counts={state.value: count for state, count in snapshot.counts.items()},

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.paged_cache import PagedCache
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
-    LayerCallback,
     SampleSpec,
     SequenceId,
     SequenceSlice,
@@ -25,6 +25,7 @@ from node_engine.model.config.model_config import load_model_config
 from node_engine.model.forward_batch import ForwardBatchBuilder
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.transformer import Transformer
 from tests.models import (
     FamilyName,
@@ -57,7 +58,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
     reference = load_reference_model(folder)
     prompts = find_stable_prompts(reference, LENGTHS, NEW_TOKENS)
-    return ParityCase(folder, reference, prompts, ModelEngine.load(folder))
+    return ParityCase(folder, reference, prompts, load_model_engine(folder))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model
 
@@ -43,7 +44,7 @@ class ScoredModel:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ScoredModel:
     family: FamilyName = request.param
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
-    return ScoredModel(ModelEngine.load(folder), load_reference_model(folder))
+    return ScoredModel(load_model_engine(folder), load_reference_model(folder))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.shared_pool.pool_client import BlockCopier
 
 BLOCKS = 64
@@ -26,7 +26,7 @@ class ModelNode:
     def __init__(
         self, model: Path, folder: Path, device: Literal["cpu", "cuda"], *, in_place: bool
     ) -> None:
-        self.engine = ModelEngine.load(model, dtype="float32", device=device)
+        self.engine = load_model_engine(model, dtype="float32", device=device)
         layout = self.engine.layout
         size = round_up_segment_bytes(BLOCKS * layout.block_bytes, layout.block_bytes)
         self.arena, self.pool_segment = (

@@ -23,8 +23,8 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "kv_transfer": frozenset({"baton", "kv_kernels"}),
     "kv_pool": frozenset({"baton", "kv_transfer"}),
     "node_engine": frozenset({"baton", "kv_kernels"}),
-    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
-    "decode_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
+    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
+    "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "coordinator": frozenset({"baton"}),
     "benchmarks": frozenset(
         {
@@ -39,9 +39,8 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
         }
     ),
 }
-NODE_PACKAGES = frozenset(
-    {"prefill_node", "decode_node"}
-)  # a node may take either role, and only launchers know both
+# Puts a node together: it stands above all packages, and it alone knows both roles.
+NODE_ASSEMBLY = ROOT / "node_engine" / "host" / "assemble.py"
 OUR_PACKAGES = frozenset(ALLOWED_IMPORTS) | {"tests", "tools"}
 
 # A core decides; it does not do. The clock is handed to it.
@@ -114,9 +113,9 @@ IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 def test_imports_point_down(package: str, path: Path) -> None:
     tops = {name.split(".")[0] for name in list_imports(path)}
     allowed = (
-        ALLOWED_IMPORTS[package]
-        | {package}
-        | (NODE_PACKAGES if path.name == "__main__.py" and package in NODE_PACKAGES else set())
+        OUR_PACKAGES - {"tests", "tools"}
+        if path == NODE_ASSEMBLY
+        else ALLOWED_IMPORTS[package] | {package}
     )
     assert tops & OUR_PACKAGES <= allowed, f"{path.name} imports {tops & OUR_PACKAGES - allowed}"
     assert not tops & FORBIDDEN.get(package, frozenset())
@@ -200,9 +199,9 @@ def test_there_are_no_import_cycles() -> None:
         visit(module, ())
 
 
-def test_only_launchers_import_both_roles() -> None:
+def test_only_the_node_assembly_imports_both_roles() -> None:
     for package, path in ALL_SOURCES:
-        if package not in {"benchmarks"} and path.name != "__main__.py":
+        if package not in {"benchmarks"} and path != NODE_ASSEMBLY:
             tops = {name.split(".")[0] for name in list_imports(path)}
             assert not {"prefill_node", "decode_node"} <= tops | {package}, path
 

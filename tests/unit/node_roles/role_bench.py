@@ -195,7 +195,7 @@ class RoleBench:
             arena=cast(Any, type("Arena", (), {"name": "baton-arena-x"})),
             block_pool=self.pool,
             scheduler=self.scheduler,
-            reporter=CoordinatorReporter("node", self._send_report),
+            reporter=CoordinatorReporter(NodeName("node"), self._send_report),
             clock=self.clock,
             pool_connector=self.pool_connector,
             block_memory=self.block_memory,

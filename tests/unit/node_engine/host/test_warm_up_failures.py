@@ -11,15 +11,15 @@ import pytest
 from baton.config.settings import Config
 from baton.errors import NodeFailed, OutOfMemory
 from baton.types import Role
-from node_engine.core.step.step_batch import DeviceLost
-from node_engine.host.node_process import run_node
+from node_engine.core.step.engine import DeviceLost
+from node_engine.host.assemble import run_node
 from node_engine.paced.paced_engine import PacedEngine
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 
 WarmUp = Callable[[PacedEngine, int, Callable[[], bool]], None]
 
 
-def fail_to_make_role(parts: RoleContext) -> RolePolicy:
+def fail_to_make_role(context: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
@@ -30,7 +30,7 @@ async def start(
     config = Config(
         coordinator="127.0.0.1:1", engine="paced", kv_memory="2MiB", segment_dir=str(folder)
     )
-    await run_node(config, Role.DECODE, {Role.DECODE: fail_to_make_role}, stop)
+    await run_node(config, Role.DECODE, stop, {Role.DECODE: fail_to_make_role})
 
 
 async def test_stop_ends_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

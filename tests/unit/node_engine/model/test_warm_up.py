@@ -7,7 +7,7 @@ import pytest
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from tests.models import build_model
 
@@ -71,7 +71,7 @@ def test_warm_up_changes_no_answer(tmp_path: Path, num_blocks: int) -> None:
     step = StepBatch((SequenceSlice(SequenceId(1), tokens, 0, [BlockIndex(0)], spec),))
     answers = []
     for warm in (False, True):
-        engine = ModelEngine.load(folder, dtype="float32")
+        engine = load_model_engine(folder, dtype="float32")
         memory = bytearray(num_blocks * engine.layout.block_bytes)
         engine.bind_cache(memoryview(memory), num_blocks)
         if warm:
@@ -82,7 +82,7 @@ def test_warm_up_changes_no_answer(tmp_path: Path, num_blocks: int) -> None:
 
 
 def test_warm_up_stops_when_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32")
+    engine = load_model_engine(build_model("llama", tmp_path), dtype="float32")
     engine.bind_cache(memoryview(bytearray(4 * engine.layout.block_bytes)), 4)
     ran: list[StepBatch] = []
     monkeypatch.setattr(engine, "run", ran.append)

@@ -13,8 +13,8 @@ from baton.kv.kv_layout import KVLayout
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.sequences.outcomes import TokenEmitted
+from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import (
-    Engine,
     PromptLogprobsSpec,
     SampleSpec,
     SequenceId,
