@@ -181,7 +181,14 @@ class _PoolProcess:
             await asyncio.Event().wait()
         config = await with_advertised_address(self._config, stop)
         dialer = await asyncio.to_thread(PoolDialer, config.cluster_token)
-        self._peers = PeerPools(config, self._manager, self._name, dialer, monotonic_clock)
+        self._peers = PeerPools(
+            config,
+            self._manager.open_pool,
+            self._manager.host_id,
+            self._name,
+            dialer,
+            monotonic_clock,
+        )
         self._peer_service.sender = self._peers.sender
         endpoint = address_to_dial(config.advertise or config.listen.rpartition(":")[0], port)
         self._member = PoolClusterMember(
