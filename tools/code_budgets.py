@@ -40,6 +40,9 @@ BUDGETS = {
 }
 MAX_COLUMNS = 100
 
+# Exempt, because of what they are rather than by a number that may shrink:
+COMPOSITION_ROOT = "assemble.py"  # connects many parts, so it may import as many
+
 Measures = dict[str, dict[str, int]]  # by budget: what is over it, and its measure
 
 
@@ -67,7 +70,8 @@ def measure_repository() -> Measures:
         if path.parts[0] == "tests":
             continue
         tree = ast.parse(text)
-        note("imports_per_file", str(path), len(set(_our_imports(tree))))
+        if path.name != COMPOSITION_ROOT:
+            note("imports_per_file", str(path), len(set(_our_imports(tree))))
         for name, node in _definitions(tree):
             where = f"{path}:{name}"
             if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""The pool process: builds and runs the pool's port, health port and cluster membership.
+"""A pool process, assembled: the pool's port, its health port and its cluster membership.
 
 To stop, it announces the shutdown, answers the questions it has received, and then closes
 everything. Nodes keep reading the blocks that they have mapped.
