@@ -27,8 +27,7 @@ from baton.process.clock import monotonic_clock
 from baton.process.descriptors import get_descriptor_limit
 from baton.shared_memory import segment as segments
 from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
-from baton.types import mint_id
-from kv_pool.cluster_member import POOL_ROLE, PoolClusterMember
+from kv_pool.cluster_member import PoolClusterMember, choose_member_name
 from kv_pool.common.grpc_link import PoolDialer, make_server
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.disk.data_file import DISK_FILE_NAME, DISK_FOLDER_FLAG
@@ -49,7 +48,7 @@ async def run_pool(config: PoolConfig, stop: asyncio.Event) -> None:
 
     Raises ConfigError for errors that a restart would not fix.
     """
-    name = config.name or f"{POOL_ROLE}-{mint_id(32)}"
+    name = choose_member_name(config)
     log.configure_logging(config.log_level, config.log_format, node=name)
     require_key_unless_loopback(
         "--listen",

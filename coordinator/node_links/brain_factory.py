@@ -18,7 +18,7 @@ def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) ->
     Raises ConfigError.
     """
     settings = BrainSettings(
-        effective_mode(config),
+        mode=effective_mode(config),
         max_queue=config.max_queue,
         max_attempts=config.max_attempts,
         reserve_timeout=config.stall,

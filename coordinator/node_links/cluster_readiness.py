@@ -11,8 +11,8 @@ from collections.abc import Callable
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import BatonError
 from baton.process import log
-from baton.types import SamplingParams
-from coordinator.generation import Submission
+from baton.types import Request, RequestId, SamplingParams, mint_id
+from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
 from coordinator.node_links.dispatcher import Dispatcher
 
 WARMUP_PROMPT_TOKENS = 4
@@ -73,8 +73,14 @@ class ClusterReadiness:
             vocab = self._dispatcher.get_model_bounds().vocab_size
             prompt = tuple(token % vocab for token in range(1, WARMUP_PROMPT_TOKENS + 1))
             sampling = SamplingParams(WARMUP_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-            submission = Submission(prompt, sampling, self._config.request_timeout)
-            stream = await self._dispatcher.submit_request(submission, internal=True)
+            request = Request(
+                RequestId(mint_id()),
+                prompt,
+                sampling,
+                self._config.request_timeout,
+                principal=INTERNAL_PRINCIPAL,
+            )
+            stream = await self._dispatcher.submit_request(request, internal=True)
             async for _ in stream:
                 pass
         except BatonError as error:

@@ -68,7 +68,7 @@ def report_too_long(work: AttemptSpec, pool: BlockPool, reporter: CoordinatorRep
 
     Another node may have room for it, so the refusal must not end the request.
     """
-    counts = pool.count_blocks_by_state()
+    counts = pool.ownership.count_blocks_by_state()
     reporter.report_refused(
         work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
     )

@@ -17,7 +17,7 @@ from typer.main import get_command
 from baton.cli.common.unavailable import UNAVAILABLE_COMMANDS as UNBUILT
 from baton.cli.main import app
 from baton.cli.up import UNAVAILABLE_OPTIONS as UNBUILT_OPTIONS
-from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.messages import PROTOCOL_VERSION
 from baton.config.settings import FIELD_NAMES, Config
 from baton.errors import ERRORS_BY_CODE, HandoffFailed, NodeFailed
 from baton.pb import cluster_pb2
@@ -255,7 +255,7 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
 def test_the_protocols_versions_are_documented() -> None:
     (link,) = re.findall(r"The node link speaks version (\d+) ", PROTOCOL)
     (plane,) = re.findall(r"the transfer plane version (\d+)\n", PROTOCOL)
-    assert (int(link), int(plane)) == (wire.PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
+    assert (int(link), int(plane)) == (PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
 
 
 def frame_word(kind: type[frames.Frame]) -> str:
