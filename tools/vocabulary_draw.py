@@ -2,7 +2,8 @@
 
 It draws first lines of public docstrings, each after the name of what it documents, public names
 and log lines. Somebody who knows the field, but not this code, should understand nearly all of them
-without opening a file. The commit's hash seeds the draw: anyone can repeat it, nobody can choose it.
+without opening a file. The commit's hash seeds the draw, so that anyone can repeat it and nobody
+can choose it.
 """
 
 import argparse
