@@ -83,17 +83,19 @@ class PoolClusterMember:
             host_id=self._manager.host_id,
             endpoint=self._endpoint,
             pid=os.getpid(),
-            model_digest=self._manager.model_digest,
-            layout=self._manager.layout,
-            num_blocks=self._manager.block_pool.memory.num_blocks,
+            model_digest=self._manager.open_pool.model_digest,
+            layout=self._manager.open_pool.layout,
+            num_blocks=self._manager.open_pool.block_pool.memory.num_blocks,
             rejoining=self._incarnation,
         )
 
     def build_stats(self) -> NodeStats:
-        ledger = self._manager.block_pool.ledger(self._clock())
+        ledger = self._manager.open_pool.block_pool.ledger(self._clock())
         counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
         counters = (
-            self._manager.collect_counters() | self._peers.counters() | log.get_log_counters()
+            self._manager.open_pool.collect_counters()
+            | self._peers.counters()
+            | log.get_log_counters()
         )
         return NodeStats(blocks_total=ledger.num_blocks, counters=counters, **counts)
 
@@ -118,8 +120,8 @@ class PoolClusterMember:
     # messages to the coordinator
 
     def _build_ledger_report(self, query_id: int) -> LedgerReport:
-        ledger = self._manager.block_pool.ledger(self._clock())
-        disk = self._manager.disk_ledger()
+        ledger = self._manager.open_pool.block_pool.ledger(self._clock())
+        disk = self._manager.open_pool.disk_ledger()
         return LedgerReport(
             query_id,
             self._describe_ledger(self._name, ledger),
@@ -153,10 +155,13 @@ class PoolClusterMember:
         A million hashes take half a second to collect; the event loop runs other work after each
         part.
         """
-        journal, total = self._manager.cache_journal, self._manager.block_pool.memory.num_blocks
+        journal, total = (
+            self._manager.cache_journal,
+            self._manager.open_pool.block_pool.memory.num_blocks,
+        )
         journal.begin_snapshot()
         for first in range(0, max(1, total), MAX_HASHES_PER_BATCH):
-            hashes = self._manager.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
+            hashes = self._manager.open_pool.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
             self._send_cache_changes(
                 [journal.build_snapshot_part(hashes, self._clock(), first=first == 0)]
             )

@@ -12,6 +12,22 @@ from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, Endpoin
 
 _WATCH_INTERVAL = 0.1  # seconds, at most
 
+SplitArgument = Annotated[
+    str,
+    typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones"),
+]
+FlipTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        help="What a node still has then is placed again elsewhere (--flip-timeout)",
+    ),
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")
+]
+
 
 def register(app: typer.Typer) -> None:
     ratio = typer.Typer(help="Show or change the prefill:decode ratio, live.", no_args_is_help=True)
@@ -51,21 +67,9 @@ def show_ratio(
 
 
 def set_ratio(
-    ratio: Annotated[
-        str,
-        typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones"),
-    ],
-    flip_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="What a node still has then is placed again elsewhere (--flip-timeout)",
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")
-    ] = True,
+    ratio: SplitArgument,
+    flip_timeout: FlipTimeoutOption = None,
+    wait: WaitOption = True,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",

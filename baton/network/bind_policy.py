@@ -1,11 +1,15 @@
 """Rules for listening without a key: only on loopback addresses."""
 
 import ipaddress
+from functools import lru_cache
 
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 
+_MAX_CACHED_HOSTS = 256  # every request asks about its host and its client's address
 
+
+@lru_cache(maxsize=_MAX_CACHED_HOSTS)
 def is_loopback(host: str) -> bool:
     """Whether `host` is a loopback address or the name localhost. Any other name is not."""
     try:
@@ -16,6 +20,7 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+@lru_cache(maxsize=_MAX_CACHED_HOSTS)
 def is_numeric_or_local(host: str) -> bool:
     """Whether `host` is an address or the name localhost, so that no name server is asked."""
     try:

@@ -62,7 +62,7 @@ class PromotionSender:
         self._incarnation = Incarnation("")
         self._in_flight: dict[AttemptKey, asyncio.Future[None]] = {}
         self.block_counters = {"baton_pool_sent_blocks_total": 0.0}
-        pool.attach_client(SENDER_CLIENT_ID, clock())
+        pool.attachments.attach_client(SENDER_CLIENT_ID, clock())
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation

@@ -15,7 +15,6 @@ import grpc
 
 from baton.errors import PeerUnreachable
 from baton.network.cluster_certificates import DECODE_CERTIFICATE_NAME, writer_channel_credentials
-from kv_transfer.common.eventfd import EventFd
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.message_framing import pack_message
 from kv_transfer.transports.grpc_protocol import (
@@ -26,7 +25,7 @@ from kv_transfer.transports.grpc_protocol import (
     channel_options,
     stream_proof,
 )
-from kv_transfer.transports.links import LinkLoss, Pollable
+from kv_transfer.transports.links import EventFd, LinkLoss, Pollable
 
 _ADDRESS = re.compile(rf"{SCHEME}://((?:\[[0-9a-fA-F:.%]+\]|[^\[\]:/]+):\d{{1,5}})")
 _CLOSE_TIMEOUT = 1.0  # seconds to wait for a cancelled call

@@ -194,7 +194,7 @@ def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False)
     ContextLengthExceeded for one that is longer than this node serves, and InvalidRequest for
     tokens or parameters that the model does not support.
     """
-    digest = engine.model_identity.digest()
+    digest = engine.model_identity.digest
     if work.identity_digest != digest:
         raise ModelMismatch(
             f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'},"

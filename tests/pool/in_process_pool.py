@@ -86,7 +86,7 @@ class FakePoolClient:
         self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(
             -1, pool.layout.block_bytes
         )
-        pool.block_pool.attach_client(client_id, pool.now())
+        pool.block_pool.attachments.attach_client(client_id, pool.now())
 
     async def run(self) -> None: ...
 

@@ -138,7 +138,7 @@ async def pool_endpoint(
     )
     store = SegmentStore(folder, blocks * LAYOUT.block_bytes, LAYOUT)
     pool = SharedBlockPool(CacheTier(blocks, LAYOUT.block_size, LruEvictor(blocks)))
-    pool.attach_client(NODE_CLIENT_ID, 0.0)
+    pool.attachments.attach_client(NODE_CLIENT_ID, 0.0)
     me = PoolIdentity(NodeName(name), f"host of {name}", store.name, DIGEST.hex(), LAYOUT)
     incarnation = Incarnation(f"incarnation of {name}")
     parts: dict[str, Any] = {

@@ -306,7 +306,11 @@ def test_sender_keeps_its_pool_pins_until_sent(tmp_path: Path) -> None:
     while host.prefill[0].step():
         pass
     host.run_publications()
-    assert sorted(host.pool.block_pool.memory.index.depth(block) for block in range(3)) == [0, 1, 2]
+    assert sorted(host.pool.block_pool.memory.index.paths.depth(block) for block in range(3)) == [
+        0,
+        1,
+        2,
+    ]
     host.land_handoff(sender, receiver, job.key)
     while receiver.step():
         pass

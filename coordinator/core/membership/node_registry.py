@@ -159,7 +159,7 @@ class NodeRegistry:
     def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
         """Add a node that `check_join` has accepted, after what it replaces was removed."""
         self.model_identity = info.model
-        self.model_digest = self.model_identity.digest()
+        self.model_digest = self.model_identity.digest
         node = NodeMember(
             info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest
         )

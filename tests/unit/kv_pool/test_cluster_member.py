@@ -38,10 +38,13 @@ class FakeCoordinatorLink:
 class FakeCachePoolManager:
     def __init__(self) -> None:
         self.cache_journal = CacheJournal()
-        self.block_pool = SimpleNamespace(memory=SimpleNamespace(num_blocks=TOTAL))
+        memory = SimpleNamespace(num_blocks=TOTAL)
+        self.open_pool = SimpleNamespace(
+            block_pool=SimpleNamespace(memory=memory), list_block_hashes=self._list_block_hashes
+        )
         self.largest_request = 0
 
-    def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
+    def _list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
         self.largest_request = max(self.largest_request, last - first)
         return (
             BlockHash(block.to_bytes(8, "big") + bytes(24))

@@ -45,7 +45,7 @@ from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 VOCAB = 1000
 MODEL = PacedEngine(
     ZERO_COSTS, vocab_size=VOCAB
-).model_identity.digest()  # what requests are bound to
+).model_identity.digest  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")

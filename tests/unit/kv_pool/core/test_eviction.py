@@ -40,7 +40,7 @@ def test_lru_evicts_the_least_recently_used() -> None:
     tier.match_prefix(make_block_chain(1), 4.0)
     tier.match_prefix(make_block_chain(3), 5.0)
     lost = []
-    tier.add_listeners(on_remove=lambda block: lost.append(tier.index.packed_tokens(block)[3]))
+    tier.add_listeners(on_remove=lambda block: lost.append(tier.index.tokens.get_tokens(block)[3]))
     tier.allocate_blocks(4, 6.0)
     assert lost == [2, 4, 1, 3]
 

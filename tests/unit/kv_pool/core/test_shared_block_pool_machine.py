@@ -71,7 +71,7 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(CLIENT_IDS))
     def attach(self, holder: PoolClientId) -> None:
         if holder not in self.live_clients | self.suspects:
-            self.pool.attach_client(holder, self.now)
+            self.pool.attachments.attach_client(holder, self.now)
             self.live_clients.add(holder)
 
     @rule(
@@ -162,10 +162,10 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(CLIENT_IDS))
     def stream_breaks(self, holder: PoolClientId) -> None:
         if holder in self.live_clients:
-            self.pool.mark_suspect(holder, self.now)
+            self.pool.attachments.mark_suspect(holder, self.now)
             self.live_clients.remove(holder)
             self.suspects.add(holder)
-        assert set(self.pool.suspect_clients) == self.suspects
+        assert set(self.pool.attachments.suspect_clients) == self.suspects
 
     @rule(holder=st.sampled_from(CLIENT_IDS))
     def client_is_proven_gone(self, holder: PoolClientId) -> None:

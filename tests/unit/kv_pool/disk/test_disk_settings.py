@@ -6,8 +6,8 @@ import pytest
 
 from baton.config.settings import Config
 from baton.shared_memory import segment
+from kv_pool.assemble import disk_settings
 from kv_pool.disk.data_file import DISK_FILE_NAME
-from kv_pool.pool_process import disk_settings
 
 FILE_BYTES = 500_000  # bytes of the file that is there
 

@@ -19,8 +19,9 @@ from kv_pool.core.index.prompt_chain import PromptChain
 from kv_pool.core.ledger import PoolBlockState
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
+from kv_pool.service.client_session import PoolClientSession
 from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import AttachRequest, PoolClientSession, PrefixQuery
+from kv_pool.service.requests import AttachRequest, PrefixQuery
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio
@@ -31,36 +32,36 @@ USED_SLOTS_METRIC = "baton_pool_disk_slots_used"
 
 
 class DiskTierRig:
-    def __init__(self, host: PoolManager, desk: PoolClientSession) -> None:
-        self.manager, self.session = host, desk
+    def __init__(self, host: PoolManager, session: PoolClientSession) -> None:
+        self.manager, self.session = host, session
         self.seeds = iter(range(1000, 100000))
 
     @property
     def num_writing(self) -> int:
         """Slots."""
-        ledger = self.manager.disk_ledger()
+        ledger = self.manager.open_pool.disk_ledger()
         return ledger.counts[PoolBlockState.WRITING] if ledger else 0
 
     def read_counter(self, name: str) -> float:
-        return self.manager.collect_counters().get(name, 0.0)
+        return self.manager.open_pool.collect_counters().get(name, 0.0)
 
     async def publish_tokens(self, tokens: Sequence[int], root: BlockHash = UNSALTED_ROOT) -> None:
         chain = PromptChain.from_tokens(root, tokens, SIZE)
-        granted, room_made = self.manager.reserve_blocks(self.session, chain, 0)
+        granted, room_made = self.session.reserve_blocks(chain, 0)
         if room_made is not None:
             await room_made
         if granted.publication_id is None:
             return
-        rows, sums = self.manager._current.store.rows, []
+        rows, sums = self.manager.open_pool.store.rows, []
         for number, block in enumerate(granted.blocks, granted.first_block):
             rows.row(block)[:] = memoryview(make_block_content(tokens[: (number + 1) * SIZE]))
             sums.append(rows.checksum(block))
-        found = await self.manager.seal_publication(self.session, granted.publication_id, sums)
+        found = await self.session.seal_publication(granted.publication_id, sums)
         self.release_pin(found.pin_id)
 
     def release_pin(self, pin: int | None) -> None:
         if pin is not None:
-            self.manager.release_pins(self.session, [pin])
+            self.session.release_pins([pin])
 
     async def find_blocks(
         self,
@@ -72,14 +73,14 @@ class DiskTierRig:
         asked = PrefixQuery(
             PromptChain.from_tokens(root, tokens, SIZE), len(tokens), False, token_seconds
         )
-        found, arrival = self.manager.find_prefix(self.session, asked)
+        found, arrival = self.session.find_prefix(asked)
         first = len(found.blocks)
         if arrival is not None:
             self.release_pin(found.pin_id)
-            found = await self.manager.wait_for_more(self.session, asked, arrival, first)
+            found = await self.session.wait_for_more(asked, arrival, first)
         for number, block in enumerate(found.blocks, 1):
             assert (
-                bytes(self.manager._current.store.rows.row(block))
+                bytes(self.manager.open_pool.store.rows.row(block))
                 == make_block_content(tokens[: number * SIZE]).tobytes()
             )
         self.release_pin(found.pin_id)
@@ -118,17 +119,17 @@ async def open_rig(
         segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk_settings=terms
     )
     try:
-        desk = await host.attach_client(
+        session = await host.attach_client(
             AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT)
         )
-        assert len(host._current.store.rows) == 512
-        await host._current.disk._opening  # type: ignore[union-attr]
-        assert bool(host.disk_ledger()) == ready
-        made = DiskTierRig(host, desk)
+        assert len(host.open_pool.store.rows) == 512
+        await host.open_pool.disk._opening  # type: ignore[union-attr]
+        assert bool(host.open_pool.disk_ledger()) == ready
+        made = DiskTierRig(host, session)
         yield made
-        ledger = host.disk_ledger()
+        ledger = host.open_pool.disk_ledger()
         assert ledger is None or ledger.is_balanced
-        host.block_pool.check()
+        host.open_pool.block_pool.check()
     finally:
         FAILPOINTS.arm("")
         await host.close()
@@ -237,7 +238,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
         if point.endswith("write"):
             await it.publish_to_disk(tokens)
         assert await it.find_blocks(tokens) == (0, 0)
-        await wait_until("off", lambda: it.manager.disk_ledger() is None)
+        await wait_until("off", lambda: it.manager.open_pool.disk_ledger() is None)
         for number in range(3):
             await it.publish_tokens(make_tokens(number, 12))
             assert await it.find_blocks(make_tokens(number, 12)) == (12, 12)
@@ -245,7 +246,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
         told = capsys.readouterr()
         assert (told.out + told.err).count("disk failed") == 1
     async with open_rig(tmp_path) as it:
-        assert it.manager.disk_ledger() is not None, "a restart tries again"
+        assert it.manager.open_pool.disk_ledger() is not None, "a restart tries again"
 
 
 async def test_slow_disk_drops_demotions_without_blocking(
@@ -261,7 +262,7 @@ async def test_slow_disk_drops_demotions_without_blocking(
                 assert await it.find_blocks(prompt) == (400, 400)
         await it.evict_all()
         assert it.read_counter("baton_pool_disk_dropped_blocks_total") > 0
-        ledger = it.manager.disk_ledger()
+        ledger = it.manager.open_pool.disk_ledger()
         assert ledger is not None
         assert [(one.owner, one.state.value) for one in ledger.entries] == [("disk", "writing")]
         go.set()

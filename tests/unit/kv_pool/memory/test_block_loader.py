@@ -59,7 +59,7 @@ class LoaderRig:
     def __init__(self, source: ScriptedSource, blocks: int = 8) -> None:
         self.now = 0.0
         self.pool = SharedBlockPool(CacheTier(blocks, PROMPT_BLOCK_TOKENS, LruEvictor(blocks)))
-        self.pool.attach_client(CLIENT_ID, 0.0)
+        self.pool.attachments.attach_client(CLIENT_ID, 0.0)
         self.sealed: list[tuple[list[int], list[int]]] = []
         self.loader = BlockLoader(
             self.pool,
@@ -134,7 +134,7 @@ async def test_corrupt_blocks_are_not_indexed_and_their_places_are_freed(
     await arrival.done_event.wait()
     assert len(rig.find_prefix(PROMPT).blocks) == found
     assert rig.loader.counters["baton_pool_load_failures_total"] == 1
-    assert rig.pool.memory.num_free == 8 - found
+    assert len(rig.pool.memory.free_list) == 8 - found
     assert source.num_done_calls == 1
     assert rig.find_or_start_load(PROMPT) is not arrival, "it can be tried again"
 
@@ -147,7 +147,7 @@ async def test_load_outlives_the_client_that_started_it() -> None:
     rig.pool.remove_client(CLIENT_ID)
     source.go.set()
     await arrival.done_event.wait()
-    rig.pool.attach_client(CLIENT_ID, 0.0)
+    rig.pool.attachments.attach_client(CLIENT_ID, 0.0)
     assert len(rig.find_prefix(PROMPT).blocks) == 4
 
 

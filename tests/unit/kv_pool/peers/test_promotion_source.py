@@ -40,7 +40,7 @@ class PromotionRig:
         self.fetched_publications: list[Publication] = []
         self.remote_prefix = RemotePrefix(THERE, tokens, token_seconds)
         self.pool = SharedBlockPool(CacheTier(8, PROMPT_BLOCK_TOKENS, LruEvictor(8)))
-        self.pool.attach_client(CLIENT_ID, 0.0)
+        self.pool.attachments.attach_client(CLIENT_ID, 0.0)
         self.loader = BlockLoader(
             self.pool,
             lambda: self.now,
@@ -123,7 +123,7 @@ async def test_failed_promotion_is_a_miss_and_a_dead_peer_backs_off(
         scene.promotions.counters[f'baton_pool_promotions_failed_total{{reason="{error.code}"}}']
         == 1
     )
-    assert scene.pool.memory.num_free == 8
+    assert len(scene.pool.memory.free_list) == 8
     scene.error = None
     assert await scene.look_up() == (0 if rests else 3)
     scene.now += MIN_BACKOFF_SECONDS

@@ -170,18 +170,8 @@ class HandoffWorld(WorldActions):
         self.frames_to_writer[writer] = tuple(rest)
         self._deliver_frame_to_writer(writer, frame)
 
-    def _deliver_frame_to_writer(self, writer: int, frame: frames.Frame) -> None:
-        machine = self._own_outbound(writer)
-        match frame:
-            case frames.CreditFrame():
-                outputs = machine.on_credit(frame)
-            case frames.LandedFrame():
-                outputs = machine.on_landed(frame, 0.0)
-            case frames.CommittedFrame():
-                outputs = machine.on_committed(frame, 0.0)
-            case frames.RefusedFrame():
-                outputs = machine.on_refused(frame)
-        self._apply_outbound_outputs(writer, outputs)
+    def _deliver_frame_to_writer(self, writer: int, frame: frames.FrameToWriter) -> None:
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).on_frame(frame, 0.0))
 
     def do_notice_cut(self, writer: int) -> None:
         self.cut_links -= {writer}

@@ -77,8 +77,7 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
     (submit,) = world.messages_to(d0, DecodeOrder)
     assert submit.work.key.request_id == second
     assert (
-        submit.work.identity_digest
-        == make_join_info("d0", DECODE, model_digest="cd").model.digest()
+        submit.work.identity_digest == make_join_info("d0", DECODE, model_digest="cd").model.digest
     )
 
 
@@ -131,7 +130,7 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
     ]
     assert len(orders) == 4
     assert {order.work.identity_digest for order in orders} == {
-        make_join_info("d0", DECODE).model.digest()
+        make_join_info("d0", DECODE).model.digest
     }
 
 

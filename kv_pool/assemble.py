@@ -1,4 +1,4 @@
-"""The pool process: builds and runs the pool's port, health port and cluster membership.
+"""A pool process, assembled: the pool's port, its health port and its cluster membership.
 
 To stop, it announces the shutdown, answers the questions it has received, and then closes
 everything. Nodes keep reading the blocks that they have mapped.
@@ -180,7 +180,14 @@ class _PoolProcess:
             await asyncio.Event().wait()
         config = await with_advertised_address(self._config, stop)
         dialer = await asyncio.to_thread(PoolDialer, config.cluster_token)
-        self._peers = PeerPools(config, self._manager, self._name, dialer, monotonic_clock)
+        self._peers = PeerPools(
+            config,
+            self._manager.open_pool,
+            self._manager.host_id,
+            self._name,
+            dialer,
+            monotonic_clock,
+        )
         self._peer_service.sender = self._peers.sender
         endpoint = address_to_dial(config.advertise or config.listen.rpartition(":")[0], port)
         self._member = PoolClusterMember(
