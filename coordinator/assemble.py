@@ -25,7 +25,7 @@ from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import UnknownFieldPolicy
 from coordinator.node_links.cluster_readiness import ClusterReadiness

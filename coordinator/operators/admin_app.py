@@ -28,7 +28,7 @@ from coordinator.frontend.http.metrics_page import build_metrics_route
 from coordinator.frontend.http.middleware import RequestMiddleware, check_admin_request
 from coordinator.frontend.http.request_body import receive_body
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, RequestBody
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.readiness import Readiness
 from coordinator.text.text_workers import TextWorkers
 

@@ -50,7 +50,7 @@ class ConnectionTable:
         self._addresses[connection] = address
         self._idle[connection] = None
         self._per_address[address] += 1
-        if not is_loopback(address) and self._per_address[address] > self.limit.max_per_address:
+        if self._per_address[address] > self.limit.max_per_address and not is_loopback(address):
             self._refuse_connection(connection)
         elif len(self) > self.limit.max_connections:
             self._refuse_connection(self._least_needed(connection))
