@@ -21,12 +21,17 @@ from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
-from baton.types import Incarnation
+from baton.types import Incarnation, mint_id
 from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.membership.prefix_directory import POOL_ROLE
+from coordinator.core.membership.prefix_directory import POOL_ROLE, PoolJoinInfo
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb
+from coordinator.node_links.message_codec import (
+    build_welcome,
+    input_from_pb,
+    join_from_pb,
+    pool_from_pb,
+)
 
 JOIN_TIMEOUT_SECONDS = 5.0
 _LAST_WRITE_SECONDS = 1.0  # for a write that is in progress when the stream ends
@@ -105,9 +110,9 @@ class NodeLinkService:
         first = await self._read_join(context)
         try:
             if first.join.role == POOL_ROLE:
-                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), node_stream)
+                incarnation = self._join_pool(pool_from_pb(first.join), node_stream)
             else:
-                incarnation = self._dispatcher.join_node(self._parse_join(first.join), node_stream)
+                incarnation = self._join_node(self._parse_join(first.join), node_stream)
         except ConfigError as error:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
@@ -130,6 +135,30 @@ class NodeLinkService:
             self._dispatcher.remove_member(
                 incarnation, NodeLost(f"the stream of node {first.join.name} ended")
             )
+
+    def _join_node(self, info: JoinInfo, link: NodeStream) -> Incarnation:
+        """Make a node a member and send it Welcome. Raises ConfigError if it may not join."""
+        incarnation, brain = Incarnation(mint_id(64)), self._dispatcher.brain
+        effects = brain.join_node(info, incarnation, self._dispatcher.clock())
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info(
+            "node joined",
+            node=info.name,
+            role=info.role.value,
+            incarnation=incarnation,
+            pid=info.pid,
+        )
+        self._dispatcher.add_member(incarnation, link, effects)
+        return incarnation
+
+    def _join_pool(self, info: PoolJoinInfo, link: NodeStream) -> Incarnation:
+        """Make the shared pool of a host a member. Raises ConfigError if it may not join."""
+        incarnation, brain = Incarnation(mint_id(64)), self._dispatcher.brain
+        effects = brain.join_pool(info, incarnation, self._dispatcher.clock())
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
+        self._dispatcher.add_member(incarnation, link, effects)
+        return incarnation
 
     def _parse_join(self, join: Join) -> JoinInfo:
         """Raises ConfigError, and counts it, for a join that is no node's."""

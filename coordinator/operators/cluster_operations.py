@@ -1,28 +1,29 @@
 """What operators can read and change, behind the Cluster service and the admin port."""
 
-import math
 from collections.abc import AsyncGenerator
 
 from prometheus_client import generate_latest
 
-from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
+from baton.config.settings import Config, get_served_model_name
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
 from baton.process.failpoints import FAILPOINTS, Failpoints
-from baton.role_split import RoleSplit
-from baton.slo import Slo
 from baton.types import NodeName, RequestId
 from baton.version import package_version
-from coordinator.core.membership.node_registry import NodeMember, NodeServiceState
-from coordinator.core.membership.prefix_directory import POOL_ROLE, PoolMember
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.operators.client_ids import ClientIds, parse_request_id
-from coordinator.operators.degradation_view import degradation_to_pb, drain_warning, list_notices
 from coordinator.operators.metrics import CoordinatorMetrics
-from coordinator.operators.ratio_view import advice_to_pb, ratio_to_pb
+from coordinator.operators.ratio_operations import RatioOperations, check_seconds
+from coordinator.operators.status_view import (
+    degradation_to_pb,
+    drain_to_pb,
+    list_notices,
+    node_to_pb,
+    pool_to_pb,
+)
 from coordinator.operators.status_watchers import StatusWatchers
 
 COORDINATOR = "coordinator"  # the name by which failpoints address this process
@@ -46,13 +47,14 @@ class ClusterOperations:
         self._ledger_collector = ledgers
         self._readiness = readiness
         self._metrics = metrics
+        self.ratio = RatioOperations(config, dispatcher)
         self.client_request_ids = ClientIds()
         self._watchers = StatusWatchers(self.get_status)
         dispatcher.on_cluster_change.append(self._watchers.notify_change)
         dispatcher.on_request_end.append(lambda _: self._watchers.notify_change())
 
     def get_status(self) -> pb.StatusResponse:
-        brain = self._dispatcher.brain
+        brain, now = self._dispatcher.brain, self._dispatcher.clock()
         ready, reason = self._readiness.state()
         nodes = sorted(brain.node_registry.nodes.values(), key=lambda node: node.info.name)
         pools = sorted(
@@ -65,15 +67,15 @@ class ClusterOperations:
             model=get_served_model_name(self._config),
             queued=brain.queued_requests,
             running=brain.running_requests,
-            nodes=[self._node_status(node) for node in nodes]
-            + [self._pool_status(pool) for pool in pools],
+            nodes=[node_to_pb(node, brain, now) for node in nodes]
+            + [pool_to_pb(pool, now) for pool in pools],
             counters=self._metrics.get_counter_values(),
-            clock_seconds=self._dispatcher.clock(),
+            clock_seconds=now,
             latency=self._metrics.get_latency_summary(),
             version=package_version(),
-            ratio=self.get_ratio(),
+            ratio=self.ratio.get_ratio(),
             notices=list_notices(brain),
-            degradation=degradation_to_pb(brain.degradation, self._dispatcher.clock()),
+            degradation=degradation_to_pb(brain.degradation, now),
             pressure=brain.degradation.last_sample.pressure or 0.0,
         )
 
@@ -98,12 +100,12 @@ class ClusterOperations:
 
     def drain_node(self, name: str, timeout: float | None) -> pb.DrainResponse:
         """Returns at once; see `Brain.drain_node`. Raises NotFound, InvalidRequest."""
-        _check_seconds("timeout", timeout)
+        check_seconds("timeout", timeout)
         brain, now = self._dispatcher.brain, self._dispatcher.clock()
         self._dispatcher.apply_effects(brain.drain_node(NodeName(name), timeout, now))
         _log.info("node drained", node=name, timeout=timeout)
         self._dispatcher.notify_cluster_change()
-        return self._drain_response(name)
+        return drain_to_pb(name, brain)
 
     def undrain_node(self, name: str) -> pb.DrainResponse:
         """Raises NotFound."""
@@ -111,45 +113,7 @@ class ClusterOperations:
         self._dispatcher.apply_effects(brain.undrain_node(NodeName(name), now))
         _log.info("node back in service", node=name)
         self._dispatcher.notify_cluster_change()
-        return self._drain_response(name)
-
-    def get_ratio(self) -> pb.Ratio:
-        return ratio_to_pb(self._dispatcher.brain, self._dispatcher.clock())
-
-    def set_ratio(self, target: RoleSplit, flip_timeout: float | None) -> pb.Ratio:
-        """Returns at once; see `Brain.set_ratio`. Raises InvalidRequest."""
-        _check_seconds("flip_timeout", flip_timeout)
-        seconds = self._config.flip_timeout if flip_timeout is None else flip_timeout
-        brain, now = self._dispatcher.brain, self._dispatcher.clock()
-        self._dispatcher.apply_effects(brain.set_ratio(target, seconds, now))
-        _log.info("ratio set", target=str(target), flip_timeout=seconds)
-        self._dispatcher.notify_cluster_change()
-        return self.get_ratio()
-
-    def advise_ratio(self, slo: Slo | None) -> pb.RatioAdvice:
-        """See `RatioController.get_advice`. Raises ServiceUnavailable, InvalidRequest."""
-        brain = self._dispatcher.brain
-        return advice_to_pb(
-            brain.ratio_controller.get_advice(slo, self._dispatcher.clock()), brain.queued_requests
-        )
-
-    def set_auto_ratio(self, slo: Slo | None, flip_timeout: float | None) -> pb.Ratio:
-        """Returns at once; see `Brain.set_auto_ratio`. Raises InvalidRequest."""
-        _check_seconds("flip_timeout", flip_timeout)
-        seconds = self._config.flip_timeout if flip_timeout is None else flip_timeout
-        brain, now = self._dispatcher.brain, self._dispatcher.clock()
-        self._dispatcher.apply_effects(brain.set_auto_ratio(slo, seconds, now))
-        _log.info(
-            "ratio automatic", slo=str(brain.ratio_controller.target_slo), flip_timeout=seconds
-        )
-        self._dispatcher.notify_cluster_change()
-        return self.get_ratio()
-
-    def set_manual_ratio(self) -> pb.Ratio:
-        self._dispatcher.brain.set_manual_ratio()
-        _log.info("ratio manual")
-        self._dispatcher.notify_cluster_change()
-        return self.get_ratio()
+        return drain_to_pb(name, brain)
 
     def arm_failpoints(self, prefix: str, spec: str) -> int:
         """Replace the armed failpoints of every process whose name starts with `prefix`.
@@ -186,57 +150,3 @@ class ClusterOperations:
     def _explain_by_id(self, request: RequestId) -> pb.ExplainResponse:
         """Raises NotFound."""
         return self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
-
-    def _drain_response(self, name: str) -> pb.DrainResponse:
-        """The state of a node by name; a drained name may belong to no node at the moment."""
-        brain = self._dispatcher.brain
-        node = brain.node_registry.by_name(NodeName(name))
-        return pb.DrainResponse(
-            node=name,
-            service=brain.get_service_state(node).value
-            if node
-            else NodeServiceState.IN_SERVICE.value,
-            placed=brain.count_attempts(node.incarnation) if node else 0,
-            warning=drain_warning(brain),
-        )
-
-    def _node_status(self, node: NodeMember) -> pb.NodeStatus:
-        brain, now, info = self._dispatcher.brain, self._dispatcher.clock(), node.info
-        until = brain.node_registry.drains.get_deadline(info.name)
-        return pb.NodeStatus(
-            name=info.name,
-            incarnation=node.incarnation,
-            role=info.role.value,
-            host_id=info.host_id,
-            address=info.transfer_endpoint,
-            pid=info.pid,
-            joined_seconds_ago=now - node.joined_at,
-            heard_seconds_ago=now - node.heard_at,
-            placed=brain.count_attempts(node.incarnation),
-            stats=node.stats,
-            service=brain.get_service_state(node).value,
-            drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
-        )
-
-    def _pool_status(self, pool: PoolMember) -> pb.NodeStatus:
-        now, info = self._dispatcher.clock(), pool.info
-        return pb.NodeStatus(
-            name=info.name,
-            incarnation=pool.incarnation,
-            role=POOL_ROLE,
-            host_id=info.host_id,
-            address=info.endpoint,
-            pid=info.pid,
-            joined_seconds_ago=now - pool.joined_at,
-            heard_seconds_ago=now - pool.heard_at,
-            stats=pool.stats,
-            service=NodeServiceState.IN_SERVICE.value,
-        )
-
-
-def _check_seconds(param: str, seconds: float | None) -> None:
-    """Raises InvalidRequest."""
-    if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
-        raise InvalidRequest(
-            f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
-        )

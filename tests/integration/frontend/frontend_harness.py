@@ -180,6 +180,10 @@ class FakeBackend:
         self.drain_calls.append((name, timeout))
         return DrainResponse(node=name, service="draining")
 
+    @property
+    def ratio(self) -> "FakeBackend":
+        return self
+
     def get_ratio(self) -> Ratio:
         return Ratio(prefill=1, decode=2, possible="1:2, 2:1")
 

@@ -19,7 +19,7 @@ from coordinator.core.admission.degradation import (
 )
 from coordinator.core.admission.tenants import Tenant, TenantTable
 from coordinator.core.common import messages as m
-from coordinator.operators.degradation_view import degradation_to_pb, list_notices
+from coordinator.operators.status_view import degradation_to_pb, list_notices
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 ORDER = list(DegradationStep)
