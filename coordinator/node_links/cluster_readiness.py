@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import BatonError
 from baton.process import log
 from baton.types import Request, RequestId, SamplingParams, mint_id
@@ -26,7 +26,7 @@ _log = log.get_logger("warmup")
 class ClusterReadiness:
     """The cluster's readiness. `run` warms the cluster up once."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: CoordinatorConfig, dispatcher: Dispatcher) -> None:
         # Called with (ready, reason) when the state has changed.
         self.on_change: list[Callable[[bool, str], None]] = []
         self._config = config

@@ -8,7 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.config.settings import Config
+from baton.cluster_link.messages import (
+    Heartbeat,
+    LinkControl,
+    NodeLeaving,
+    NodeOrder,
+    NodeReport,
+)
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -16,12 +23,11 @@ from baton.errors import (
     SlowReader,
 )
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId
 from coordinator.core.admission.tenants import TenantTable
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
@@ -31,10 +37,7 @@ from coordinator.core.common.messages import (
     EmitTokens,
     EndRequest,
     FinishedResult,
-    Heartbeat,
     MemberLost,
-    NodeLeaving,
-    NodeReport,
     RatioChanged,
     RoleSwitchReport,
     SendOrder,
@@ -43,7 +46,6 @@ from coordinator.core.membership.join_checks import ServedModel
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
-from coordinator.node_links.message_codec import order_to_pb
 
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
 
@@ -53,8 +55,8 @@ _log = log.get_logger("dispatcher")
 class NodeConnection(Protocol):
     """A node's stream as the dispatcher sees it."""
 
-    def send_message(self, message: CoordinatorMessage) -> None:
-        """Queue a message. Never blocks: a stream that cannot keep up closes itself."""
+    def send_order(self, order: NodeOrder | LinkControl) -> None:
+        """Queue an order. Never blocks: a stream that cannot keep up closes itself."""
         ...
 
     def close(self) -> None:
@@ -66,7 +68,10 @@ class Dispatcher:
     """The `GenerationBackend` of the front ends, and the registry of the nodes' streams."""
 
     def __init__(
-        self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
+        self,
+        config: CoordinatorConfig,
+        clock: Clock = monotonic_clock,
+        served: ServedModel | None = None,
     ) -> None:
         """Nodes that join are compared with `served`, the model as far as it is known.
 
@@ -210,10 +215,10 @@ class Dispatcher:
                 stream = self._generation_streams.get(request)
                 if stream is not None:
                     stream.push_prompt_logprobs(PromptLogprobsEvent(scores))
-            case SendOrder(node, message):
+            case SendOrder(node, order):
                 link = self.node_connections.get(node)
                 if link is not None:
-                    link.send_message(order_to_pb(message))
+                    link.send_order(order)
             case AdmitRequest(request):
                 stream = self._generation_streams.get(request)
                 if stream is not None:

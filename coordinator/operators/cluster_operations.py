@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator
 
 from prometheus_client import generate_latest
 
-from baton.config.settings import Config, get_served_model_name
+from baton.cluster_link.messages import ArmFailpoints
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -15,15 +16,14 @@ from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.operators.client_ids import ClientIds, parse_request_id
+from coordinator.operators.degradation_view import degradation_to_pb, list_notices
+from coordinator.operators.member_view import (
+    drain_response_to_pb,
+    node_status_to_pb,
+    pool_status_to_pb,
+)
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.ratio_operations import RatioOperations, check_seconds
-from coordinator.operators.status_view import (
-    degradation_to_pb,
-    drain_to_pb,
-    list_notices,
-    node_to_pb,
-    pool_to_pb,
-)
 from coordinator.operators.status_watchers import StatusWatchers
 
 COORDINATOR = "coordinator"  # the name by which failpoints address this process
@@ -36,7 +36,7 @@ class ClusterOperations:
 
     def __init__(
         self,
-        config: Config,
+        config: CoordinatorConfig,
         dispatcher: Dispatcher,
         ledgers: LedgerCollector,
         readiness: ClusterReadiness,
@@ -64,11 +64,11 @@ class ClusterOperations:
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=get_served_model_name(self._config),
+            model=self._config.public_model_name,
             queued=brain.queued_requests,
             running=brain.running_requests,
-            nodes=[node_to_pb(node, brain, now) for node in nodes]
-            + [pool_to_pb(pool, now) for pool in pools],
+            nodes=[node_status_to_pb(brain, node, now) for node in nodes]
+            + [pool_status_to_pb(pool, now) for pool in pools],
             counters=self._metrics.get_counter_values(),
             clock_seconds=now,
             latency=self._metrics.get_latency_summary(),
@@ -105,7 +105,7 @@ class ClusterOperations:
         self._dispatcher.apply_effects(brain.drain_node(NodeName(name), timeout, now))
         _log.info("node drained", node=name, timeout=timeout)
         self._dispatcher.notify_cluster_change()
-        return drain_to_pb(name, brain)
+        return drain_response_to_pb(brain, name)
 
     def undrain_node(self, name: str) -> pb.DrainResponse:
         """Raises NotFound."""
@@ -113,7 +113,7 @@ class ClusterOperations:
         self._dispatcher.apply_effects(brain.undrain_node(NodeName(name), now))
         _log.info("node back in service", node=name)
         self._dispatcher.notify_cluster_change()
-        return drain_to_pb(name, brain)
+        return drain_response_to_pb(brain, name)
 
     def arm_failpoints(self, prefix: str, spec: str) -> int:
         """Replace the armed failpoints of every process whose name starts with `prefix`.
@@ -132,9 +132,7 @@ class ClusterOperations:
         members = self._dispatcher.brain.list_members()
         nodes = [member for member in members if member.info.name.startswith(prefix)]
         for node in nodes:
-            self._dispatcher.node_connections[node.incarnation].send_message(
-                pb.CoordinatorMessage(arm=pb.Arm(spec=spec))
-            )
+            self._dispatcher.node_connections[node.incarnation].send_order(ArmFailpoints(spec))
         if COORDINATOR.startswith(prefix):
             FAILPOINTS.arm(spec)
         return len(nodes) + COORDINATOR.startswith(prefix)

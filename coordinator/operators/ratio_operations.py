@@ -2,7 +2,7 @@
 
 import math
 
-from baton.config.settings import MAX_SECONDS, Config
+from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
 from baton.errors import InvalidRequest
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -17,7 +17,7 @@ _log = log.get_logger("operations")
 class RatioOperations:
     """Runs on the coordinator's event loop."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: CoordinatorConfig, dispatcher: Dispatcher) -> None:
         self._config = config
         self._dispatcher = dispatcher
 

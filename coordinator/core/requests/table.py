@@ -5,6 +5,7 @@ only in `replace_attempt`; a leg is closed only in `close_leg`, or falls with it
 `on_node_lost`.
 """
 
+from baton.cluster_link.messages import CancelOrder, TicketOrder
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -28,13 +29,12 @@ from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AttemptReplaced,
     BreakerChanged,
-    CancelOrder,
+    EffectLog,
     EmitPromptLogprobs,
     EmitTokens,
-    TicketOrder,
 )
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.common.timers import RequestTimers
@@ -46,7 +46,6 @@ from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
 from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps
-from coordinator.core.requests.effects import EffectLog
 from coordinator.core.requests.explain import EndedRequests
 from coordinator.core.requests.parked_requests import OversizedRequests, PrefixFollowers
 from coordinator.core.requests.record import (
@@ -383,7 +382,7 @@ class RequestTable:
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Replace every attempt that has a leg on the node, oldest first."""
-        for key in reversed(self.loads.list_attempts(node)):
+        for key in reversed(list(self.loads.attempts_on(node))):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)
