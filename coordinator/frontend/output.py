@@ -1,11 +1,7 @@
-"""Turns the token events of one choice into chunks of text, up to a stop string.
+"""The output of one request: the tokens of all its choices, as one stream of chunks of text.
 
-However the tokens are cut into events, the texts of all chunks concatenate to the same text, and
-their tokens to the same tokens.
-
-The output of one request: the generations of all its choices as one stream of chunks.
-
-Merges the event streams of several generations into one.
+However the tokens are cut into events, the texts of all chunks of a choice concatenate to the same
+text, up to a stop string, and their tokens to the same tokens.
 """
 
 import asyncio

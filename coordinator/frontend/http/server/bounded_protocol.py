@@ -1,6 +1,6 @@
-"""uvicorn's HTTP protocol with bounded buffers and waits, and errors in OpenAI's format.
+"""uvicorn's HTTP protocol within bounds, with errors in OpenAI's format.
 
-The connections of one HTTP port, and the choice of one to close when there are too many.
+Buffers and waits are bounded, and so are connections: those of a port are in one table, which chooses the one to close when there are too many.
 """
 
 import asyncio
