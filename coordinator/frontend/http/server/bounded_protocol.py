@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol within bounds, with errors in OpenAI's format.
 
-Buffers and waits are bounded, and so are connections: those of a port are in one table, which chooses the one to close when there are too many.
+Buffers and waits are bounded, and so are connections: those of a port are in one table, which
+chooses the one to close when there are too many.
 """
 
 import asyncio
