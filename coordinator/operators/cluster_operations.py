@@ -11,19 +11,13 @@ from baton.pb import cluster_pb2 as pb
 from baton.process import log
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.types import NodeName, RequestId
-from baton.version import package_version
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.operators.client_ids import ClientIds, parse_request_id
-from coordinator.operators.degradation_view import degradation_to_pb, list_notices
-from coordinator.operators.member_view import (
-    drain_response_to_pb,
-    node_status_to_pb,
-    pool_status_to_pb,
-)
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.ratio_operations import RatioOperations, check_seconds
+from coordinator.operators.status_view import StatusView, drain_response_to_pb
 from coordinator.operators.status_watchers import StatusWatchers
 
 COORDINATOR = "coordinator"  # the name by which failpoints address this process
@@ -45,39 +39,16 @@ class ClusterOperations:
         self._config = config
         self._dispatcher = dispatcher
         self._ledger_collector = ledgers
-        self._readiness = readiness
         self._metrics = metrics
         self.ratio = RatioOperations(config, dispatcher)
+        self._status_view = StatusView(config, dispatcher, readiness, metrics, self.ratio)
         self.client_request_ids = ClientIds()
         self._watchers = StatusWatchers(self.get_status)
         dispatcher.on_cluster_change.append(self._watchers.notify_change)
         dispatcher.on_request_end.append(lambda _: self._watchers.notify_change())
 
     def get_status(self) -> pb.StatusResponse:
-        brain, now = self._dispatcher.brain, self._dispatcher.clock()
-        ready, reason = self._readiness.state()
-        nodes = sorted(brain.node_registry.nodes.values(), key=lambda node: node.info.name)
-        pools = sorted(
-            brain.placement_state.pools.members.values(), key=lambda pool: pool.info.name
-        )
-        return pb.StatusResponse(
-            ready=ready,
-            reason=reason,
-            mode=self._dispatcher.mode,
-            model=self._config.public_model_name,
-            queued=brain.queued_requests,
-            running=brain.running_requests,
-            nodes=[node_status_to_pb(brain, node, now) for node in nodes]
-            + [pool_status_to_pb(pool, now) for pool in pools],
-            counters=self._metrics.get_counter_values(),
-            clock_seconds=now,
-            latency=self._metrics.get_latency_summary(),
-            version=package_version(),
-            ratio=self.ratio.get_ratio(),
-            notices=list_notices(brain),
-            degradation=degradation_to_pb(brain.degradation, now),
-            pressure=brain.degradation.last_sample.pressure or 0.0,
-        )
+        return self._status_view.build_status()
 
     async def collect_ledgers(self) -> pb.LedgerResponse:
         return await self._ledger_collector.collect_ledgers()
