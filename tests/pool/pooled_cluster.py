@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS
 from baton.pb import cluster_pb2 as pb
@@ -47,7 +47,7 @@ def count_attachments(cluster: Cluster) -> int:
 
 async def read_metric(cluster: Cluster, pattern: str) -> float:
     """The sum of the series whose name and labels match."""
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -193,7 +193,7 @@ async def test_tenant_at_ten_times_its_share_does_not_slow_others(fairness: Fair
 async def test_device_seconds_add_up(fairness: FairnessRun) -> None:
     overload = fairness.overload_run
     await run_tenant_loads(overload, 3, gold=TENANT_SHARE, a=2 * TENANT_SHARE)
-    async with httpx.AsyncClient(base_url=overload.cluster.admin_url) as admin:
+    async with httpx2.AsyncClient(base_url=overload.cluster.admin_url) as admin:
         lines = [
             line.rpartition(" ")
             for line in (await admin.get("/metrics")).text.splitlines()

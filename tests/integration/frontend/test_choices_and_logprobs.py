@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -456,7 +457,7 @@ async def test_failure_of_one_choice_cancels_the_others_before_the_client_reads(
         make_choices((1,), SamplingParams(4), 9.0, count=3)
     )
     choices = [
-        ChoiceStream(one, OutputProcessor(n, hello_tokenizer().create_detokenizer()), 0)
+        ChoiceStream(one, partial(OutputProcessor, n, hello_tokenizer().create_detokenizer()), 0)
         for n, one in enumerate(generations)
     ]
     pieces = ResponseStream("m", 0, hello_tokenizer(), [(1,)], choices).output_chunks()
