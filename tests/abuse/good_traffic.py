@@ -20,7 +20,7 @@ import grpc.aio
 from baton.pb.generation_pb2 import GenerateRequest
 from baton.pb.generation_pb2_grpc import GenerationStub
 from tests import http_exchange
-from tests.virtual_cluster import percentile
+from tests.open_loop import percentile
 
 REFUSALS = (429, 503)
 _OUTPUT = 12  # tokens of each answer

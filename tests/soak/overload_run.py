@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoop, OpenLoopOutcome, OpenLoopRequest
+from tests.open_loop import OpenLoop, OpenLoopOutcome, OpenLoopRequest, percentile
 from tests.processes import measure_private_bytes
 from tests.soak.conftest import Figures
-from tests.virtual_cluster import percentile
 
 JUDGED_SECONDS = 30.0  # seconds: from there on time is judged as well as outcomes
 MAX_RECOVERY_SECONDS = 10.0  # seconds

@@ -19,7 +19,7 @@ import pytest_asyncio
 from baton.cli.views.counters import sum_counter
 from coordinator.core.admission.tenants import hash_key
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant, percentile
 from tests.pool.harness import wait_until
 from tests.soak.conftest import Figures
 from tests.soak.overload_run import (
@@ -30,7 +30,6 @@ from tests.soak.overload_run import (
     format_send_lag,
     list_ttfts,
 )
-from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

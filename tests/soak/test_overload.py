@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, percentile
 from tests.soak.conftest import Figures
 from tests.soak.overload_run import (
     JUDGED_SECONDS,
@@ -32,7 +32,6 @@ from tests.soak.overload_run import (
     list_ttfts,
     p99,
 )
-from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

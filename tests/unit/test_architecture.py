@@ -21,6 +21,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "prefill_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
     "decode_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
     "coordinator": frozenset({"baton"}),
+    "simulator": frozenset({"baton", "coordinator", "node_engine"}),
     "benchmarks": frozenset(
         {
             "baton",
@@ -31,6 +32,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
             "decode_node",
             "coordinator",
             "kv_pool",
+            "simulator",
         }
     ),
 }

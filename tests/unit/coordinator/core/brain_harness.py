@@ -1,12 +1,9 @@
 """The brain on a bench: time turned by hand, nodes that say what the test says, and every effect
 recorded."""
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.errors import BatonError, Cancelled, NodeLost
-from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
@@ -14,56 +11,27 @@ from baton.types import (
     AttemptKey,
     FinishReason,
     Incarnation,
-    NodeName,
-    PeerAddress,
     Principal,
     Request,
     RequestId,
     Role,
     SamplingParams,
-    SegmentRef,
-    Ticket,
-    TicketId,
     TokenEvent,
     TokenLogprobs,
 )
 from coordinator.core.brain import Brain
 from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
 from coordinator.core.requests.request_admitter import SubmittedRequest
+from simulator.node_messages import SMALL_LAYOUT, make_join_info, make_ticket
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+LAYOUT = SMALL_LAYOUT
 SILENCE, STALL = 5.0, 15.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OrderT = TypeVar("OrderT", bound=m.NodeOrder)
-
-
-def make_join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
-    info = JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(name),
-        role=role,
-        host_id="h",
-        transfer_endpoint=f"tcp://{name}",
-        pid=1,
-        model_digest="ab",
-        layout=LAYOUT,
-        num_blocks=32,
-        max_num_seqs=4,
-        max_batched_tokens=64,
-        max_model_len=256,
-        vocab_size=1000,
-        eos_token_ids=(2,),
-        engine="paced",
-        process=name,
-        implementation="paced",
-        dtype="float32",
-    )
-    return replace(info, **changes)
 
 
 def make_stats(room: int = 32, **fields: Any) -> NodeStats:
@@ -278,22 +246,6 @@ class BrainHarness:
     def _record_effects(self, effects: list[m.Effect]) -> list[m.Effect]:
         self.effects += effects
         return effects
-
-
-def make_ticket(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Ticket:
-    return Ticket(
-        id=TicketId(f"t-{key}"),
-        key=key,
-        decode_peer=PeerAddress(NodeName("d"), node, "h", "tcp://d"),
-        writer_incarnation=writer,
-        first_block=0,
-        block_offsets=(0,),
-        num_tokens=20,
-        ttl_seconds=10.0,
-        transport="shm",
-        segment=SegmentRef("s", node),
-        fence_byte=1,
-    )
 
 
 def stream_first_token(

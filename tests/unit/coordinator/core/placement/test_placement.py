@@ -16,7 +16,8 @@ from coordinator.core.placement.interface import (
 )
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.policies import LeastLoadedPolicy
-from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness, make_join_info
+from simulator.node_messages import make_join_info
+from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 P = NodeView(Incarnation("p"), PREFILL, 4, 64, 0, 0, 0, 32, None, 0)
 D = NodeView(Incarnation("d"), DECODE, 4, 64, 0, 0, 0, 32, None, 0)

@@ -29,7 +29,7 @@ from baton.pb.common_pb2 import HandoffReport
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from simulator.node_messages import make_ticket
 from tests.unit.coordinator.core.requests.request_table_model import (
     ROLES,
     ExpectedRequest,
