@@ -10,7 +10,6 @@ from typing import Protocol
 
 from baton.errors import NodeLost
 from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.slo import Slo
 from baton.types import (
     AttemptKey,
@@ -27,7 +26,7 @@ from baton.types import (
 from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from simulator.decode_batch import SIMULATED_TOKEN, DecodeBatch
-from simulator.node_messages import make_join_info, make_ticket
+from simulator.node_messages import make_handoff_report, make_join_info, make_ticket
 from simulator.simulated_cluster import SimulatedCluster
 
 _HEARTBEAT_SECONDS = 1.0
@@ -205,11 +204,7 @@ class _CostModelNode:
         received = decode.begin_decode(key) if decode is not None else None
         if decode is None or received is None:
             return
-        report = HandoffReport(
-            bytes=received,
-            exposed_seconds=self._cluster.costs.handoff_seconds,
-            transport="shm",
-        )
+        report = make_handoff_report(received, self._cluster.costs.handoff_seconds)
         self._report(m.HandoffCompleted(key, report))
         decode.start_step()
 

@@ -1,10 +1,11 @@
-"""What simulated nodes tell the brain about themselves: how they join, and their tickets."""
+"""What simulated nodes tell the brain about themselves and about their hand-offs."""
 
 from dataclasses import replace
 from typing import Any
 
 from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
 from baton.kv.kv_layout import KVLayout
+from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     Incarnation,
@@ -64,3 +65,7 @@ def make_ticket(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Tick
 
 def make_ticket_id(key: AttemptKey) -> TicketId:
     return TicketId(f"t-{key}")
+
+
+def make_handoff_report(num_bytes: int, exposed_seconds: float) -> HandoffReport:
+    return HandoffReport(bytes=num_bytes, exposed_seconds=exposed_seconds, transport="shm")

@@ -42,11 +42,7 @@ class SchedulerCluster(SimulatedCluster):
     ) -> None:
         """`blocks`, `max_num_seqs` and `max_batched_tokens` are those of each node."""
         settings = BrainSettings(
-            mode,
-            max_queue,
-            max_attempts=8,
-            reserve_timeout=15.0,
-            local_prefill_share=prefill_share,
+            mode, max_queue, 8, reserve_timeout=15.0, local_prefill_share=prefill_share
         )
         super().__init__(settings, _HEARTBEAT_SECONDS)
         self.random = random.Random(seed)
@@ -54,34 +50,37 @@ class SchedulerCluster(SimulatedCluster):
         self.slowdown_by_node: dict[str, float] = {}
         self.tenants = tenants or TenantTable()
         self._costs = costs or PacedCosts()
+        self._handoff_seconds = handoff_seconds
         self._seed = seed
         self._requests = count()
         self._scheduler_nodes: list[SchedulerNode] = []
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
-        limits = SchedulerLimits(max_num_seqs, max_batched_tokens, 1 << 16)
+        limits = SchedulerLimits(max_num_seqs, max_batched_tokens, max_model_len=1 << 16)
         for number in range(nodes + prefill):
             role = Role.DECODE if number < nodes else Role.PREFILL
-            name = f"{role.value[0]}{number}"
-            node = SchedulerNode(
-                self,
-                Incarnation(name),
-                num_blocks=blocks,
-                limits=limits,
-                step_seconds=self._compute_step_seconds,
-                handoff_seconds=handoff_seconds,
-            )
-            self._scheduler_nodes.append(node)
-            info = make_join_info(
-                name,
-                role,
-                layout=PACED_LAYOUT,
-                num_blocks=blocks,
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-                max_model_len=limits.max_model_len,
-            )
-            self.join_node(node, info)
+            self._add_node(f"{role.value[0]}{number}", role, blocks, limits)
+
+    def _add_node(self, name: str, role: Role, blocks: int, limits: SchedulerLimits) -> None:
+        node = SchedulerNode(
+            self,
+            Incarnation(name),
+            num_blocks=blocks,
+            limits=limits,
+            step_seconds=self._compute_step_seconds,
+            handoff_seconds=self._handoff_seconds,
+        )
+        self._scheduler_nodes.append(node)
+        info = make_join_info(
+            name,
+            role,
+            layout=PACED_LAYOUT,
+            num_blocks=blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_model_len=limits.max_model_len,
+        )
+        self.join_node(node, info)
 
     def submit_prompt(
         self,

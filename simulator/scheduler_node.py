@@ -6,7 +6,6 @@ from typing import Any
 
 from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, AttemptSpec, Incarnation, TokenEvent
 from coordinator.core.common import messages as m
 from node_engine.core.blocks.block_pool import BlockPool
@@ -23,7 +22,7 @@ from node_engine.core.sequences.outcomes import (
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT
 from simulator.decode_batch import SIMULATED_TOKEN
-from simulator.node_messages import make_ticket, make_ticket_id
+from simulator.node_messages import make_handoff_report, make_ticket, make_ticket_id
 from simulator.simulated_cluster import SimulatedCluster
 
 _SAMPLED, _NOT_SAMPLED = SliceResult(SIMULATED_TOKEN), SliceResult(None)
@@ -196,10 +195,8 @@ class SchedulerNode:
         writer._scheduler.finish_handoff(key)
         sequence = next(one.sequence for one in outcomes if isinstance(one, TokenEmitted))
         self._report(m.DecodeStarted(key, 0, 0, sequence.context_len))
-        report = HandoffReport(
-            transport="shm",
-            bytes=sequence.context_len * PACED_LAYOUT.token_bytes,
-            exposed_seconds=self._handoff_seconds,
+        report = make_handoff_report(
+            sequence.context_len * PACED_LAYOUT.token_bytes, self._handoff_seconds
         )
         writer._report(m.HandoffCompleted(key, report))
         self._report_outcomes(outcomes)

@@ -4,7 +4,7 @@ can, and afterwards all is as before.
 
 `make test` runs each overload for two seconds and judges outcomes; `make soak` for a minute, and
 judges time too. On the virtual clock the same is in
-tests/unit/coordinator/core/admission/test_fairness_simulated.py.
+tests/unit/coordinator/core/admission/test_overload_simulated.py.
 """
 
 import asyncio

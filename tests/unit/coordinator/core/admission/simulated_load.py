@@ -16,7 +16,12 @@ class RequestLengths(TypedDict):
     output_tokens: int
 
 
+class VariedLengths(RequestLengths):
+    vary_outputs: bool  # uniform around `output_tokens`
+
+
 REQUEST_LENGTHS = RequestLengths(prompt_tokens=64, output_tokens=16)
+VARIED_LENGTHS = VariedLengths(prompt_tokens=64, output_tokens=16, vary_outputs=True)
 
 
 def make_tenants(
