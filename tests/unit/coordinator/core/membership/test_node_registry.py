@@ -11,6 +11,7 @@ from baton.kv.kv_layout import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
+from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
     LAYOUT,
@@ -18,7 +19,6 @@ from tests.unit.coordinator.core.brain_harness import (
     SILENCE,
     STALL,
     BrainHarness,
-    make_join_info,
 )
 
 
