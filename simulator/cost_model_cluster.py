@@ -8,6 +8,20 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
+from baton.cluster_link.messages import (
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    SetRoleOrder,
+    StepTokens,
+    TicketOrder,
+)
 from baton.errors import NodeLost
 from baton.pb.cluster_pb2 import NodeStats
 from baton.slo import Slo
@@ -23,7 +37,6 @@ from baton.types import (
     SamplingParams,
     TokenEvent,
 )
-from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
 from simulator.decode_batch import SIMULATED_TOKEN, DecodeBatch
 from simulator.node_messages import make_handoff_report, make_join_info, make_ticket
@@ -68,7 +81,9 @@ class CostModelCluster(SimulatedCluster):
         max_queue: int = 4096,
     ) -> None:
         """`slots` and `blocks` are those of each node."""
-        settings = BrainSettings("disaggregated", max_queue, max_attempts=8, reserve_timeout=1e6)
+        settings = BrainSettings(
+            mode="disaggregated", max_queue=max_queue, max_attempts=8, reserve_timeout=1e6
+        )
         super().__init__(settings, _HEARTBEAT_SECONDS)
         self.costs = costs or SimulatedCosts()
         self.blocks_per_node = blocks
@@ -144,32 +159,32 @@ class _CostModelNode:
         stats.MergeFrom(self._stats)
         return stats
 
-    def execute_order(self, order: m.NodeOrder) -> None:
+    def execute_order(self, order: NodeOrder) -> None:
         cluster = self._cluster
         match order:
-            case m.DecodeOrder(work, writer) if writer is not None:
+            case DecodeOrder(work, writer) if writer is not None:
                 self._batch.reserve_sequence(work)
                 ticket = make_ticket(self.incarnation, work.key, writer.incarnation)
-                self._report_at(cluster.now, m.BlocksReserved(work.key, ticket, 0))
-            case m.TicketOrder(ticket):
+                self._report_at(cluster.now, BlocksReserved(work.key, ticket, 0))
+            case TicketOrder(ticket):
                 self._decode_nodes[ticket.key] = ticket.decode_peer.incarnation
-            case m.PrefillOrder(work, alone):
+            case PrefillOrder(work, alone):
                 self._prompts[work.key] = (work, alone)
                 self._start_prefill()
-            case m.CancelOrder(key, _):
+            case CancelOrder(key, _):
                 if next(iter(self._prompts), None) != key:  # the first is computed to its end
                     self._prompts.pop(key, None)
                 self._batch.cancel_sequence(key)
-            case m.SetRoleOrder(role):
+            case SetRoleOrder(role):
                 ready_at = cluster.now + cluster.costs.role_switch_seconds
                 cluster.call_at(ready_at, partial(cluster.switch_role, self, role))
             case _:
                 pass
 
-    def _report(self, report: m.NodeReport) -> None:
+    def _report(self, report: NodeReport) -> None:
         self._cluster.send_report(self.incarnation, report)
 
-    def _report_at(self, when: float, report: m.NodeReport) -> None:
+    def _report_at(self, when: float, report: NodeReport) -> None:
         self._cluster.call_at(when, partial(self._report, report))
 
     # prefill
@@ -189,11 +204,11 @@ class _CostModelNode:
         self._is_busy = False
         key = work.key
         self._prompts.pop(key, None)
-        self._report(m.PrefillEnded(key, len(work.context_token_ids), 0, seconds))
+        self._report(PrefillEnded(key, len(work.context_token_ids), 0, seconds))
         if alone:
             index = len(work.emitted_token_ids)
             event = TokenEvent(key, index, SIMULATED_TOKEN, FinishReason.LENGTH)
-            self._report(m.StepTokens((event,)))
+            self._report(StepTokens((event,)))
         else:
             landed_at = self._cluster.now + self._cluster.costs.handoff_seconds
             self._cluster.call_at(landed_at, partial(self._finish_handoff, key))
@@ -205,7 +220,7 @@ class _CostModelNode:
         if decode is None or received is None:
             return
         report = make_handoff_report(received, self._cluster.costs.handoff_seconds)
-        self._report(m.HandoffCompleted(key, report))
+        self._report(HandoffCompleted(key, report))
         decode.start_step()
 
     # decode
@@ -219,7 +234,7 @@ class _CostModelNode:
         if work is None:
             return None
         received = len(work.context_token_ids)
-        self._report(m.DecodeStarted(key, 0, 0, received))
+        self._report(DecodeStarted(key, 0, 0, received))
         self._emit_tokens([key])
         return received
 
@@ -251,4 +266,4 @@ class _CostModelNode:
     def _emit_tokens(self, keys: list[AttemptKey]) -> None:
         events = self._batch.emit_tokens(keys)
         if events:
-            self._report(m.StepTokens(events))
+            self._report(StepTokens(events))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo
 from baton.kv.kv_layout import KVLayout
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
@@ -16,7 +16,6 @@ from baton.types import (
     Ticket,
     TicketId,
 )
-from coordinator.core.membership.join_checks import JoinInfo
 
 SMALL_LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 

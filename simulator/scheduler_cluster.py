@@ -9,7 +9,7 @@ from baton.types import Incarnation, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.placement.request_placer import ServingMode
-from node_engine.core.scheduling.scheduler import SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
 from simulator.node_messages import make_join_info
@@ -42,7 +42,11 @@ class SchedulerCluster(SimulatedCluster):
     ) -> None:
         """`blocks`, `max_num_seqs` and `max_batched_tokens` are those of each node."""
         settings = BrainSettings(
-            mode, max_queue, 8, reserve_timeout=15.0, local_prefill_share=prefill_share
+            mode=mode,
+            max_queue=max_queue,
+            max_attempts=8,
+            reserve_timeout=15.0,
+            local_prefill_share=prefill_share,
         )
         super().__init__(settings, _HEARTBEAT_SECONDS)
         self.random = random.Random(seed)

@@ -4,15 +4,29 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    ReservationRefused,
+    StepTokens,
+    TicketOrder,
+)
 from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import AttemptKey, AttemptSpec, Incarnation, TokenEvent
-from coordinator.core.common import messages as m
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import CapacityRefusal, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     SequenceFailed,
@@ -59,7 +73,7 @@ class SchedulerNode:
     def collect_stats(self) -> NodeStats:
         counts: dict[str, Any] = {
             f"blocks_{state.value}": number
-            for state, number in self._pool.count_blocks_by_state().items()
+            for state, number in self._pool.ownership.count_blocks_by_state().items()
         }
         return NodeStats(
             blocks_total=self._pool.num_blocks,
@@ -70,20 +84,20 @@ class SchedulerNode:
             **counts,
         )
 
-    def execute_order(self, order: m.NodeOrder) -> None:
+    def execute_order(self, order: NodeOrder) -> None:
         match order:
-            case m.PrefillOrder(work):
+            case PrefillOrder(work):
                 self._scheduler.add_sequence(work, _root_hash(work), is_prefill_only=True)
                 self._wake()
-            case m.DecodeOrder(work, None, prefill_step_share):
+            case DecodeOrder(work, None, prefill_step_share):
                 self._scheduler.prefill_budget.prefill_step_share = prefill_step_share or None
                 self._start_local(work)
-            case m.DecodeOrder(work, writer) if writer is not None:
+            case DecodeOrder(work, writer) if writer is not None:
                 self._reserve(work, writer.incarnation)
-            case m.TicketOrder(ticket):
+            case TicketOrder(ticket):
                 self._decode_nodes[ticket.key] = ticket.decode_peer.incarnation
                 self._scheduler.mark_ticketed(ticket.key)
-            case m.CancelOrder(key):
+            case CancelOrder(key):
                 self._scheduler.cancel_sequence(key)
             case _:
                 pass
@@ -104,12 +118,12 @@ class SchedulerNode:
         if isinstance(found, CapacityRefusal):
             self._answer(_make_refusal(work, found))
         else:
-            self._answer(m.BlocksReserved(work.key, ticket, 0))
+            self._answer(BlocksReserved(work.key, ticket, 0))
 
-    def _report(self, report: m.NodeReport) -> None:
+    def _report(self, report: NodeReport) -> None:
         self._cluster.send_report(self.incarnation, report)
 
-    def _answer(self, report: m.NodeReport) -> None:
+    def _answer(self, report: NodeReport) -> None:
         """Report it once the coordinator is done with what it does now."""
         self._cluster.call_at(self._cluster.now, partial(self._report, report))
 
@@ -140,10 +154,10 @@ class SchedulerNode:
 
     def _record_step(self, batch: StepBatch, seconds: float) -> None:
         scheduler = self._scheduler
-        self.device_time.charge_step(batch, scheduler.get_sequence_in_flight, seconds)
+        self.device_time.charge_step(batch, scheduler.sequences_in_flight, seconds)
         self._step_totals = self._step_totals.with_step(batch, seconds)
         for one in batch.slices:
-            key = scheduler.get_sequence_in_flight(one.sequence_id).key
+            key = scheduler.sequences_in_flight[one.sequence_id].key
             if key not in self._started:
                 share = seconds * scheduler.prefill_budget.compute_time_share(
                     batch, len(one.token_ids)
@@ -162,23 +176,23 @@ class SchedulerNode:
                         cached = sequence.num_cached_tokens
                         computed = sequence.context_len - cached
                         seconds = self._prefill_seconds.pop(key)
-                        self._report(m.DecodeStarted(key, computed, cached, 0, seconds))
+                        self._report(DecodeStarted(key, computed, cached, 0, seconds))
                     events.append(event)
                 case SequenceFailed(sequence, error, caused_by):
                     self._prefill_seconds.pop(sequence.key, None)
-                    self._report(m.AttemptFailed(sequence.key, error, caused_by))
+                    self._report(AttemptFailed(sequence.key, error, caused_by))
                 case PrefillCompleted(sequence, event):
                     key = sequence.key
                     cached = sequence.num_cached_tokens
                     computed = sequence.context_len - cached
                     seconds = self._prefill_seconds.pop(key)
-                    self._report(m.PrefillEnded(key, computed, cached, seconds))
+                    self._report(PrefillEnded(key, computed, cached, seconds))
                     landed_at = self._cluster.now + self._handoff_seconds
                     self._cluster.call_at(landed_at, partial(self._finish_handoff, key, event))
                 case _:
                     raise AssertionError(outcome)
         if events:
-            self._report(m.StepTokens(tuple(events)))
+            self._report(StepTokens(tuple(events)))
 
     # hand-offs
 
@@ -189,16 +203,16 @@ class SchedulerNode:
 
     def land_handoff(self, key: AttemptKey, token_id: int, writer: "SchedulerNode") -> None:
         """The prompt is here, and the token that the prefill node has drawn: decode from there."""
-        self._pool.mark_writing(make_ticket_id(key))
+        self._pool.reservations.mark_writing(make_ticket_id(key))
         self._started.add(key)
         outcomes = self._scheduler.commit_handoff(key, (token_id,))
         writer._scheduler.finish_handoff(key)
         sequence = next(one.sequence for one in outcomes if isinstance(one, TokenEmitted))
-        self._report(m.DecodeStarted(key, 0, 0, sequence.context_len))
+        self._report(DecodeStarted(key, 0, 0, sequence.context_len))
         report = make_handoff_report(
             sequence.context_len * PACED_LAYOUT.token_bytes, self._handoff_seconds
         )
-        writer._report(m.HandoffCompleted(key, report))
+        writer._report(HandoffCompleted(key, report))
         self._report_outcomes(outcomes)
         self._wake()
 
@@ -207,5 +221,5 @@ def _root_hash(work: AttemptSpec) -> BlockHash:
     return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
 
 
-def _make_refusal(work: AttemptSpec, refusal: CapacityRefusal) -> m.ReservationRefused:
-    return m.ReservationRefused(work.key, refusal.needed_blocks, refusal.free_blocks)
+def _make_refusal(work: AttemptSpec, refusal: CapacityRefusal) -> ReservationRefused:
+    return ReservationRefused(work.key, refusal.needed_blocks, refusal.free_blocks)

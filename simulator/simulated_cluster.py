@@ -4,13 +4,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from baton.cluster_link.messages import (
+    DecodeOrder,
+    Heartbeat,
+    JoinInfo,
+    NodeOrder,
+    NodeReport,
+    PrefillOrder,
+)
 from baton.errors import BatonError, RequestRejected
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, Request, RequestId
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from simulator.simulated_request import SimulatedRequest
@@ -25,7 +32,7 @@ class SimulatedNode(Protocol):
     @property
     def incarnation(self) -> Incarnation: ...
 
-    def execute_order(self, order: m.NodeOrder) -> None:
+    def execute_order(self, order: NodeOrder) -> None:
         """Start what the coordinator orders; reports follow at their time."""
 
     def collect_stats(self) -> NodeStats:
@@ -107,30 +114,30 @@ class SimulatedCluster:
         del self.nodes[node.incarnation]
         self.apply_effects(self.brain.remove_member(node.incarnation, error, self.now))
 
-    def send_report(self, sender: Incarnation, report: m.NodeReport) -> None:
+    def send_report(self, sender: Incarnation, report: NodeReport) -> None:
         """The coordinator receives a node's report now; nothing happens if the node has left."""
         if sender in self.nodes:
             self.apply_effects(self.brain.receive_report(sender, report, self.now))
 
     def _send_heartbeat(self, node: SimulatedNode) -> None:
         if node.incarnation in self.nodes:
-            self.send_report(node.incarnation, m.Heartbeat(node.collect_stats()))
+            self.send_report(node.incarnation, Heartbeat(node.collect_stats()))
             self.call_at(self.now + self._heartbeat_seconds, partial(self._send_heartbeat, node))
 
     # the coordinator's shell
 
-    def apply_effects(self, effects: list[m.Effect]) -> None:
+    def apply_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.SendOrder(incarnation, order):
-                    if isinstance(order, m.PrefillOrder | m.DecodeOrder):
+                case SendOrder(incarnation, order):
+                    if isinstance(order, PrefillOrder | DecodeOrder):
                         self.placements.append((self.now, incarnation))
                     node = self.nodes.get(incarnation)
                     if node is not None:
                         node.execute_order(order)
-                case m.EmitTokens(request_id, token_ids, _):
+                case EmitTokens(request_id, token_ids, _):
                     self._record_tokens(request_id, len(token_ids))
-                case m.EndRequest():
+                case EndRequest():
                     self._record_end(effect)
                 case _:
                     pass
@@ -147,7 +154,7 @@ class SimulatedCluster:
         self.longest_token_gap_seconds = max(self.longest_token_gap_seconds, gap)
         self.last_token_at = now
 
-    def _record_end(self, end: m.EndRequest) -> None:
+    def _record_end(self, end: EndRequest) -> None:
         seen = self._open_requests.pop(end.request_id, None)
         if seen is not None:
             seen.ended_at = self.now

@@ -14,7 +14,11 @@ from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import LeastLoadedPolicy
 from simulator.node_messages import make_join_info
-from tests.unit.coordinator.core.brain_harness import DECODE, SILENCE, STALL
+from tests.unit.coordinator.core.brain_harness import (
+    DECODE,
+    SILENCE,
+    STALL,
+)
 
 FILES = ModelFileDigests(config_digest="c0", tokenizer_digest="t0", weights_digest="w0")
 
@@ -26,7 +30,7 @@ def brain_of(served: ServedModel) -> Brain:
     return Brain(
         NodeRegistry(SILENCE, STALL, served),
         LeastLoadedPolicy(),
-        BrainSettings("colocated", 8, 3, STALL),
+        BrainSettings(mode="colocated", max_queue=8, max_attempts=3, reserve_timeout=STALL),
     )
 
 

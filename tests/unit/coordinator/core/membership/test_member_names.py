@@ -2,18 +2,14 @@
 
 import pytest
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    PoolJoinInfo,
+)
 from baton.errors import ConfigError, NodeLost
 from baton.types import Incarnation, NodeName
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import (
-    DECODE,
-    LAYOUT,
-    PREFILL,
-    SILENCE,
-    BrainHarness,
-)
+from tests.unit.coordinator.core.brain_harness import DECODE, LAYOUT, PREFILL, SILENCE, BrainHarness
 
 
 def test_second_process_of_name_is_rejected_while_first_is_alive(world: BrainHarness) -> None:
@@ -52,18 +48,19 @@ def test_same_process_replaces_its_incarnation(world: BrainHarness) -> None:
     assert list(world.brain.node_registry.nodes) == [new]
 
 
-def test_pool_names_are_exclusive_too(world: BrainHarness) -> None:
-    def pool(process: str) -> PoolJoinInfo:
-        where = NodeName("pool-0"), "host-a", "127.0.0.1:1", 7
-        return PoolJoinInfo(PROTOCOL_VERSION, *where, "ab", LAYOUT, 100, process)
+def make_pool(process: str) -> PoolJoinInfo:
+    where = NodeName("pool-0"), "host-a", "127.0.0.1:1", 7
+    return PoolJoinInfo(PROTOCOL_VERSION, *where, "ab", LAYOUT, 100, process)
 
-    world.brain.join_pool(pool("first"), Incarnation("1"), world.now)
+
+def test_pool_names_are_exclusive_too(world: BrainHarness) -> None:
+    world.brain.join_pool(make_pool("first"), Incarnation("1"), world.now)
     with pytest.raises(ConfigError, match=r"'pool-0' is in use by process 7") as caught:
-        world.brain.join_pool(pool("second"), Incarnation("2"), world.now)
+        world.brain.join_pool(make_pool("second"), Incarnation("2"), world.now)
     assert caught.value.retry_after == SILENCE
-    world.brain.join_pool(pool("first"), Incarnation("3"), world.now)
+    world.brain.join_pool(make_pool("first"), Incarnation("3"), world.now)
     world.brain.remove_member(Incarnation("3"), NodeLost("its stream ended"), world.now)
-    world.brain.join_pool(pool("second"), Incarnation("4"), world.now)
+    world.brain.join_pool(make_pool("second"), Incarnation("4"), world.now)
 
 
 def test_join_without_process_id_is_rejected(world: BrainHarness) -> None:
@@ -71,9 +68,6 @@ def test_join_without_process_id_is_rejected(world: BrainHarness) -> None:
     with pytest.raises(ConfigError, match="'d0' has process ''") as caught:
         world.join_node("d0", DECODE, process="")
     assert caught.value.param == "process"
-    pool = PoolJoinInfo(
-        PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab", LAYOUT, 100
-    )
     with pytest.raises(ConfigError, match="'pool-0' has process ''"):
-        world.brain.join_pool(pool, Incarnation("1"), world.now)
+        world.brain.join_pool(make_pool(process=""), Incarnation("1"), world.now)
     assert world.brain.counters.joins == {"refused": 2}

@@ -1,11 +1,11 @@
 """What classes and long prompts leave to others on a node."""
 
+from baton.cluster_link.messages import AttemptFailed, DecodeOrder
 from baton.errors import Preempted
-from baton.types import Principal, Request, RequestId
+from baton.types import Principal, RequestId
 from coordinator.core.admission.tenants import (
     Tenant,
 )
-from coordinator.core.common import messages as m
 from tests.unit.coordinator.core.admission.tenant_tables import BULK, GOLD, make_tenant_table
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -61,9 +61,9 @@ def test_burst_is_placed_as_prompts_are_computed() -> None:
         submit(world, BULK, prompt=32)
     assert world.brain.count_attempts(node) == 4
     gold = submit(world, GOLD, prompt=32)
-    first = world.messages_to(node, m.DecodeOrder)[0].work.key
+    first = world.messages_to(node, DecodeOrder)[0].work.key
     world.report_token(node, first, 0)
-    assert world.messages_to(node, m.DecodeOrder)[-1].work.key.request_id == gold
+    assert world.messages_to(node, DecodeOrder)[-1].work.key.request_id == gold
     assert world.brain.count_attempts(node) == 5
 
 
@@ -72,13 +72,13 @@ def test_class_is_sent_to_node_and_preemptor_is_charged() -> None:
     world.brain.reload_tenants(make_tenant_table(Tenant("bulk", "standard")), world.now)
     node = world.join_node("d0", DECODE)
     request = submit(world, BULK)
-    (first,) = world.messages_to(node, m.DecodeOrder)
+    (first,) = world.messages_to(node, DecodeOrder)
     assert first.work.request.principal == BULK
     assert first.work.prefill_charged_class == ""
     world.report_token(node, first.work.key, 0)
-    world.send_from_node(node, m.AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
+    world.send_from_node(node, AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
     world.send_heartbeat(node, room=32)
-    second = world.messages_to(node, m.DecodeOrder)[-1]
+    second = world.messages_to(node, DecodeOrder)[-1]
     assert second.work.prefill_charged_class == "premium"
     world.report_token(node, second.work.key, 1)
     world.cancel(request)
@@ -97,13 +97,6 @@ def test_long_prompts_leave_the_window_to_short_ones() -> None:
 
 
 def submit(world: BrainHarness, standing: Principal, prompt: int = 20) -> RequestId:
-    arrival = world.make_request(prompt)
-    request = Request(
-        arrival.request.id,
-        arrival.request.prompt_token_ids,
-        arrival.request.sampling,
-        60.0,
-        principal=standing,
-    )
+    request = world.make_request(prompt, standing=standing)
     world.effects += world.brain.submit_request(request, world.now)
     return request.id

@@ -2,6 +2,17 @@
 
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    NodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+    SetRoleOrder,
+    StepTokens,
+    TicketOrder,
+)
 from baton.errors import HandoffFailed
 from baton.role_split import RoleSplit
 from baton.types import (
@@ -13,7 +24,7 @@ from baton.types import (
     Role,
     Ticket,
 )
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import SendOrder
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from simulator.decode_batch import SIMULATED_TOKEN, DecodeBatch
 from tests.unit.coordinator.core.brain_harness import BrainHarness
@@ -139,7 +150,7 @@ class ManualCluster:
         while self._executed < len(self.harness.effects):
             effect = self.harness.effects[self._executed]
             self._executed += 1
-            if isinstance(effect, m.SendOrder):
+            if isinstance(effect, SendOrder):
                 member = self._find_node(effect.incarnation)
                 if member is not None:
                     self._execute_order(member, effect.order)
@@ -147,25 +158,25 @@ class ManualCluster:
     def _find_node(self, incarnation: Incarnation) -> ManualNode | None:
         return next((each for each in self.nodes.values() if each.incarnation == incarnation), None)
 
-    def _execute_order(self, member: ManualNode, order: m.NodeOrder) -> None:
-        assert member.ordered_role is None or isinstance(order, m.PeerLostNotice), (
+    def _execute_order(self, member: ManualNode, order: NodeOrder) -> None:
+        assert member.ordered_role is None or isinstance(order, PeerLostNotice), (
             "the role is the last thing a node is told"
         )
         me = member.incarnation
         match order:
-            case m.SetRoleOrder(role):
+            case SetRoleOrder(role):
                 assert not member.batch.running, "told to switch with work left"
                 member.ordered_role = role
-            case m.DecodeOrder(work, None):
+            case DecodeOrder(work, None):
                 assert member.role is Role.DECODE
                 member.batch.start_sequence(work)
                 self._emit_token(member, work.key)
-            case m.DecodeOrder(work, writer):
+            case DecodeOrder(work, writer):
                 assert member.role is Role.DECODE
                 assert writer is not None
                 member.batch.reserve_sequence(work)
                 self.harness.report_reserved(me, work.key, writer.incarnation)
-            case m.PrefillOrder(work, alone):
+            case PrefillOrder(work, alone):
                 assert member.role is Role.PREFILL
                 if alone:
                     self.harness.report_token(
@@ -175,9 +186,9 @@ class ManualCluster:
                         SIMULATED_TOKEN,
                         FinishReason.LENGTH,
                     )
-            case m.TicketOrder(ticket):
+            case TicketOrder(ticket):
                 self._hand_off(me, ticket)
-            case m.CancelOrder(key, _):
+            case CancelOrder(key, _):
                 member.batch.cancel_sequence(key)
             case _:
                 pass
@@ -189,7 +200,7 @@ class ManualCluster:
             return
         self.harness.report_prefill_ended(prefill, key)
         self.harness.send_from_node(
-            target.incarnation, m.DecodeStarted(key, 0, 0, len(work.context_token_ids))
+            target.incarnation, DecodeStarted(key, 0, 0, len(work.context_token_ids))
         )
         self._emit_token(target, key)
         self.harness.report_handed_off(prefill, key)
@@ -197,4 +208,4 @@ class ManualCluster:
     def _emit_token(self, member: ManualNode, key: AttemptKey) -> None:
         events = member.batch.emit_tokens([key])
         if events:
-            self.harness.send_from_node(member.incarnation, m.StepTokens(events))
+            self.harness.send_from_node(member.incarnation, StepTokens(events))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.types import RequestId, Role
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from simulator.decode_batch import SIMULATED_TOKEN
 from tests.unit.coordinator.core.ratio.manual_cluster import ManualCluster
@@ -149,7 +149,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             result = crew.harness.end_event(request).result
             sent = crew.harness.emitted_tokens(request)
             assert sent == [SIMULATED_TOKEN] * len(sent)
-            if isinstance(result, m.FinishedResult):
+            if isinstance(result, FinishedResult):
                 assert len(sent) == tokens
             else:
                 assert result.code in {"unavailable", "deadline_exceeded", "node_gone", "stalled"}

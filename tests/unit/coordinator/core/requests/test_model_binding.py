@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import (
+    DecodeOrder,
+    PrefillOrder,
+)
 from baton.errors import ConfigError, ModelMismatch, ServiceUnavailable
 from baton.kv.kv_layout import KVLayout
-from coordinator.core.common import messages as m
 from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
@@ -54,7 +57,7 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
     world.cancel(request)
     d0 = world.join_node("d0", DECODE, model_digest="cd", process="new")
     second = world.submit()
-    (submit,) = world.messages_to(d0, m.DecodeOrder)
+    (submit,) = world.messages_to(d0, DecodeOrder)
     assert submit.work.key.request_id == second
     assert (
         submit.work.identity_digest
@@ -75,7 +78,7 @@ def test_unplaced_requests_do_not_bind_model(other: dict[str, Any]) -> None:
         error = world.end_error(request)
         assert isinstance(error, ServiceUnavailable)
         assert error.retry_after
-    assert not world.messages_to(d1, m.DecodeOrder)
+    assert not world.messages_to(d1, DecodeOrder)
     second = world.submit()
     assert world.last_attempt_key(d1) == (second, 1, 0)
 
@@ -88,7 +91,7 @@ def test_internal_requests_do_not_bind_model() -> None:
     world.lose_node(d0)
     d0 = world.join_node("d0", DECODE, process="new", dtype="bfloat16")
     assert isinstance(world.end_error(warm_up), ServiceUnavailable)
-    assert not world.messages_to(d0, m.DecodeOrder)
+    assert not world.messages_to(d0, DecodeOrder)
 
 
 def test_node_of_same_model_ends_no_waiting_request() -> None:
@@ -105,9 +108,9 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
     orders = [
-        *world.messages_to(p0, m.PrefillOrder),
-        *world.messages_to(d0, m.DecodeOrder),
-        *world.messages_to(d1, m.DecodeOrder),
+        *world.messages_to(p0, PrefillOrder),
+        *world.messages_to(d0, DecodeOrder),
+        *world.messages_to(d1, DecodeOrder),
     ]
     assert len(orders) == 4
     assert {order.work.identity_digest for order in orders} == {
@@ -119,7 +122,7 @@ def test_node_that_answers_wrong_model_is_avoided(world: BrainHarness) -> None:
     world.join_node("p0", PREFILL)
     nodes = [world.join_node("d0", DECODE), world.join_node("d1", DECODE)]
     request = world.submit()
-    first = next(node for node in nodes if world.messages_to(node, m.DecodeOrder))
+    first = next(node for node in nodes if world.messages_to(node, DecodeOrder))
     (other,) = (node for node in nodes if node != first)
     world.report_failure(
         first,

@@ -4,9 +4,14 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import (
+    DecodeOrder,
+    PrefillOrder,
+    ReservationRefused,
+)
 from baton.errors import ServiceUnavailable
 from baton.types import FinishReason, Incarnation, RequestId
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
@@ -59,12 +64,12 @@ def test_requests_are_placed_on_nodes_that_can_hold_them(mode: str) -> None:
         assert world.brain.get_request_state(request) is RequestState.PLACED
         world.cancel(request)
     decode = large[1]
-    assert not world.messages_to(small[1], m.DecodeOrder)
-    assert len(world.messages_to(decode, m.DecodeOrder)) == 4
+    assert not world.messages_to(small[1], DecodeOrder)
+    assert len(world.messages_to(decode, DecodeOrder)) == 4
     world.submit(prompt=100, max_tokens=5)
     assert not any(
         len(order.work.request.prompt_token_ids) == 100
-        for order in world.messages_to(small[0], m.PrefillOrder)
+        for order in world.messages_to(small[0], PrefillOrder)
     )
 
 
@@ -78,7 +83,7 @@ def test_request_no_node_can_hold_is_parked_and_ends_with_503() -> None:
     for _ in range(80):  # more than may pass one that waits for room
         short = world.submit(prompt=8, max_tokens=1)
         world.report_token(small, world.last_attempt_key(small), 0, finish=FinishReason.LENGTH)
-        assert isinstance(world.end_event(short).result, m.FinishedResult)
+        assert isinstance(world.end_event(short).result, FinishedResult)
     world.advance(20.0)
     error = world.end_error(long)
     assert isinstance(error, ServiceUnavailable)
@@ -137,7 +142,7 @@ def test_parked_request_resumes_when_larger_node_joins() -> None:
     world.lose_node(d0)
     back = world.join_node("d0", DECODE, process="restarted")
     assert world.last_attempt_key(back) == (long, 2, 0)
-    assert world.messages_to(back, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
+    assert world.messages_to(back, DecodeOrder)[-1].work.emitted_token_ids == (7,)
 
 
 def test_new_request_for_restarting_node_gets_503_not_400() -> None:
@@ -157,10 +162,10 @@ def test_refusal_for_length_is_not_retried_on_same_node(world: BrainHarness) -> 
     d0 = world.join_node("d0", DECODE)
     request = world.submit()
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32)
     )
     for _ in range(3):
         world.send_heartbeat(d0)
-    assert len(world.messages_to(d0, m.DecodeOrder)) == 1
+    assert len(world.messages_to(d0, DecodeOrder)) == 1
     d1 = world.join_node("d1", DECODE)
     assert world.last_attempt_key(d1) == (request, 2, 0)
