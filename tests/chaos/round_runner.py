@@ -21,9 +21,8 @@ from tests.history import (
     Operation,
     RequestIdentity,
     Tokens,
-    find_mixed_models,
-    find_violations,
 )
+from tests.history_checks import find_mixed_models, find_violations
 from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
@@ -48,7 +47,7 @@ class RoundRunner:
         self.outcomes: Counter[str] = Counter()
 
     async def run_round(self, one: ChaosRound) -> list[str]:
-        """Everything that was wrong, by invariant; see tests/history.py."""
+        """Everything that was wrong, by invariant; see tests/history_checks.py."""
         cluster = self.cluster
         before = cluster.get_pids()
         history = History()

@@ -1,5 +1,5 @@
 """Rounds of random faults on real processes, each checked against the six invariants of
-tests/history.py.
+tests/history_checks.py.
 
 `make test` plays ten, `make chaos` two hundred. A failure names its seed and the command that plays
 it again.
