@@ -140,7 +140,7 @@ async def test_clients_that_retry_at_once_do_not_slow_others(overload: OverloadR
 
 
 async def test_burst_is_served_at_once_or_on_retry(overload: OverloadRun) -> None:
-    """All of them are served: at once, or when they come back as they were told."""
+    """All requests are served, at once or when they are retried after the stated delay."""
     loop, count = overload.new_open_loop(), 1000 if overload.is_judged else 120
     began = time.monotonic()
     outcomes = await loop.run_burst(replace(REQUEST, output_tokens=4, max_attempts=count), count)
