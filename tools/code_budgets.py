@@ -29,6 +29,7 @@ PACKAGES = (
     "kv_transfer",
     "node_engine",
     "prefill_node",
+    "simulator",
     "tools",
 )
 OURS = frozenset(PACKAGES) | {"kv_kernels", "tests"}

@@ -1,5 +1,5 @@
-"""Whoever has no token, and whatever bytes arrive on whichever port: refused, and nobody is the
-worse for it."""
+"""Peers without the cluster token, and random bytes on every port, are refused and affect
+nobody."""
 
 import asyncio
 import ipaddress
@@ -51,7 +51,8 @@ def garbage_payloads() -> dict[str, bytes]:
 
 
 async def send_and_hang_up(host: str, port: int, data: bytes) -> None:
-    """Send, read a little, and hang up. Whatever the other end does about it is its business."""
+    """Send the bytes, read a little and close the connection; errors of the other end do not
+    matter."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         async with asyncio.timeout(0.3):
@@ -78,8 +79,8 @@ def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
 
 
 def _parse_kernel_address(address: str) -> str:
-    """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address
-    as such."""
+    """Parse the kernel's hexadecimal words, each in the machine's byte order. An IPv4-mapped
+    address becomes IPv4."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     parsed = ipaddress.ip_address(packed)

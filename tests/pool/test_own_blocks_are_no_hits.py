@@ -1,5 +1,4 @@
-"""What a request computes itself is never a hit: neither for its decode node, nor for a later
-attempt."""
+"""Blocks that a request computes itself are never counted as cache hits."""
 
 from collections.abc import Iterator
 from pathlib import Path

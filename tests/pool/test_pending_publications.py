@@ -1,4 +1,4 @@
-"""A prompt that another node is publishing is waited for, and not computed a second time."""
+"""A prompt that another node is publishing is waited for, and not computed twice."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""A pool that cannot start says why, in one line with the setting that mends it."""
+"""A pool that cannot start says why in one line that names the setting to change."""
 
 import os
 import subprocess

@@ -26,6 +26,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "coordinator": frozenset({"baton"}),
+    "simulator": frozenset({"baton", "coordinator", "node_engine"}),
     "benchmarks": frozenset(
         {
             "baton",
@@ -36,6 +37,7 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
             "decode_node",
             "coordinator",
             "kv_pool",
+            "simulator",
         }
     ),
 }

@@ -236,11 +236,9 @@ class CostModel:
     def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
         """Return whether the fastest node needs less; usually the first node checked does."""
         features = prefill_features(new, cached)
-        if any(
-            _predict_seconds(fit.coefficients, features) < seconds
-            for fit in self._prefill.list_reported_fits()
-        ):
-            return True
+        for fit in self._prefill.list_reported_fits():
+            if _predict_seconds(fit.coefficients, features) < seconds:
+                return True
         return self.fastest_prefill_seconds(new, cached) < seconds
 
     def fleet_transfer_costs(self, token_bytes: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from baton.kv.kv_layout import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common.effects import MemberLost
 from coordinator.core.requests.record import RequestState
+from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
     LAYOUT,
@@ -23,7 +24,6 @@ from tests.unit.coordinator.core.brain_harness import (
     SILENCE,
     STALL,
     BrainHarness,
-    make_join_info,
 )
 
 

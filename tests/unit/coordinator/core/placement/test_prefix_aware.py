@@ -22,7 +22,8 @@ from coordinator.core.placement.interface import (
 )
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
-from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, make_join_info
+from simulator.node_messages import make_join_info
+from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
 
 NOW = 1000.0
 P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0)

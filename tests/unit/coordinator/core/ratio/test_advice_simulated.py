@@ -5,7 +5,7 @@ import pytest
 
 from baton.role_split import RoleSplit
 from benchmarks.scenarios.ratio_workloads import NODE_COUNT, RATIO_WORKLOADS, SLO, OfferedLoad
-from tests.cost_model_cluster import CostModelCluster
+from simulator.cost_model_cluster import CostModelCluster
 
 SECONDS = 40.0
 GOOD_ENOUGH = 0.9  # of the best split's goodput
@@ -21,10 +21,10 @@ def simulate_split(
     cluster.schedule_requests(plan)
     while cluster.now < SECONDS + 10.0:
         cluster.run(cluster.now + 5.0)
-        lost = sum(one.has_missed_slo(SLO, cluster.now) for one in cluster.requests)
+        lost = sum(one.has_missed_slo(SLO, cluster.now) for one in cluster.submitted_requests)
         if len(plan) - lost < least * SECONDS:
             break
-    return sum(one.meets_slo(SLO) for one in cluster.requests) / SECONDS, cluster
+    return sum(one.meets_slo(SLO) for one in cluster.submitted_requests) / SECONDS, cluster
 
 
 @pytest.mark.parametrize("name", RATIO_WORKLOADS)

@@ -11,7 +11,7 @@ from benchmarks.scenarios.ratio_workloads import (
     plan_phases,
 )
 from coordinator.core.ratio.controller import MANUAL_REASON
-from tests.cost_model_cluster import CostModelCluster
+from simulator.cost_model_cluster import CostModelCluster
 
 PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 
@@ -41,7 +41,7 @@ def test_slo_recovers_after_load_change(automatic: bool) -> None:
     else:
         assert cluster.slo_attainment(SLO, 80.0, 150.0) < 0.05
         assert (pilot.change_count, pilot.reason) == (0, MANUAL_REASON)
-    assert all(seen.error is None for seen in cluster.requests), "no request has failed"
+    assert all(seen.error is None for seen in cluster.submitted_requests), "no request has failed"
 
 
 def test_swinging_load_is_served_as_with_fixed_ratio() -> None:

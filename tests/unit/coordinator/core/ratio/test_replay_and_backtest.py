@@ -8,7 +8,7 @@ from benchmarks.scenarios.ratio_workloads import SLO, SWINGING_LOADS, plan_phase
 from coordinator.core.estimates.workload import RequestShape
 from coordinator.core.ratio.backtest import HISTORY_SECONDS, RESTART_SECONDS, SplitBacktest
 from coordinator.core.ratio.split_replay import SplitReplay
-from tests.cost_model_cluster import CostModelCluster
+from simulator.cost_model_cluster import CostModelCluster
 from tests.unit.coordinator.core.ratio.planned_cluster import NODE_PROFILE, SPLITS
 
 PROMPT = RequestShape(500, 1.0)  # a second, and no step after its first token
@@ -73,7 +73,7 @@ def test_replay_agrees_with_real_brain(split: RoleSplit) -> None:
             one.start_seconds, RequestShape(one.prompt_tokens, float(one.output_tokens)), 1.0
         )
     replay.advance_to(90.0)
-    assert 1.0 - replay.missed_count / len(cluster.requests) == pytest.approx(
+    assert 1.0 - replay.missed_count / len(cluster.submitted_requests) == pytest.approx(
         cluster.slo_attainment(SLO), abs=0.1
     )
 

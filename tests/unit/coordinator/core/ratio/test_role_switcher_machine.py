@@ -11,7 +11,8 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.types import RequestId, Role
 from coordinator.core.common.effects import FinishedResult
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
-from tests.unit.coordinator.core.ratio.honest_cluster import TOKEN, HonestCluster
+from simulator.decode_batch import SIMULATED_TOKEN
+from tests.unit.coordinator.core.ratio.manual_cluster import ManualCluster
 
 NAMES = ("d0", "d1", "d2", "p0", "p1")
 names = st.sampled_from(NAMES)
@@ -20,7 +21,7 @@ names = st.sampled_from(NAMES)
 class RoleSwitcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = HonestCluster(*NAMES)
+        self.cluster = ManualCluster(*NAMES)
         self.submitted: dict[RequestId, int] = {}
 
     @rule(
@@ -145,7 +146,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
         for request, tokens in self.submitted.items():
             result = crew.harness.end_event(request).result
             sent = crew.harness.emitted_tokens(request)
-            assert sent == [TOKEN] * len(sent)
+            assert sent == [SIMULATED_TOKEN] * len(sent)
             if isinstance(result, FinishedResult):
                 assert len(sent) == tokens
             else:

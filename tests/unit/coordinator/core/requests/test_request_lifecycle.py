@@ -25,11 +25,11 @@ from baton.types import FinishReason, Incarnation, TokenEvent
 from coordinator.core.common.effects import AdmitRequest, FinishedResult
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from coordinator.core.requests.record import RequestState
+from simulator.node_messages import make_ticket
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
     PREFILL,
     BrainHarness,
-    make_ticket,
     stream_first_token,
 )
 

@@ -40,7 +40,7 @@ from baton.errors import (
 )
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from simulator.node_messages import make_ticket
 from tests.unit.coordinator.core.requests.request_table_model import (
     ROLES,
     ExpectedRequest,
