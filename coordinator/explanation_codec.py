@@ -43,7 +43,7 @@ def timeline_from_pb(message: common_pb2.Timeline) -> Timeline:
         prefill_node=message.prefill_node,
         decode_node=message.decode_node,
         handoff=_handoff_from_pb(message),
-        models=list(message.models),
+        models=tuple(message.models),
     )
 
 

@@ -1,6 +1,6 @@
 """Where the time of one request went, as its client and operators are told."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.cluster_link.report_types import HandoffReport
 
@@ -21,4 +21,4 @@ class Timeline:
     decode_node: str = ""  # of the last attempt
     handoff: HandoffReport | None = None  # may arrive after the end; None if there was none
     # digests of the identities of all nodes that it was placed on, each once: always one
-    models: list[str] = field(default_factory=list)
+    models: tuple[str, ...] = ()

@@ -228,7 +228,7 @@ class Timestamps:
             prefill_node=self.prefill_node or "",
             decode_node=self.decode_node or "",
             handoff=self.handoff_report,
-            models=list(self.models),
+            models=tuple(self.models),
         )
 
 
