@@ -62,7 +62,8 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.step.step_batch import SliceResult, StepBatch
-from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from tests.unit.coordinator.core.brain_harness import make_join_info, make_ticket
 
 HEARTBEAT = 0.5  # seconds

@@ -33,7 +33,8 @@ from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
-from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import BlockCopier

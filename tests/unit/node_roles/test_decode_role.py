@@ -15,12 +15,9 @@ from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedEngine,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.role_bench import (
     INCARNATION,
     WRITER,

@@ -11,7 +11,7 @@ from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder
 from baton.errors import Cancelled
 from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, RoleBench
 from tests.unit.node_roles.role_bench import make_work as plain_work
 from tests.unit.node_roles.test_decode_role import DecodeBench as DecodeNode

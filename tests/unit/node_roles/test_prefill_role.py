@@ -21,8 +21,9 @@ from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
-from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from prefill_node.prefill_role import PrefillRole
+from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.role_bench import FakeOutbound, RoleBench, make_work, tokens_of
 
 REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)

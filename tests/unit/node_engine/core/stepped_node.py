@@ -25,7 +25,9 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence as NodeSequence
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.paced.paced_engine import ZERO_COSTS, PacedEngine, paced_reference_tokens
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PacedEngine
+from tests.paced_reference import paced_reference_tokens
 
 VOCAB = 1000
 BLOCK = 16

@@ -22,14 +22,9 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedCosts,
-    PacedEngine,
-    paced_reference_logprobs,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS, PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_engine.core.stepped_node import VOCAB, SteppedNode, expected_tokens, make_work
 
 SIZE = PACED_LAYOUT.block_size

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from tests.virtual_cluster import VirtualCluster, VirtualRequest, percentile
 
 SLOW = PacedCosts(prefill_us_per_token=400.0, decode_base_us=4000.0, decode_us_per_sequence=500.0)

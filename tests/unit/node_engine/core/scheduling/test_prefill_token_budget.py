@@ -11,7 +11,7 @@ from baton.limits import LOCAL_PREFILL_BURST_STEPS as BURST
 from baton.types import SamplingParams
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from tests.unit.node_engine.core.scheduling.test_scheduler import unshared_prompt
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
 

@@ -15,7 +15,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.step.step_batch import SampleSpec
-from node_engine.paced.paced_engine import paced_reference_logprobs
+from tests.paced_reference import paced_reference_logprobs
 from tests.unit.node_engine.core.stepped_node import (
     BLOCK,
     VOCAB,
