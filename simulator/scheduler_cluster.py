@@ -11,7 +11,8 @@ from coordinator.core.common.settings import BrainSettings
 from coordinator.core.placement.request_placer import ServingMode
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from simulator.node_messages import make_join_info
 from simulator.scheduler_node import SchedulerNode
 from simulator.simulated_cluster import SimulatedCluster

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests import http_exchange
+from tests.paced_reference import paced_reference_tokens
 
 REFUSED_STATUS = 429
 

@@ -45,7 +45,8 @@ from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_h
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
 from node_engine.host.role_switch import RoleFactory, SwitchableRole
-from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts, PacedEngine
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import SharedPoolClient

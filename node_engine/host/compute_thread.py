@@ -112,15 +112,13 @@ class ComputeThread:
         assert self._role is not None
         idle = True
         while self._handle_inbox(wait=idle):
-            self._report_cache_changes(is_idle=False)
-            plan = self._context.scheduler.schedule_step()
-            if plan.outcomes:
-                self._role.deliver_outcomes(plan.outcomes)
-            if plan.batch is not None:
-                self._run_step(plan.batch)
-            idle = plan.batch is None and not plan.outcomes
-            if idle:
-                self._report_cache_changes(is_idle=True)
+            step = self._context.scheduler.schedule_step()
+            if step.outcomes:
+                self._role.deliver_outcomes(step.outcomes)
+            if step.batch is not None:
+                self._run_step(step.batch)
+            idle = step.batch is None and not step.outcomes
+            self._report_cache_changes(is_idle=idle)
 
     def _report_cache_changes(self, *, is_idle: bool) -> None:
         """Flush cache events periodically, and always before going idle."""

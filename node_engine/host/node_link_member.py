@@ -1,4 +1,4 @@
-"""A node as a member of the cluster: what the coordinator link asks it, and what it is told.
+"""A node as a member of the cluster: what the coordinator link asks for, and where orders go.
 
 Runs on the event loop. Commands go to the compute thread by way of the look-up in the shared pool;
 statistics are snapshots that the compute thread has left.

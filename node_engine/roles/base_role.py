@@ -58,6 +58,7 @@ class BaseRole(ABC):
         self._reporter = context.reporter
         self._pool_connector = context.pool_connector
         self._layout = context.engine.layout
+        self._identity_digest = context.engine.model_identity.digest
 
     @property
     def transfer_endpoint(self) -> str:
@@ -149,7 +150,8 @@ class BaseRole(ABC):
     # what subclasses use
 
     def _check_work(self, work: AttemptSpec, *, context_only: bool = False) -> None:
-        check_work(work, self._context.engine, context_only=context_only)
+        engine, digest = self._context.engine, self._identity_digest
+        check_work(work, engine, digest, context_only=context_only)
 
     def _compute_root_hash(self, work: AttemptSpec) -> BlockHash:
         digest = self._context.engine.model_digest
@@ -186,7 +188,9 @@ class BaseRole(ABC):
             self._end_attempt(key, reason, report=False)
 
 
-def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False) -> None:
+def check_work(
+    work: AttemptSpec, engine: Engine, identity_digest: bytes, *, context_only: bool
+) -> None:
     """Check an attempt before work on it begins; with `context_only` another node decodes it.
 
     The coordinator has checked the request, but the node checks again what indexes its memory and
@@ -194,11 +198,11 @@ def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False)
     ContextLengthExceeded for one that is longer than this node serves, and InvalidRequest for
     tokens or parameters that the model does not support.
     """
-    digest = engine.model_identity.digest
-    if work.identity_digest != digest:
+    if work.identity_digest != identity_digest:
         raise ModelMismatch(
             f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'},"
-            f" this node serves {digest.hex()[:16]}: it must be placed on a node of its own model"
+            f" this node serves {identity_digest.hex()[:16]}:"
+            " it must be placed on a node of its own model"
         )
     bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, _UNBOUNDED)
     check_prompt(work.context_token_ids, bounds)

@@ -14,10 +14,16 @@ from typing import Any, Self
 import grpc
 
 from baton.pb.common_pb2 import Ledger
-from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
-from tests.history import ClientApi, ClientCall, Closed, History, Operation
+from tests.history import (
+    ClientApi,
+    ClientCall,
+    Closed,
+    History,
+    Operation,
+)
 from tests.history_checks import find_violations
 from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 

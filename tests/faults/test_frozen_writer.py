@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi, Closed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

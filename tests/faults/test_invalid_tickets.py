@@ -10,10 +10,10 @@ import xxhash
 
 from baton.types import Incarnation, TicketId, mint_id
 from kv_transfer.core import frames
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster
 from tests.faults.rogue_writer import RogueGrant, RogueWriter, forge_ticket
 from tests.history import Closed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -11,10 +11,10 @@ import pytest
 
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb import cluster_pb2
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, collect_answer
 from tests.models import build_model, find_stable_prompts
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio
 TIMEOUT_SECONDS = 60.0  # seconds

@@ -5,9 +5,9 @@ import asyncio
 
 import pytest
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster, make_call
 from tests.history import ClientApi, Closed, Failed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -18,8 +18,9 @@ from kv_transfer.plane import (
     OutboundAborted,
     OutboundCommitted,
 )
-from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from prefill_node.prefill_role import PrefillRole
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.in_process_pool import InProcessPool
 from tests.unit.node_roles.role_bench import WRITER, FakeInbound, FakeOutbound, RoleBench
 

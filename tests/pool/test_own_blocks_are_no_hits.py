@@ -7,7 +7,7 @@ import pytest
 
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled
-from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.in_process_nodes import InProcessHost, reference_tokens
 from tests.pool.pooled_cluster import (
     inserted_blocks_metric,

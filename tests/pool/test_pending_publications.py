@@ -9,8 +9,8 @@ import pytest
 from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
 from kv_pool.memory.pending_publications import MAX_WAIT_SECONDS, PendingPublications
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS
 from tests.pool.pooled_cluster import (
     BLOCK_TOKENS,

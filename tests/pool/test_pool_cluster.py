@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 from tests.pool.pooled_cluster import (
     TOKEN_SOURCES,

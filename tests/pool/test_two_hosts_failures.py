@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.core.admission.tenants import hash_key
 from kv_pool.core.peers.fetch_estimator import MIN_BACKOFF_SECONDS
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, collect_answer, stream_generate
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import wait_until
 from tests.pool.pooled_cluster import (
     count_attachments,

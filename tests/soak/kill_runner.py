@@ -17,10 +17,19 @@ import grpc
 from baton.cli.supervisor import ports
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb.cluster_pb2 import StatusResponse
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
-from tests.history import ClientApi, ClientCall, Closed, Failed, History, Hung, Operation, Tokens
+from tests.history import (
+    ClientApi,
+    ClientCall,
+    Closed,
+    Failed,
+    History,
+    Hung,
+    Operation,
+    Tokens,
+)
 from tests.history_checks import find_violations
+from tests.paced_reference import paced_reference_tokens
 from tests.recording_clients import RecordingClients
 
 CLIENTS = 8

@@ -12,9 +12,9 @@ import pytest
 
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 
 PREFILL_SHARE = 0.25
 SETTINGS = {

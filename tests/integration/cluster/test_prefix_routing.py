@@ -9,9 +9,9 @@ import httpx2
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 
 
 async def read_metric(cluster: Cluster, name: str) -> float:

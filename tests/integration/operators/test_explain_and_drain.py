@@ -14,9 +14,9 @@ import pytest_asyncio
 from baton.cli.checks.ledger import OWNED_STATES
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 from tests.steady_load import make_prompt, run_baton, steady_load
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")

@@ -36,8 +36,10 @@ async def start(
 async def test_stop_ends_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, stop, steps = asyncio.get_running_loop(), asyncio.Event(), list[int]()
 
-    def warm_up(engine: PacedEngine, max_batched_tokens: int, wanted: Callable[[], bool]) -> None:
-        while wanted():
+    def warm_up(
+        engine: PacedEngine, max_batched_tokens: int, is_wanted: Callable[[], bool]
+    ) -> None:
+        while is_wanted():
             steps.append(max_batched_tokens)
             asyncio.run_coroutine_threadsafe(_set(stop), loop).result()
 
@@ -51,7 +53,7 @@ async def _set(stop: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (
             DeviceLost("CUDA error: launch failure\nCompile with more to know more."),
@@ -61,12 +63,12 @@ async def _set(stop: asyncio.Event) -> None:
     ],
 )
 async def test_warm_up_failure_is_one_line(
-    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warm_up(*_: object) -> None:
         raise error
 
     with pytest.raises(NodeFailed) as raised:
         await start(warm_up, tmp_path, asyncio.Event(), monkeypatch)
-    assert str(raised.value).endswith(told)
+    assert str(raised.value).endswith(message)
     assert not os.listdir(tmp_path)

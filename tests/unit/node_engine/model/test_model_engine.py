@@ -74,9 +74,9 @@ def test_step_of_block_copies_alone(engine: ModelEngine) -> None:
 
 def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
     bound(engine)
-    piece = STEP.slices[0]
+    slice_ = STEP.slices[0]
     silent = SequenceSlice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
-    first, second, third = engine.run(StepBatch((silent, piece, silent)))
+    first, second, third = engine.run(StepBatch((silent, slice_, silent)))
     assert (first, third) == (SliceResult(), SliceResult())
     assert second.token_id is not None
     assert engine.run(STEP) == (second,)

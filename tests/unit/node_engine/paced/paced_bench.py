@@ -8,11 +8,8 @@ from node_engine.core.step.step_batch import (
     SequenceSlice,
     StepBatch,
 )
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedEngine,
-)
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from tests.unit.node_engine.core.stepped_node import VOCAB
 
 SIZE = PACED_LAYOUT.block_size

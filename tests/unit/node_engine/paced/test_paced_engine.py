@@ -22,14 +22,9 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedCosts,
-    PacedEngine,
-    paced_reference_logprobs,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS, PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_engine.core.stepped_node import VOCAB, SteppedNode, expected_tokens, make_work
 from tests.unit.node_engine.paced.paced_bench import PROMPT, SIZE, PacedBench
 
@@ -186,16 +181,16 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
     bench = PacedBench(1)
     prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
     tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
-    pieces = [
+    slices = [
         bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)
     ]
-    outputs = [[made.token_id] for made in engine.run(StepBatch(tuple(pieces)))]
+    outputs = [[made.token_id] for made in engine.run(StepBatch(tuple(slices)))]
     for _ in range(5):
-        pieces = [
+        slices = [
             bench.slice([output[-1] or 0], len(prompt) + len(output) - 1, number, tables[number])
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        for output, made in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
+        for output, made in zip(outputs, engine.run(StepBatch(tuple(slices))), strict=True):
             output.append(made.token_id)
     assert outputs == [paced_reference_tokens(prompt, 6, VOCAB) for prompt in prompts]
 
@@ -210,7 +205,7 @@ def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None
     if damaged:
         bench.arena[5] ^= 1
     params = SamplingParams(9, logprobs=3, prompt_logprobs=3)
-    piece = SequenceSlice(
+    slice_ = SequenceSlice(
         SequenceId(1),
         tuple(PROMPT[40:50]),
         40,
@@ -218,7 +213,7 @@ def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None
         SampleSpec(params, 0, 50),
         PromptLogprobsSpec(tuple(PROMPT[41:50]), 3),
     )
-    [made] = bench.engine.run(StepBatch((piece,)))
+    [made] = bench.engine.run(StepBatch((slice_,)))
     token = paced_reference_tokens(PROMPT[:50], 1, VOCAB)[0]
     wanted = paced_reference_logprobs([*PROMPT[:50], token], 3, VOCAB)[40:]
     assert (made.prompt_logprobs == tuple(wanted[:-1])) != damaged
@@ -308,18 +303,18 @@ def test_eos_comes_by_its_probability_and_never_where_forbidden() -> None:
     seen: list[int | None] = []
     for length in range(1, 60):
         sample = SampleSpec(SamplingParams(9), 0, length, forbidden_token_ids=(3, 5))
-        piece = SequenceSlice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
-        seen += [made.token_id for made in bench.engine.run(StepBatch((piece,)))]
+        slice_ = SequenceSlice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
+        seen += [made.token_id for made in bench.engine.run(StepBatch((slice_,)))]
     assert not {3, 5} & set(seen)
 
 
 def test_a_node_stops_at_eos() -> None:
     node = SteppedNode(eos_probability=0.2)
-    job = make_work("a", PROMPT[:10], 100)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:10], 100)
+    node.add_work(work)
     node.run()
     tokens = paced_reference_tokens(PROMPT[:10], 100, VOCAB, eos_probability=0.2)
-    assert node.emitted_tokens(job) == tokens[: tokens.index(0) + 1]
+    assert node.emitted_tokens(work) == tokens[: tokens.index(0) + 1]
     assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][
         -1
     ] is FinishReason.STOP

@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from simulator.scheduler_cluster import SchedulerCluster
 
 SLOW_COSTS = PacedCosts(

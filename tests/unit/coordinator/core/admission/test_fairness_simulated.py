@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.core.admission.tenants import Tenant, TenantTable, derive_cache_salt
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from simulator.scheduler_cluster import SchedulerCluster
 from tests.open_loop import percentile
 from tests.unit.coordinator.core.admission.simulated_load import (

@@ -10,7 +10,7 @@ from coordinator.core.estimates.cost_model import (
     CostModel,
     DecodeStepStats,
 )
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from simulator.scheduler_cluster import SchedulerCluster
 
 A, B, P = NodeName("a"), NodeName("b"), NodeName("p")

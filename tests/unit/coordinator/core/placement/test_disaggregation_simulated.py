@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from simulator.scheduler_cluster import SchedulerCluster
 from simulator.simulated_request import SimulatedRequest
 
