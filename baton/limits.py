@@ -51,10 +51,6 @@ MAX_GRPC_BODIES_PER_CONNECTION = 8
 BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT_MESSAGES = 8192  # queued on one internal stream; beyond that its reader is too slow
-LINK_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
-)
 MAX_DESCRIPTORS = 1 << 16  # open files that a process counts on, also if it may open more
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 # Steps of a decode node whose shares of prefill tokens may be used up in one step.
@@ -284,9 +280,9 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
         )
     _check_logit_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, field)
-        if wanted is not None:
-            _check_int_range(field, wanted, 0, MAX_LOGPROBS)
+        count = getattr(params, field)
+        if count is not None:
+            _check_int_range(field, count, 0, MAX_LOGPROBS)
 
 
 def _check_logit_bias(params: SamplingParams, bounds: ModelBounds) -> None:

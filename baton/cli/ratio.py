@@ -95,15 +95,18 @@ def set_ratio(
                     f"\nthe cluster goes on to {ratio}; `baton ratio set` changes that\n"
                 )
                 raise SystemExit(EXIT_INTERRUPTED) from None
-    mine = [switch for switch in answer.over if switch.generation == answer.generation]
+    own_switches = [switch for switch in answer.over if switch.generation == answer.generation]
     if as_json:
         print(
             json.dumps(
-                {**message_to_dict(answer), "over": [message_to_dict(switch) for switch in mine]}
+                {
+                    **message_to_dict(answer),
+                    "over": [message_to_dict(switch) for switch in own_switches],
+                }
             )
         )
         return
-    for switch in mine:
+    for switch in own_switches:
         print(format_role_switch(switch))
     print(format_ratio(answer))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.config.pool_config import PoolConfig
+from baton.network.advertised_address import has_port
 from baton.process.clock import Clock
 from baton.types import Incarnation, NodeName
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
@@ -13,7 +14,6 @@ from kv_pool.peers.promotion_receiver import PromotionReceiver
 from kv_pool.peers.promotion_sender import PromotionSender
 from kv_pool.peers.promotion_source import PromotionSource
 from kv_pool.service.open_pool import OpenPool
-from kv_transfer.common.advertised_address import has_port
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import NOT_JOINED, build_kv_receiver, build_kv_sender, settings_from_config
 

@@ -42,9 +42,9 @@ class InProcessPool:
         return float(next(self._ticks))
 
     def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
-        made = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
-        self.clients.append(made)
-        return made
+        client = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
+        self.clients.append(client)
+        return client
 
     def run_publications(self) -> None:
         """Carry every publication out, as they come."""

@@ -62,10 +62,10 @@ class LineRelay:
     async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         pending = b""
         while chunk := await stream.read(_READ_BYTES):
-            *whole, pending = (pending + chunk).split(b"\n")
+            *lines, pending = (pending + chunk).split(b"\n")
             if len(pending) > _MAX_LINE_BYTES:
-                whole, pending = [*whole, pending], b""
-            for line in whole:
+                lines, pending = [*lines, pending], b""
+            for line in lines:
                 self._handle_line(name, line)
         if pending:
             self._handle_line(name, pending)
