@@ -75,18 +75,21 @@ class ModelBounds:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt plus output."""
+        """The largest number of tokens of prompt plus output."""
         return min(self.max_model_len, self.cache_tokens)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
-        """Most output tokens after such a prompt, on the present nodes if they can hold it."""
+        """The largest output in tokens after a prompt of this length.
+
+        It is that of the present nodes if they can hold the prompt.
+        """
         present_room = self.current_max_context - prompt_tokens
         return present_room if present_room > 0 else self.max_context - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """Most tokens of one text. Checked before the text is tokenized, and meanwhile."""
+    """The largest number of tokens of one text, checked before and while it is tokenized."""
 
     max_tokens: int
     reason: str  # of the limit, for the error message

@@ -42,8 +42,7 @@ def show_ratio(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
 ) -> None:
-    """Show the ratio, the one that was asked for, and which nodes are on their way to another
-    role."""
+    """Show the present and the requested ratio, and the nodes that are changing their role."""
     from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
     from baton.cli.views.ratio_text import format_ratio, format_ratio_control, format_role_switch

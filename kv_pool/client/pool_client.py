@@ -40,8 +40,11 @@ _TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)
 
 
 class PoolClient:
-    """The client. `run` belongs to an event loop; all other methods are thread-safe and return at
-    once. The pool's segment is mapped in `space`, beside the node's own `arena`."""
+    """A node's client of its host's pool. `run` belongs to an event loop.
+
+    All other methods are thread-safe and return at once. The pool's segment is mapped in `space`,
+    beside the node's own `arena`.
+    """
 
     def __init__(
         self,

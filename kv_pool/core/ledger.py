@@ -24,7 +24,7 @@ class PoolLedgerError(AssertionError):
 
 
 def require_invariant(condition: bool, description: str) -> None:
-    """Raise PoolLedgerError unless `holds`; unlike `assert`, this also works under `python -O`."""
+    """Raise PoolLedgerError unless `condition` holds; also under `python -O`, unlike `assert`."""
     if not condition:
         raise PoolLedgerError(f"the pool's ledger is inconsistent: {description}")
 

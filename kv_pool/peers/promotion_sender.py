@@ -42,7 +42,7 @@ MakeOutboundPlane = Callable[[Callable[[OutboundEvent], None]], OutboundPlane]
 
 
 class PromotionSender:
-    """Sends blocks. Belongs to one event loop.
+    """Sends blocks to other hosts' pools. Belongs to one event loop.
 
     `make_plane` gets a callback for the plane's events, which may be called from any thread.
     """

@@ -30,7 +30,7 @@ class ReadySlabs:
         return SlabRange(self.layer, 1, self.first_block, len(self.source_blocks))
 
     def clip_before(self, first: int) -> tuple["ReadySlabs", ...]:
-        """The part from logical block `first` on: itself, a rest of it, or nothing."""
+        """The part of the announcement from logical block `first` on; () if there is none."""
         skip = max(0, first - self.first_block)
         if skip == 0:
             return (self,)

@@ -123,7 +123,7 @@ class GrpcWriterLink:
         return header
 
     def get_loss(self) -> LinkLoss | None:
-        """Reported only after every message that arrived has been received."""
+        """Why the link is lost, once every message that arrived before has been received."""
         return None if self._incoming else self._loss
 
     def read_pollables(self) -> Sequence[Pollable]:
