@@ -92,8 +92,16 @@ def _fields(node: ast.ClassDef, path: str) -> Iterator[VocabularyItem]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             if not item.target.id.startswith("_"):
-                text = f"field {node.name}.{item.target.id}: {ast.unparse(item.annotation)[:60]}"
+                text = f"field {node.name}.{item.target.id}: {_type_text(item.annotation)}"
                 yield VocabularyItem("name", text, path, item.lineno)
+
+
+def _type_text(annotation: ast.expr) -> str:
+    """The type of a field; of `Annotated` the type alone."""
+    if isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
+        if ast.unparse(annotation.value) == "Annotated":
+            return ast.unparse(annotation.slice.elts[0])
+    return ast.unparse(annotation).strip("'")
 
 
 def _parameters(

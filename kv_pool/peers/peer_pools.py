@@ -19,7 +19,7 @@ from kv_transfer.factory import NOT_JOINED, build_kv_receiver, build_kv_sender, 
 
 
 class PeerPools:
-    """Receiver, sender and promotions of an open pool that is, or will be, a cluster member."""
+    """Fetches blocks from other hosts' pools for an open pool, and sends blocks to them."""
 
     def __init__(
         self,

@@ -102,10 +102,10 @@ class FakePoolClient:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         chain = PromptChain(root, names, tokens, self._pool.layout.block_size)
-        self.remote_prefixes += [elsewhere] if elsewhere else []
+        self.remote_prefixes += [remote_prefix] if remote_prefix else []
 
         def answer() -> None:
             hit = self._to_hit(

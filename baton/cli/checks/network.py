@@ -1,4 +1,4 @@
-"""Checks of the ports, and of a cluster that may already answer."""
+"""`baton doctor`: checks of the ports, and of a cluster that may already run."""
 
 from typing import Any
 

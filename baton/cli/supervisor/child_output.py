@@ -111,7 +111,7 @@ class LogFiles(LineRelay):
         return self.folder / f"{name}.log"
 
     def count_dropped_lines(self, name: str) -> int:
-        """Return how many lines of the child its file did not take."""
+        """Return how many of the child's lines were not written to its file."""
         return self._writers[name].dropped_lines if name in self._writers else 0
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class Queue:
     placed leaves. What follows is left out.
     """
 
-    max_length: int
+    max_length: Annotated[int, "requests"]
     _secret: int
 
     def add_request(self, request, *, now: float = 0.0) -> None:
