@@ -38,11 +38,11 @@ sys.stdin.read()
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 24))
-def test_a_size_is_the_next_multiple_of_block_and_huge_page(wanted: int, block: int) -> None:
-    size = round_up_segment_bytes(wanted, block)
+def test_a_size_is_the_next_multiple_of_block_and_huge_page(num_bytes: int, block: int) -> None:
+    size = round_up_segment_bytes(num_bytes, block)
     unit = math.lcm(block, HUGE_PAGE)
     assert size % unit == 0
-    assert wanted <= size < max(wanted, 1) + unit
+    assert num_bytes <= size < max(num_bytes, 1) + unit
 
 
 def test_a_segment_is_private_zeroed_aligned_locked_and_gone_after_close(tmp_path: Path) -> None:
