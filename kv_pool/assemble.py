@@ -17,7 +17,7 @@ from baton.config.memory_size import (
 )
 from baton.config.pool_config import PoolConfig
 from baton.errors import ConfigError
-from baton.network.advertised_address import with_advertised_address
+from baton.network.advertised_address import address_to_dial, with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import compute_port_limit
@@ -37,7 +37,6 @@ from kv_pool.peers.peer_pools import PeerPools
 from kv_pool.peers.peer_service import PoolPeerService
 from kv_pool.service.link_service import PoolLinkService
 from kv_pool.service.pool_manager import PoolManager
-from kv_transfer.common.advertised_address import address_to_dial
 
 # If `pool_disk` is a share of the free space, an existing file that differs by less is kept.
 _SIZE_TOLERANCE = 0.25

@@ -32,7 +32,7 @@ class _HasLayout(Protocol):
 
 
 class PlaneContext(Protocol):
-    """Those of a node's parts that a plane needs."""
+    """The parts of a node that its transfer plane needs."""
 
     @property
     def config(self) -> MemberConfig: ...

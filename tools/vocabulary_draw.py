@@ -10,6 +10,7 @@ import argparse
 import ast
 import io
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -73,15 +74,34 @@ def _definitions(parent: ast.AST, path: str, owner: str) -> Iterator[VocabularyI
 def _docstring(node: ast.Module | _Definition, owner: str, path: str) -> Iterator[VocabularyItem]:
     if text := ast.get_docstring(node):
         line = 1 if isinstance(node, ast.Module) else node.lineno
-        yield VocabularyItem("docstring", f"{owner}: {text.splitlines()[0]}", path, line)
+        yield VocabularyItem("docstring", f"{owner}: {_summary(text)}", path, line)
+
+
+def _summary(docstring: str) -> str:
+    """The sentences that begin in the first line."""
+    lines = docstring.split("\n\n")[0].splitlines()
+    summary = ""
+    for sentence in re.split(r"(?<=[.?:;]) ", " ".join(line.strip() for line in lines)):
+        if summary and len(summary) >= len(lines[0]):
+            break
+        summary += f" {sentence}" if summary else sentence
+    return summary
 
 
 def _fields(node: ast.ClassDef, path: str) -> Iterator[VocabularyItem]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             if not item.target.id.startswith("_"):
-                text = f"field {node.name}.{item.target.id}: {ast.unparse(item.annotation)[:60]}"
+                text = f"field {node.name}.{item.target.id}: {_type_text(item.annotation)}"
                 yield VocabularyItem("name", text, path, item.lineno)
+
+
+def _type_text(annotation: ast.expr) -> str:
+    """The type of a field; of `Annotated` the type alone."""
+    if isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
+        if ast.unparse(annotation.value) == "Annotated":
+            return ast.unparse(annotation.slice.elts[0])
+    return ast.unparse(annotation).strip("'")
 
 
 def _parameters(

@@ -36,10 +36,10 @@ def require_key_unless_loopback(
     """Raise ConfigError if other hosts can reach `host`, the value of `flag`, without a key."""
     if key or insecure or is_loopback(host):
         return
-    wanted = "--" + key_field.replace("_", "-")
+    key_flag = "--" + key_field.replace("_", "-")
     raise ConfigError(
-        f"{flag} {host} can be reached from other hosts and {wanted} is not set: "
-        f"set {wanted}, or bind to 127.0.0.1, or say --insecure",
+        f"{flag} {host} can be reached from other hosts and {key_flag} is not set: "
+        f"set {key_flag}, or bind to 127.0.0.1, or say --insecure",
         param=key_field,
     )
 

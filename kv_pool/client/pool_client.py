@@ -40,8 +40,11 @@ _TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)
 
 
 class PoolClient:
-    """The client. `run` belongs to an event loop; all other methods are thread-safe and return at
-    once. The pool's segment is mapped in `space`, beside the node's own `arena`."""
+    """A node's client of its host's pool. `run` belongs to an event loop.
+
+    All other methods are thread-safe and return at once. The pool's segment is mapped in `space`,
+    beside the node's own `arena`.
+    """
 
     def __init__(
         self,
@@ -113,14 +116,14 @@ class PoolClient:
         *,
         partial: bool = True,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         """Look up the longest prefix of a prompt (see kv_pool/core/index/prompt_chain.py).
 
         `token_seconds` is the time in which this node computes a token of a prompt, None if
-        unknown; `elsewhere` is another host's pool that may have a longer prefix. `on_result` is
-        called once, on the loop, within `lookup_timeout_seconds`; if more blocks are pending, after
-        the time in which they could be computed, or after MAX_LOAD_WAIT_SECONDS, at the latest.
+        unknown; `remote_prefix` names another host's pool that may have a longer one. `on_result`
+        is called once, on the loop, within `lookup_timeout_seconds`; if more blocks are pending,
+        after the time in which they could be computed, or MAX_LOAD_WAIT_SECONDS, at the latest.
         """
         question = make_lookup_question(
             root,
@@ -129,7 +132,7 @@ class PoolClient:
             max_tokens,
             partial=partial,
             token_seconds=token_seconds,
-            elsewhere=elsewhere,
+            remote_prefix=remote_prefix,
         )
 
         def start_lookup() -> None:

@@ -22,7 +22,7 @@ def make_lookup_question(
     *,
     partial: bool,
     token_seconds: float | None,
-    elsewhere: RemotePrefix | None,
+    remote_prefix: RemotePrefix | None,
 ) -> PoolQuestion:
     """Build the question of a look-up; the arguments are those of PoolClient.find_prefix."""
     return PoolQuestion(
@@ -31,7 +31,7 @@ def make_lookup_question(
             max_tokens=max_tokens,
             partial=partial,
             token_seconds=token_seconds or 0.0,
-            elsewhere=remote_prefix_to_pb(elsewhere),
+            elsewhere=remote_prefix_to_pb(remote_prefix),
         )
     )
 

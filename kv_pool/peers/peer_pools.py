@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.config.pool_config import PoolConfig
+from baton.network.advertised_address import has_port
 from baton.process.clock import Clock
 from baton.types import Incarnation, NodeName
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
@@ -13,13 +14,12 @@ from kv_pool.peers.promotion_receiver import PromotionReceiver
 from kv_pool.peers.promotion_sender import PromotionSender
 from kv_pool.peers.promotion_source import PromotionSource
 from kv_pool.service.open_pool import OpenPool
-from kv_transfer.common.advertised_address import has_port
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import NOT_JOINED, build_kv_receiver, build_kv_sender, settings_from_config
 
 
 class PeerPools:
-    """Receiver, sender and promotions of an open pool that is, or will be, a cluster member."""
+    """Fetches blocks from other hosts' pools for an open pool, and sends blocks to them."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ GrpcContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 
 class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
-    """The service, with the streams of all nodes."""
+    """The gRPC service that nodes attach to, with the streams of all nodes."""
 
     def __init__(self, manager: PoolManager) -> None:
         self._manager = manager

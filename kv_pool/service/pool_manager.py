@@ -163,6 +163,6 @@ class PoolManager:
         self._remove_ended_clients()
 
 
-def _require_same(field: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
-        raise LayoutMismatch(f"{field} is {theirs!r}, the pool has {ours!r}")
+def _require_same(field: str, requested: object, own: object) -> None:
+    if requested != own:
+        raise LayoutMismatch(f"{field} is {requested!r}, the pool has {own!r}")

@@ -108,9 +108,9 @@ class GrpcWriterLink:
             )
         return f"{code.name}: {details}"
 
-    def _set_loss(self, what: str) -> None:
+    def _set_loss(self, reason: str) -> None:
         self._loss = LinkLoss(
-            PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {what}"), self._is_up
+            PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {reason}"), self._is_up
         )
 
     def receive(self) -> bytes | None:
@@ -123,7 +123,7 @@ class GrpcWriterLink:
         return header
 
     def get_loss(self) -> LinkLoss | None:
-        """Reported only after every message that arrived has been received."""
+        """Why the link is lost, once every message that arrived before has been received."""
         return None if self._incoming else self._loss
 
     def read_pollables(self) -> Sequence[Pollable]:

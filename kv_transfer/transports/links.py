@@ -213,7 +213,7 @@ class PeerLinks:
         return [pollable for link in self._links.values() for pollable in link.pollables()]
 
     def has_no_unacked_aborts(self) -> bool:
-        """Whether every abort that was sent has been answered."""
+        """Whether the peers have acknowledged every abort that was sent."""
         return not any(link.unacked_aborts for link in self._links.values())
 
     def close(self) -> None:

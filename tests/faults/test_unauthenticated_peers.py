@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from baton.cli.supervisor.child_specs import COORDINATOR
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
+from baton.cluster_link.stream import decode_checked
 from baton.pb.cluster_pb2 import NodeMessage
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
@@ -157,7 +157,7 @@ async def test_a_stream_that_does_not_begin_with_a_join_is_ended(
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert link_codec.decode_checked(NodeMessage, first) is None
+    assert decode_checked(NodeMessage, first) is None
 
 
 async def test_a_writer_without_the_token_gets_no_answer(observed: ObservedCluster) -> None:

@@ -36,18 +36,20 @@ class PoolTestHost:
 
     async def start_node(self, name: str = "decode-0", **changed: Any) -> PoolNode:
         """Attached, and the pool a member."""
-        made = await self._open.enter_async_context(
+        node = await self._open.enter_async_context(
             run_pool_node(self.pool.address, self.folder, name, **changed)
         )
-        await made.wait_until_attached()
+        await node.wait_until_attached()
         await wait_until("joined", lambda: self.registrar.is_joined)
-        return made
+        return node
 
     async def start_node_process(self, name: str, **environ: str) -> "NodeProcess":
-        made = self._open.enter_context(NodeProcess(self.pool.address, self.folder, name, environ))
-        assert await made.read_reply() == "attached"
+        process = self._open.enter_context(
+            NodeProcess(self.pool.address, self.folder, name, environ)
+        )
+        assert await process.read_reply() == "attached"
         await wait_until("joined", lambda: self.registrar.is_joined)
-        return made
+        return process
 
     async def reset(self) -> None:
         """The pool runs, and its nodes are gone."""
@@ -85,9 +87,9 @@ class NodeProcess:
             if pipe is not None:
                 pipe.close()
 
-    def send_order(self, do: str, **what: object) -> None:
+    def send_order(self, do: str, **arguments: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
 
     async def read_reply(self) -> Any:
@@ -95,8 +97,8 @@ class NodeProcess:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return json.loads(await asyncio.to_thread(self._process.stdout.readline))
 
-    async def run_order(self, do: str, **what: object) -> Any:
-        self.send_order(do, **what)
+    async def run_order(self, do: str, **arguments: object) -> Any:
+        self.send_order(do, **arguments)
         return await self.read_reply()
 
     def signal(self, number: signal.Signals) -> None:

@@ -129,7 +129,11 @@ class InProcessHost:
     def land_handoff(
         self, sender: InProcessPrefillNode, receiver: InProcessDecodeNode, key: AttemptKey
     ) -> None:
-        ticket = next(each for each in reversed(receiver.plane.granted.values()) if each.key == key)
+        ticket = next(
+            candidate
+            for candidate in reversed(receiver.plane.granted.values())
+            if candidate.key == key
+        )
         size = PACED_LAYOUT.block_bytes
         receiver.send_item(InboundStarted(ticket.id))
         for layer, first, source in sender.plane.ready[key]:

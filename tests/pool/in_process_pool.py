@@ -42,9 +42,9 @@ class InProcessPool:
         return float(next(self._ticks))
 
     def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
-        made = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
-        self.clients.append(made)
-        return made
+        client = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
+        self.clients.append(client)
+        return client
 
     def run_publications(self) -> None:
         """Carry every publication out, as they come."""
@@ -102,10 +102,10 @@ class FakePoolClient:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         chain = PromptChain(root, names, tokens, self._pool.layout.block_size)
-        self.remote_prefixes += [elsewhere] if elsewhere else []
+        self.remote_prefixes += [remote_prefix] if remote_prefix else []
 
         def answer() -> None:
             hit = self._to_hit(

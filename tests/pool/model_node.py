@@ -67,7 +67,9 @@ class ModelNode:
         tokens: list[int] = []
         while (batch := self.scheduler.schedule_step().batch) is not None:
             outcomes = self.scheduler.update_from_results(batch, self.engine.run(batch))
-            tokens += [each.event.token_id for each in outcomes if isinstance(each, TokenEmitted)]
+            tokens += [
+                outcome.event.token_id for outcome in outcomes if isinstance(outcome, TokenEmitted)
+            ]
         self.num_pool_tokens = sequence.pool_use.num_tokens
         return tokens
 

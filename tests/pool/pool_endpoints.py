@@ -166,12 +166,12 @@ async def pool_endpoint(
     address = PeerAddress(me.name, incarnation, me.host_id, f"127.0.0.1:{port}")
     receiver.rejoin(incarnation)
     sender.rejoin(incarnation)
-    made = PoolEndpoint(store, pool, receiver, sender, address, failpoints, server)
+    endpoint = PoolEndpoint(store, pool, receiver, sender, address, failpoints, server)
     try:
-        yield made
-        await made.wait_until_idle()
+        yield endpoint
+        await endpoint.wait_until_idle()
     finally:
         await server.stop(None)
         await asyncio.gather(receiver.close(), sender.close())
-        del made._memory
+        del endpoint._memory
         store.close()

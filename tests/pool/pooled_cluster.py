@@ -104,17 +104,17 @@ async def generate_while_decode_dies(
                 ]
                 cluster.kill(victim)
     await cluster.arm_failpoints("decode", "")
-    told: pb.ExplainResponse = await call_cluster_service(
+    explanation: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=part.request_id)
     )
     cluster.start(victim)
     await cluster.wait_status(lambda status: len(status.nodes) == nodes)
-    return tokens, told.attempts[-1]
+    return tokens, explanation.attempts[-1]
 
 
 async def get_token_sources(cluster: Cluster, answer: GenerateAnswer) -> dict[str, int]:
     """Return where the prompt's tokens came from, by `baton explain`."""
-    told: pb.ExplainResponse = await call_cluster_service(
+    explanation: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=answer.request_id)
     )
-    return {name: getattr(told.sources, name) for name in TOKEN_SOURCES}
+    return {name: getattr(explanation.sources, name) for name in TOKEN_SOURCES}

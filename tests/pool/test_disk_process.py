@@ -70,13 +70,13 @@ async def publish_and_release(
 
 async def wait_for_disk_ledger(host: PoolTestHost, **counts: int) -> Ledger:
     """The disk's ledger, once it has these counts and nothing is being written or read."""
-    wanted = {"writing": 0, "in_use": 0} | counts
+    expected = {"writing": 0, "in_use": 0} | counts
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while True:
             await host.registrar.query_ledger()
             found = host.registrar.disk_ledger
             if found.total and all(
-                getattr(found, state) == count for state, count in wanted.items()
+                getattr(found, state) == count for state, count in expected.items()
             ):
                 return found
             await asyncio.sleep(0.02)

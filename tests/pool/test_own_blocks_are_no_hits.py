@@ -22,9 +22,9 @@ PROMPT = tuple(range(100, 164))  # 64 tokens: four full blocks
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[InProcessHost]:
-    made = InProcessHost(tmp_path, num_blocks=64)
-    yield made
-    made.close()
+    host = InProcessHost(tmp_path, num_blocks=64)
+    yield host
+    host.close()
 
 
 def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) -> None:
@@ -89,11 +89,11 @@ async def test_an_unseen_prompt_has_no_cached_tokens_when_decode_is_late(tmp_pat
             PROMPT, 8
         )
         assert parts[-1].usage.cached_tokens == 0
-        came = {
+        sources = {
             name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}')
             for name in names
         }
-        assert {name: came[name] - known[name] for name in names} == {
+        assert {name: sources[name] - known[name] for name in names} == {
             "computed_prefill": 128,
             "pool": 0,
             "local_cache": 0,

@@ -81,8 +81,8 @@ async def test_failed_fetch_is_a_miss_and_leaks_nothing(tmp_path: Path) -> None:
             await here.fetch_from(there, PROMPT, end=10)
         there.address = address
         assert here.read_blocks(PROMPT) == []
-        for one in (here, there):
-            await one.wait_until_idle()
+        for endpoint in (here, there):
+            await endpoint.wait_until_idle()
         await here.fetch_from(there, PROMPT, end=10)
         assert here.read_blocks(PROMPT) == expected_blocks(PROMPT)[:10]
 

@@ -28,9 +28,9 @@ PROMPT = tuple(range(100, 150))  # 50 tokens: three blocks and two tokens
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[InProcessHost]:
-    made = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64)
-    yield made
-    made.close()
+    host = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64)
+    yield host
+    host.close()
 
 
 def test_a_prefix_is_computed_once_and_in_memory_once(host: InProcessHost) -> None:

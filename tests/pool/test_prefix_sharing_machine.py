@@ -124,14 +124,14 @@ class NodesOnOnePool(RuleBasedStateMachine):
     def deliver_handoffs(self) -> None:
         """Tickets reach their writers, and what is computed lands."""
         for receiver in self.host.decode:
-            for told in receiver.pop_messages("reserved"):
-                key = wire.attempt_key_from_pb(told.key)
-                if key in self.jobs and not told.HasField("ticket"):
+            for message in receiver.pop_messages("reserved"):
+                key = wire.attempt_key_from_pb(message.key)
+                if key in self.jobs and not message.HasField("ticket"):
                     for sender in self.host.prefill:
                         sender.send_item(CancelOrder(key, Cancelled("decode has all of it")))
                 elif key in self.jobs:
-                    ticket = receiver.plane.granted[TicketId(told.ticket.id)]
-                    next(each for each in self.host.prefill if key in each.plane.opened).send_item(
+                    ticket = receiver.plane.granted[TicketId(message.ticket.id)]
+                    next(node for node in self.host.prefill if key in node.plane.opened).send_item(
                         TicketOrder(ticket)
                     )
         self.answer_planes()
@@ -162,8 +162,8 @@ class NodesOnOnePool(RuleBasedStateMachine):
                     ):  # perhaps by the first token, which prefill draws: decode waits in vain
                         self.cancel_attempt(key)
             for kind in ("failed", "refused"):
-                for told in node.pop_messages(kind):
-                    self.cancel_attempt(wire.attempt_key_from_pb(told.key))
+                for message in node.pop_messages(kind):
+                    self.cancel_attempt(wire.attempt_key_from_pb(message.key))
 
     # what has to hold
 

@@ -166,7 +166,7 @@ def _training_options(training: Mapping[str, Any]) -> str:
     """Return the training options that are not at their default."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    given = {
+    settings = {
         key: str(value)
         for key, value in training["settings"].items()
         if key not in ("device", "no_compile")
@@ -174,7 +174,7 @@ def _training_options(training: Mapping[str, Any]) -> str:
     defaults = vars(parser.parse_args([]))
     return " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in given.items()
+        for key, value in settings.items()
         if value != str(defaults.get(key))
     )
 

@@ -68,10 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
         device,
         arguments.seed,
     )
-    print(
-        f"{sum(one.numel() for one in model.parameters()):,} parameters on {_device_name(device)}",
-        flush=True,
-    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count:,} parameters on {_device_name(device)}", flush=True)
     _train(model, batches, facts, device, arguments)
 
 

@@ -31,7 +31,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The block that a slot holds."""
+    """A record of the journal: which block a slot of the disk holds."""
 
     slot: int
     depth: int  # number of blocks before this one in its prompt

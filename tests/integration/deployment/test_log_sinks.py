@@ -19,8 +19,8 @@ import grpc
 import httpx2
 import pytest
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
+from baton.cluster_link.stream import open_link_stream
 from baton.process.log_rate_limit import DEFAULT_BURST
 from tests.cluster import SUPERVISOR, Cluster
 from tests.processes import find_pids
@@ -198,7 +198,7 @@ async def test_refused_joins_are_logged_at_a_bounded_rate(tmp_path: Path) -> Non
     ) as cluster:
         async with CoordinatorDialer("right").open_channel(cluster.endpoints.cluster) as channel:
             for _ in range(5 * DEFAULT_BURST):
-                call = link_codec.open_link_stream(
+                call = open_link_stream(
                     channel, ((PROOF_METADATA_KEY, derive_link_proof("wrong")),)
                 )
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED

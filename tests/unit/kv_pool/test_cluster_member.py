@@ -62,15 +62,15 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     )
     link: Any = member._link
     member.on_joined(Incarnation("i"))
-    told = []
+    counts = []
     for _ in range(3):
         await asyncio.sleep(0)
-        told.append(len(link.sent))
+        counts.append(len(link.sent))
         link.waiting.release()
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert told == [1, 2, 3], "one part, and no more before it is written"
+    assert counts == [1, 2, 3], "one part, and no more before it is written"
     assert host.largest_request == MAX_HASHES_PER_BATCH
     first, *others = link.sent
     assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
-    assert [len(one.cache_events.inserted) for one in others] == [MAX_HASHES_PER_BATCH, 3]
+    assert [len(batch.cache_events.inserted) for batch in others] == [MAX_HASHES_PER_BATCH, 3]

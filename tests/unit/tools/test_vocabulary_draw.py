@@ -15,9 +15,11 @@ More about them.
 """
 
 class Queue:
-    """Requests that wait."""
+    """Requests that wait. One that is
+    placed leaves. What follows is left out.
+    """
 
-    max_length: int
+    max_length: Annotated[int, "requests"]
     _secret: int
 
     def add_request(self, request, *, now: float = 0.0) -> None:
@@ -36,7 +38,7 @@ def test_items_are_public_docstrings_names_and_log_lines() -> None:
     texts = {kind: [item.text for item in items if item.kind == kind] for kind in KINDS}
     assert texts["docstring"] == [
         "module: About queues.",
-        "Queue: Requests that wait.",
+        "Queue: Requests that wait. One that is placed leaves.",
         "Queue.add_request: Add a request.",
     ]
     assert texts["name"] == [

@@ -66,8 +66,8 @@ def config(tmp_path: Path) -> Iterator[Config]:
     free = Config(port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, segment_dir=str(tmp_path))
     config_with_ports, sockets = reserve_ports(complete_config(free)[0])
     yield config_with_ports
-    for one in sockets:
-        one.close()
+    for reserved in sockets:
+        reserved.close()
 
 
 @pytest.fixture(params=["shown", "hidden"])

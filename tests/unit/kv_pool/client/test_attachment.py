@@ -29,8 +29,8 @@ from tests.pool.harness import DIGEST, LAYOUT, client_config
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SegmentStore]:
-    with closing(SegmentStore(tmp_path, 1 << 20, LAYOUT)) as made:
-        yield made
+    with closing(SegmentStore(tmp_path, 1 << 20, LAYOUT)) as store:
+        yield store
 
 
 @pytest.fixture

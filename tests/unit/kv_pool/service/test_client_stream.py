@@ -55,17 +55,17 @@ async def test_pool_stops_although_a_node_reads_no_answers(monkeypatch: pytest.M
 
 
 async def test_pool_stop_does_not_wait_for_a_disconnected_node() -> None:
-    asked = asyncio.Event()
+    written = asyncio.Event()
     gone = asyncio.Event()
 
     async def write(_: object) -> None:
-        asked.set()
+        written.set()
         await gone.wait()
         raise ConnectionError
 
     stream = make_stream(write)
     running = asyncio.create_task(stream.run(attach_id=1))
-    await asked.wait()
+    await written.wait()
     stream.stop()
     await asyncio.sleep(0)
     gone.set()

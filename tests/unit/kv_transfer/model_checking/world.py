@@ -288,11 +288,11 @@ class HandoffWorld(WorldFaults):
                     self._mark_ended(f"outbound {writer}")
                     if self.writes_in_flight[writer] is not None:
                         raise InvariantViolation("an end was reported under a read")
-                    if any(holder == f"writer {writer}" for _, holder in self.locks):
+                    if any(owner == f"writer {writer}" for _, owner in self.locks):
                         raise InvariantViolation("an end was reported under a lock")
                 case frames.Frame():
                     if isinstance(output, frames.SealFrame) and any(
-                        holder == f"writer {writer}" for _, holder in self.locks
+                        owner == f"writer {writer}" for _, owner in self.locks
                     ):
                         raise InvariantViolation("sealed under a lock")
                     renewal = isinstance(output, frames.RenewFrame)
