@@ -128,19 +128,19 @@ class SimulatedCluster:
 
     def apply_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case SendOrder(incarnation, order):
-                    if isinstance(order, PrefillOrder | DecodeOrder):
-                        self.placements.append((self.now, incarnation))
-                    node = self.nodes.get(incarnation)
-                    if node is not None:
-                        node.execute_order(order)
-                case EmitTokens(request_id, token_ids, _):
-                    self._record_tokens(request_id, len(token_ids))
-                case EndRequest():
-                    self._record_end(effect)
-                case _:
-                    pass
+            if isinstance(effect, EmitTokens):
+                self._record_tokens(effect.request_id, len(effect.token_ids))
+            elif isinstance(effect, SendOrder):
+                self._deliver_order(effect.incarnation, effect.order)
+            elif isinstance(effect, EndRequest):
+                self._record_end(effect)
+
+    def _deliver_order(self, incarnation: Incarnation, order: NodeOrder) -> None:
+        if isinstance(order, PrefillOrder | DecodeOrder):
+            self.placements.append((self.now, incarnation))
+        node = self.nodes.get(incarnation)
+        if node is not None:
+            node.execute_order(order)
 
     def _record_tokens(self, request_id: RequestId, count: int) -> None:
         now = self._clock.now

@@ -35,7 +35,7 @@ class PoolTestHost:
         self._open = AsyncExitStack()
 
     async def start_node(self, name: str = "decode-0", **changed: Any) -> PoolNode:
-        """Attached, and the pool a member."""
+        """Start a node, and return when it is attached and the pool is a member."""
         node = await self._open.enter_async_context(
             run_pool_node(self.pool.address, self.folder, name, **changed)
         )
@@ -52,14 +52,14 @@ class PoolTestHost:
         return process
 
     async def reset(self) -> None:
-        """The pool runs, and its nodes are gone."""
+        """Start the pool if it does not run, and end its nodes."""
         if self.pool.process.poll() is not None:
             self.pool.start()
         await self.start_node("warm-up")
         await self._open.aclose()
 
     async def stop_nodes(self) -> None:
-        """All nodes of the test go away; nothing is held by anybody then."""
+        """End all nodes of the test; nothing is held afterwards."""
         await self._open.aclose()
         for path in self.folder.glob("baton-arena-*"):  # of nodes that were killed
             path.unlink()
@@ -105,7 +105,7 @@ class NodeProcess:
         self._process.send_signal(number)
 
     async def wait_until_stopped(self) -> None:
-        """Until it has stopped itself."""
+        """Wait until the process has stopped itself."""
         stat = Path(f"/proc/{self._process.pid}/stat")
         await wait_until("stopped", lambda: stat.read_text().rpartition(")")[2].split()[0] in "Tt")
 

@@ -1,4 +1,4 @@
-"""A fake coordinator for a pool: it welcomes it, requests ledgers and keeps what it receives."""
+"""A fake coordinator for a pool: it accepts the join, requests ledgers and records reports."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ class FakePoolCoordinator:
             await server.stop(None)
 
     async def query_ledger(self) -> Ledger:
-        """Now. It balances, as every one must."""
+        """Return the pool's present ledger, which must balance."""
         await self._send(ledger_query=pb.LedgerQuery(query=1))
         async with asyncio.timeout(TIMEOUT_SECONDS):
             found = await self._ledgers.get()
@@ -60,7 +60,8 @@ class FakePoolCoordinator:
         return found
 
     async def wait_for_ledger(self, **counts: int) -> Ledger:
-        """A ledger with these counts, and no others in use, writing or quarantined."""
+        """Wait for a ledger with these counts, and no other blocks in use, writing or
+        quarantined."""
         expected = {"in_use": 0, "writing": 0, "quarantined": 0} | counts
         loop = asyncio.get_running_loop()
         patience = loop.time() + TIMEOUT_SECONDS
@@ -72,7 +73,7 @@ class FakePoolCoordinator:
             await asyncio.sleep(0.02)
 
     async def arm_failpoints(self, spec: str) -> None:
-        """Returns when it is armed."""
+        """Arm failpoints, and return when they are armed."""
         await self._send(arm=pb.Arm(spec=spec))
         await self.query_ledger()
 

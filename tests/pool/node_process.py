@@ -1,5 +1,6 @@
-"""A node's client in a process of its own, so that it can be stopped and killed. It reads one order
-a line, and says what became of it. Failpoints come by environment."""
+"""A node's pool client in a process of its own, so that it can be stopped and killed.
+
+It reads one order a line and prints the result. Failpoints are set by environment variables."""
 
 import asyncio
 import json

@@ -46,21 +46,21 @@ def count_attachments(cluster: Cluster) -> int:
 
 
 async def read_metric(cluster: Cluster, pattern: str) -> float:
-    """The sum of the series whose name and labels match."""
+    """Return the sum of the series whose name and labels match."""
     async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
 async def wait_for_metric(cluster: Cluster, pattern: str, least: float) -> None:
-    """Until that sum does: what nodes count comes with their heartbeats."""
+    """Wait until that sum is reached; nodes report their counts with heartbeats."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while await read_metric(cluster, pattern) < least:
             await asyncio.sleep(0.05)
 
 
 def inserted_blocks_metric(pool: str) -> str:
-    """The metric of the blocks that a pool has taken in so far."""
+    """Return the name of the metric of the blocks that a pool has inserted."""
     return rf'baton_pool_inserted_blocks_total\{{node="{pool}"\}}'
 
 

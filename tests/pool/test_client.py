@@ -1,4 +1,4 @@
-"""A node's client against the pool's process: looking up, publishing, letting go."""
+"""A node's client against the pool's process: look-ups, publications and releases."""
 
 import asyncio
 from collections.abc import Callable
@@ -92,7 +92,7 @@ async def test_blocks_already_in_the_pool_are_not_copied_again(host: PoolTestHos
 
 
 async def test_publisher_needs_only_the_missing_blocks(host: PoolTestHost) -> None:
-    """Decode's way: one block, whose predecessors are in the pool."""
+    """As a decode node does: it publishes one block whose predecessors are in the pool."""
     node = await host.start_node()
     tokens = make_tokens(next(_SEEDS), 4)
     first = await node.publish_tokens(tokens[:-4], first=0)

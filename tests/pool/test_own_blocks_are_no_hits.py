@@ -27,7 +27,7 @@ def host(tmp_path: Path) -> Iterator[InProcessHost]:
     host.close()
 
 
-def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) -> None:
+def test_late_lookup_of_decode_finds_no_blocks_of_its_own_attempt(host: InProcessHost) -> None:
     """Prefill has computed everything before the decode node hears of the request."""
     sender, receiver = host.prefill[0], host.decode[0]
     job = make_work(PROMPT)

@@ -28,8 +28,8 @@ PROMPT = make_block_chain(1, 2, 3, 4)
 
 @pytest.mark.asyncio
 async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path: Path) -> None:
-    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3
-    s."""
+    """The request is on the other two nodes. Ten copies of 30 ms are the lag; computing the
+    prefix takes 3 s."""
     settings = {
         "engine": "paced",
         "placement": "round_robin",
@@ -54,7 +54,7 @@ async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path
 
 
 async def wait_until_publishing(cluster: Cluster) -> None:
-    """Until places have been reserved for it, or it is over."""
+    """Wait until blocks have been reserved for the publication, or it is over."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while True:
             (pool,) = [

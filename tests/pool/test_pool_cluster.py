@@ -27,12 +27,12 @@ PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
 async def read_prompt_tokens(cluster: Cluster, source: str) -> float:
-    """Prompt tokens of all requests so far, by the metric."""
+    """Return the prompt tokens of all requests so far, from the metric."""
     return await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{source}"}}')
 
 
 async def get_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str]:
-    """The names of the nodes that served a request."""
+    """Return the nodes that served the request."""
     request = pb.ExplainRequest(request_id=answer.request_id)
     explanation: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", request
@@ -45,14 +45,14 @@ async def get_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str
 
 
 async def count_node_cached_blocks(cluster: Cluster) -> int:
-    """That nodes hold themselves, and nobody uses."""
+    """Count the cached blocks of nodes that no sequence uses."""
     return sum(
         ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0"
     )
 
 
 async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
-    """Until nodes have published so many blocks, and nothing is on its way any more."""
+    """Wait until nodes have published so many blocks, and no publication is under way."""
     await wait_for_metric(cluster, PUBLISHED, blocks)
     await cluster.wait_idle()
 
@@ -149,7 +149,7 @@ async def test_cluster_computes_without_its_pool_and_attaches_to_the_next(tmp_pa
 
 @pytest.mark.asyncio
 async def test_next_turn_computes_only_its_new_tokens(tmp_path: Path) -> None:
-    """Whichever nodes it lands on."""
+    """Whichever nodes serve it."""
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
         tokens, served = list(PREFIX[:100]), set[str]()
         for turn in range(5):

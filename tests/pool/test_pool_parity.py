@@ -1,5 +1,6 @@
-"""Tokens are those of the reference whatever the pool has of the prompt: in place, copied, and with
-a block continued by copy on write."""
+"""Tokens equal the reference's whatever the pool has of the prompt.
+
+Pool blocks are read in place, copied, or continued by copy on write."""
 
 from collections.abc import Iterator
 from pathlib import Path

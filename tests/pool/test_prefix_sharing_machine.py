@@ -1,5 +1,7 @@
-"""Nodes on one pool under random orders, steps, publications, evictions, late answers, cancels:
-every token is right, every table names blocks that hold what they should, and every ledger
+"""Nodes on one pool under random orders, steps, publications, evictions, late answers and
+cancellations.
+
+Every token is correct, every table names blocks with the right content, and every ledger
 balances."""
 
 import tempfile
@@ -122,7 +124,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
 
     @rule()
     def deliver_handoffs(self) -> None:
-        """Tickets reach their writers, and what is computed lands."""
+        """Deliver tickets to their writers, and land what is computed."""
         for receiver in self.host.decode:
             for message in receiver.pop_messages("reserved"):
                 key = wire.attempt_key_from_pb(message.key)
@@ -144,7 +146,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
         self.read_messages()
 
     def find_receiver(self, key: AttemptKey) -> InProcessDecodeNode | None:
-        """Whoever waits for that hand-off."""
+        """Return the node that waits for the hand-off."""
         for node in self.host.decode:
             for ticket in node.plane.granted.values():
                 if ticket.key == key and key in self.jobs and ticket.id not in node.plane.committed:

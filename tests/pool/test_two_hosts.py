@@ -1,5 +1,4 @@
-"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to
-the other once."""
+"""Two hosts with a pool each, as real processes: a prefix is computed once and promoted once."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +19,7 @@ SLOW_PREFILL = (
 
 
 async def wait_for_promotions(cluster: Cluster, **expected: int) -> None:
-    """Until pools have told of so many, and of no others."""
+    """Wait until the pools have reported so many promotions, and no others."""
     expected = {"started": 0, "done": 0, "failed": 0} | expected
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while (

@@ -46,7 +46,7 @@ def front(shared: FrontendHarness) -> FrontendHarness:
     return shared
 
 
-async def test_logprobs(front: FrontendHarness) -> None:
+async def test_output_tokens_have_their_logprobs(front: FrontendHarness) -> None:
     answer = (await post_completion(front, prompt=[1], max_tokens=2, logprobs=1))["choices"][0]
     tokens = expected_token(0, 0), expected_token(0, 1)
     first, second = map(text_of, tokens)
@@ -67,7 +67,7 @@ async def test_logprobs(front: FrontendHarness) -> None:
         assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (1, None)
 
 
-async def test_echo(front: FrontendHarness) -> None:
+async def test_echo_repeats_the_prompt(front: FrontendHarness) -> None:
     prompt = expected_ids("hello world")
     for given in ("hello world", list(prompt)):
         answer = (

@@ -1,4 +1,4 @@
-"""The brain on a bench: time turned by hand, nodes that say what the test says, and every effect
+"""A brain without a shell: the test turns its clock and sends reports, and every effect is
 recorded."""
 
 from typing import Any, TypeVar

@@ -44,7 +44,7 @@ def name(number: int) -> RequestId:
     return RequestId(f"r{number}")
 
 
-def test_debts_survive_a_reload() -> None:
+def test_token_bucket_debts_survive_a_reload_of_tenants() -> None:
     queue = WaitingQueue()
     admission = AdmissionController(queue, QueueLimits(10), IdleNodes())
     admission.reload_tenants(

@@ -45,5 +45,5 @@ def test_priority_is_ignored_without_tenants_file() -> None:
     assert TenantTable().make_principal(Tenant(), 7) == Principal()
 
 
-def test_salts_differ_by_tenant() -> None:
+def test_cache_salts_differ_by_tenant() -> None:
     assert len({derive_cache_salt("a"), derive_cache_salt("b"), b""}) == 3

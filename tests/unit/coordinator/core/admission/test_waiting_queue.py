@@ -44,15 +44,15 @@ def test_requeued_request_goes_to_head() -> None:
 
 def test_retry_after_follows_service_rate() -> None:
     queue = filled(100)
-    assert queue.backlog.retry_after_seconds(0.0) == 1.0
+    assert queue.backlog.retry_after_seconds() == 1.0
     for second, name in enumerate(names(10)):
         queue.take_request(name, float(second))
-    assert queue.backlog.retry_after_seconds(9.0) == pytest.approx(
+    assert queue.backlog.retry_after_seconds() == pytest.approx(
         60.0
     )  # 90 waiting, about one a second, and the limit
     for name in names(100)[10:80]:
         queue.take_request(name, 10.0)
-    assert 1.0 <= queue.backlog.retry_after_seconds(11.0) < 5.0
+    assert 1.0 <= queue.backlog.retry_after_seconds() < 5.0
 
 
 def test_big_request_is_neither_starved_nor_blocking() -> None:

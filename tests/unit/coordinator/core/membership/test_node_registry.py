@@ -52,7 +52,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_every_field_of_the_identity_is_compared_and_part_of_the_digest() -> None:
+def test_every_identity_field_is_compared_and_part_of_the_digest() -> None:
     info = make_join_info("p0", PREFILL)
     assert MISMATCHES.keys() - {"protocol_version"} == info.model.named_fields().keys()
     others = [replace(info, **changes).model.digest for field, (changes, *_) in MISMATCHES.items()]

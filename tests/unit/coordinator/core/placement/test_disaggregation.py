@@ -113,11 +113,11 @@ def test_rejected_prediction_is_recorded() -> None:
     )
 
 
-def test_equal_predictions_hand_off() -> None:
+def test_equal_predictions_choose_hand_off() -> None:
     assert choose_site(DEMAND, P, D, model=costs(0.0004)) is PrefillSite.HAND_OFF
 
 
-def test_waits_for_full_prefill_node_if_sooner() -> None:
+def test_request_waits_for_full_prefill_node_if_that_is_faster() -> None:
     full = replace(
         P,
         pending_prefills=2,

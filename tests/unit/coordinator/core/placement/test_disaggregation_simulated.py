@@ -1,6 +1,7 @@
-"""Mode auto against both fixed modes, on as many nodes, on a virtual clock: what is good is within
-twice the idle figures, and auto is not to have less of it than the better one by more than a
-tenth."""
+"""Mode auto against both fixed modes with as many nodes, on a virtual clock.
+
+A request is good within twice the latency of an idle cluster. Auto must have at least nine
+tenths of the goodput of the better fixed mode."""
 
 import random
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def test_auto_has_the_goodput_of_the_better_mode(
 
 
 def test_running_sequences_keep_tpot_under_new_prompts() -> None:
-    """Prefill is hopelessly behind, so that prompts go to decode as fast as it takes them."""
+    """The prefill node is overloaded, so that decode nodes compute as many prompts as they
+    accept."""
     made = cluster("auto")
     resident = made.submit_prompt(prompt_tokens=64, output_tokens=600)
     made.schedule_poisson_load(4.0, 8.0, start=1.0, prompt_tokens=1536, output_tokens=8)

@@ -35,7 +35,9 @@ def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice | None:
         (4, 4, 1, False),  # never more than the node runs at once
     ],
 )
-def test_prefill_node_window(computing: int, uncomputed: int, tokens: int, takes: bool) -> None:
+def test_prefill_node_accepts_prompts_within_its_window(
+    computing: int, uncomputed: int, tokens: int, takes: bool
+) -> None:
     node = replace(
         P, pending_prefills=computing, uncomputed_tokens=uncomputed, window_tokens=uncomputed
     )
@@ -53,7 +55,9 @@ def test_prefill_node_window(computing: int, uncomputed: int, tokens: int, takes
         (0, 9, 3, True),
     ],
 )
-def test_decode_node_window(attempts: int, room: int, closed: int | None, takes: bool) -> None:
+def test_decode_node_accepts_requests_within_slots_and_blocks(
+    attempts: int, room: int, closed: int | None, takes: bool
+) -> None:
     assert (
         replace(
             D, attempts=attempts, free_blocks=room, refused_from_blocks=closed
@@ -117,14 +121,14 @@ def test_reserve_is_rounded_up_and_leaves_a_slot(
     assert not replace(node, attempts=others).can_accept_decode(later_class)
 
 
-def test_the_least_loaded_of_each_role() -> None:
+def test_least_loaded_node_of_each_role_is_chosen() -> None:
     busy_p = replace(P, incarnation=Incarnation("busy p"), pending_prefills=1, uncomputed_tokens=5)
     busy_d = replace(D, incarnation=Incarnation("busy d"), attempts=1)
     full_d = replace(D, incarnation=Incarnation("full d"), free_blocks=30)
     assert choose(BOTH, busy_p, P, busy_d, full_d, D) == NodeChoice(P.incarnation, D.incarnation)
 
 
-def test_ties_rotate_round_robin() -> None:
+def test_equally_loaded_nodes_are_chosen_round_robin() -> None:
     late = replace(P, incarnation=Incarnation("late"), last_placed_serial=9)
     chosen = choose(BOTH, late, P, D)
     assert chosen is not None

@@ -51,7 +51,8 @@ def test_reserve_does_not_block_requests_larger_than_remainder() -> None:
 
 
 def test_burst_is_placed_as_prompts_are_computed() -> None:
-    """Two steps' worth of prompts, so that a higher class may still pass the rest."""
+    """Only prompts of two steps are placed at once, so that a higher class can still pass the
+    others."""
     world = BrainHarness(mode="colocated", max_queue=32)
     world.brain.reload_tenants(
         make_tenant_table(Tenant("gold", "premium"), Tenant("bulk", "standard")), world.now

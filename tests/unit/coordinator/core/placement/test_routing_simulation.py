@@ -1,5 +1,4 @@
-"""Prefixes that some use far more often than others, over eight nodes: hits, balance, a death, a
-newcomer."""
+"""Zipf-distributed prefixes over eight nodes: hit rate, balance, loss of a node and a new node."""
 
 import pytest
 
@@ -64,7 +63,7 @@ def test_loss_of_hottest_node_is_absorbed() -> None:
 
 
 def test_new_node_is_not_flooded() -> None:
-    """An empty node among seven with caches: it comes to its share, and takes no more than that at
+    """An empty node among seven with caches gets about its share of requests, and not more at
     first."""
     jobs = draw_zipf_jobs(1000, 60, 150.0)
     simulation = PrefillRoutingSimulation(PrefixAwarePolicy(), NODES - 1, BLOCKS)

@@ -42,7 +42,7 @@ class ManualNode:
 
 class ManualCluster:
     def __init__(self, *names: str, mode: str = "disaggregated") -> None:
-        """`p...` prefill, all others decode, as under `baton up`."""
+        """Nodes named `p...` are prefill nodes, all others decode nodes, as under `baton up`."""
         self.harness = BrainHarness(mode=mode, max_queue=64)
         self.nodes: dict[str, ManualNode] = {}
         self._executed = 0
@@ -68,7 +68,7 @@ class ManualCluster:
         self.execute_orders()
 
     def rejoin_in_ordered_role(self, name: str) -> None:
-        """The node ends its stream and joins in the role that it was told to take."""
+        """The node ends its stream and joins in the role that it was ordered to take."""
         role = self.nodes[name].ordered_role
         assert role is not None
         self.kill_node(name)
@@ -91,14 +91,14 @@ class ManualCluster:
         self.execute_orders()
 
     def generate_tokens(self) -> None:
-        """Every stream gets a token."""
+        """Emit one token of every sequence that runs."""
         for member in list(self.nodes.values()):
             for key in list(member.batch.running):
                 self._emit_token(member, key)
         self.execute_orders()
 
     def run_until_settled(self, patience: int = 200) -> None:
-        """Let everybody do everything that they were told, until nothing is left to do."""
+        """Carry out orders, send heartbeats and emit tokens until nothing is left to do."""
         for _ in range(patience):
             for name in [name for name, member in self.nodes.items() if member.ordered_role]:
                 self.rejoin_in_ordered_role(name)
@@ -118,7 +118,7 @@ class ManualCluster:
         )
 
     def fail_probe(self, name: str, why: str = "by the test") -> None:
-        """Who still works on the node's probe, if there is one under way, gives it up."""
+        """Fail the node's probe, if one is running."""
         brain = self.harness.brain
         probe = brain.role_switcher.pending[NodeName(name)].probe_request
         record = brain.parts.table.records.get(probe) if probe is not None else None

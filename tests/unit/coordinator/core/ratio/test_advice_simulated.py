@@ -1,5 +1,5 @@
-"""Advice against every split of eight nodes, played through: the real brain on a virtual clock,
-four workloads."""
+"""The advised split against every split of eight nodes: the real brain on a virtual clock, four
+workloads."""
 
 import pytest
 
@@ -14,8 +14,8 @@ GOOD_ENOUGH = 0.9  # of the best split's goodput
 def simulate_split(
     offered: OfferedLoad, split: RoleSplit, least: float = 0.0
 ) -> tuple[float, CostModelCluster]:
-    """Good requests a second, and the cluster after it. It is given up once it cannot come to
-    `least` any more."""
+    """Return the goodput in requests a second, and the cluster. The run ends early once `least`
+    cannot be reached."""
     cluster = CostModelCluster(split.prefill_nodes, split.decode_nodes)
     plan = offered.plan_requests("simulated", SECONDS)
     cluster.schedule_requests(plan)
@@ -29,8 +29,7 @@ def simulate_split(
 
 @pytest.mark.parametrize("name", RATIO_WORKLOADS)
 def test_advised_split_matches_best_simulated_split(name: str) -> None:
-    """The advice is given in the wrong ratio, of which it knows nothing but what arrives and what
-    things take."""
+    """The advice is given with another split, from the arrivals and the learned costs alone."""
     offered = RATIO_WORKLOADS[name]
     _, asked = simulate_split(offered, RoleSplit(4, 4))
     advice = asked.brain.ratio_controller.get_advice(SLO, SECONDS).advice

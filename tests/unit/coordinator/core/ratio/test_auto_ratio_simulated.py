@@ -45,8 +45,8 @@ def test_slo_recovers_after_load_change(automatic: bool) -> None:
 
 
 def test_swinging_load_is_served_as_with_fixed_ratio() -> None:
-    """Twenty seconds of each, from the split that serves the whole best. More loads:
-    test_steered_loads.py."""
+    """The load changes every twenty seconds, from the split that serves the whole best.
+    test_planner_loads.py has more loads."""
     loads = [(load, 20.0) for load in SWINGING_LOADS] * 4
     cluster, still = make_cluster(RoleSplit(4, 4), *loads), make_cluster(RoleSplit(4, 4), *loads)
     enable_auto_ratio(cluster)
@@ -79,8 +79,7 @@ def test_manual_freezes_ratio_and_set_ends_auto() -> None:
 
 
 def test_no_second_change_while_one_is_pending() -> None:
-    """Nodes that take long to switch are waited for: while any is on its way nothing else is
-    decided."""
+    """While a node is switching its role, nothing else is decided."""
     cluster = make_cluster(RoleSplit(7, 1), (ANSWERS, 60.0))
     cluster.costs = cluster.costs.__class__(role_switch_seconds=12.0)
     enable_auto_ratio(cluster)

@@ -1,4 +1,4 @@
-"""A node's way to another role, on the brain's bench with honest nodes."""
+"""The phases of a node's role switch, on a brain with nodes that carry out every order."""
 
 import pytest
 

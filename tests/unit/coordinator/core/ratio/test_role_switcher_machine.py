@@ -108,7 +108,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def unserved_target_role_has_no_draining_node(self) -> None:
-        """A role of the target that nobody serves has nobody who is still only draining."""
+        """While nobody serves a role of the target, no node that has the role is draining."""
         brain = self.cluster.harness.brain
         target = brain.role_switcher.target_split
         if target is None or brain.role_switcher._needs_reconcile:
@@ -123,8 +123,8 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
                 assert all(flip.phase is not RoleSwitchPhase.DRAINING for flip in leaving)
 
     def teardown(self) -> None:
-        """All come back, nobody dies any more: every request that was not refused ends, and the
-        target is reached."""
+        """All nodes return and none dies any more: every accepted request ends, and the target
+        is reached."""
         crew = self.cluster
         for name in NAMES:
             if name not in crew.nodes:

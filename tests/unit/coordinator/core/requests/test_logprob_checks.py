@@ -1,5 +1,4 @@
-"""Scores: of every token shown, if they were asked for, and of the whole prompt before the first
-token."""
+"""Logprobs: of every token shown, if asked for, and of the whole prompt before the first token."""
 
 import pytest
 

@@ -32,7 +32,7 @@ OTHERS: list[dict[str, Any]] = [
 def test_other_model_is_rejected_while_placed_request_lives(
     name: str, other: dict[str, Any]
 ) -> None:
-    """Also when its node was the last one, and under its very name."""
+    """Even if its node was the last one, and under the same name."""
     world = BrainHarness(mode="colocated")
     d0 = world.join_node("d0", DECODE)
     request = world.submit(max_tokens=4)
@@ -66,8 +66,7 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
 def test_unplaced_requests_do_not_bind_model(other: dict[str, Any]) -> None:
-    """Clients go on asking while nobody serves, and the warm-up request waits too: all of them end
-    with 503."""
+    """Requests and the warm-up request that wait while nobody serves all end with 503."""
     world = BrainHarness(mode="colocated")
     world.lose_node(world.join_node("d0", DECODE))
     warm_up = world.submit(timeout=600.0, internal=True)

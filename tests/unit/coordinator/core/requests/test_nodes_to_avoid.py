@@ -1,5 +1,4 @@
-"""Which nodes a request that is placed again keeps away from, and which it had better go back
-to."""
+"""Which nodes a retried request avoids, and which it should return to."""
 
 import pytest
 
@@ -30,7 +29,8 @@ class TwoByTwoCluster:
         self.decode: Incarnation = record.attempt.decode
 
     def complete_handoff(self) -> None:
-        """The prompt is in the caches of both then, as the prefill node tells."""
+        """Complete the hand-off: both nodes then have the prompt cached, as the prefill node
+        reports."""
         world, record = self.world, self.world.brain.parts.table.records[self.request]
         world.report_reserved(self.decode, self.key, self.prefill)
         world.report_prefill_ended(self.prefill, self.key, 100)

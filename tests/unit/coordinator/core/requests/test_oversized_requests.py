@@ -21,7 +21,7 @@ from tests.unit.coordinator.core.brain_harness import (
 
 
 def test_length_bounds_follow_largest_decode_node_and_outlive_it(world: BrainHarness) -> None:
-    """Prefill nodes set none: what they cannot hold is computed where it is decoded."""
+    """Prefill nodes set no bound: decode nodes compute what they cannot hold."""
     with pytest.raises(ServiceUnavailable):
         world.brain.get_model_bounds()
     nodes = [
@@ -91,7 +91,7 @@ def test_request_no_node_can_hold_is_parked_and_ends_with_503() -> None:
 
 
 def full_of_long_requests(**settings: Any) -> tuple[BrainHarness, Incarnation, list[RequestId]]:
-    """As many as the queue may have wait for a larger node than the one that is here."""
+    """Return a cluster whose queue is full of requests that wait for a larger node."""
     world = BrainHarness(mode="colocated", max_queue=8, **settings)
     large, small = (
         world.join_node("d0", DECODE, max_num_seqs=8),
@@ -157,7 +157,7 @@ def test_new_request_for_restarting_node_gets_503_not_400() -> None:
 
 
 def test_refusal_for_length_is_not_retried_on_same_node(world: BrainHarness) -> None:
-    """The node's own check, should the books be wrong: the request waits for another node."""
+    """If the node itself refuses the length, the request waits for another node."""
     world.join_node("p0", PREFILL)
     d0 = world.join_node("d0", DECODE)
     request = world.submit()

@@ -1,4 +1,4 @@
-"""What a tenant does not pay for: what was never begun for it."""
+"""A tenant does not pay for requests that were never started."""
 
 import pytest
 
@@ -63,8 +63,8 @@ def test_refund_does_not_exceed_burst() -> None:
 
 
 def test_rate_limited_requests_do_not_count_as_demand() -> None:
-    """It would be refused with any ratio: neither the advice on it nor the share within the SLO is
-    about it."""
+    """They would be refused with any ratio, so they count neither for advice nor for SLO
+    attainment."""
     world, tenants = limited()
     standing = tenants.make_principal(LIMITED)
     world.join_node("p0", PREFILL)

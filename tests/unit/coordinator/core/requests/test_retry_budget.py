@@ -1,4 +1,4 @@
-"""The retry budget against the whole history, whatever comes when."""
+"""The retry budget against a model that keeps the whole history."""
 
 from hypothesis import given
 from hypothesis import strategies as st

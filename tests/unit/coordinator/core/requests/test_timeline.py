@@ -65,7 +65,9 @@ def marked(**moments: float) -> Timestamps:
         (marked(), (9, 0, 0, 0, 0)),  # never placed
     ],
 )
-def test_timeline_stages(marks: Timestamps, stages: tuple[float, ...]) -> None:
+def test_stages_follow_from_the_recorded_moments(
+    marks: Timestamps, stages: tuple[float, ...]
+) -> None:
     assert stages_of(marks.build_timeline(9.0 if marks.first_token is None else 20.0, 1)) == stages
 
 

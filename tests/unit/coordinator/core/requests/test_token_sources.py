@@ -1,4 +1,4 @@
-"""Where prompt tokens came from: every token once, whatever the two nodes found where."""
+"""Every prompt token has one source, whatever the two nodes report."""
 
 import pytest
 
@@ -90,7 +90,7 @@ KEY = AttemptKey(RequestId("r"), 1, 0)
         (None, None, TokenSources(0, 0, 0, 0)),
     ],
 )
-def test_each_prompt_token_has_one_source(
+def test_sources_follow_from_both_nodes_reports(
     prefill: tuple[int, int] | None, decode: tuple[int, int, int] | None, expected: TokenSources
 ) -> None:
     ended = PrefillEnded(KEY, *prefill) if prefill else None
