@@ -27,7 +27,7 @@ class FakeCoordinatorLink:
         self.asked = 0
         self.waiting = asyncio.Semaphore(0)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, incarnation: object) -> None:
         self.sent.append(message)
 
     async def wait_until_flushed(self) -> None:
@@ -72,5 +72,5 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     assert counts == [1, 2, 3], "one part, and no more before it is written"
     assert host.largest_request == MAX_HASHES_PER_BATCH
     first, *others = link.sent
-    assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
-    assert [len(batch.cache_events.inserted) for batch in others] == [MAX_HASHES_PER_BATCH, 3]
+    assert len(first.block_hashes) == MAX_HASHES_PER_BATCH
+    assert [len(batch.inserted) for batch in others] == [MAX_HASHES_PER_BATCH, 3]
