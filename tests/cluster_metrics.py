@@ -3,13 +3,13 @@
 import asyncio
 import re
 
-import httpx
+import httpx2
 
 from tests.cluster import Cluster
 
 
 async def read_metric(cluster: Cluster, name: str) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

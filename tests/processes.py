@@ -116,8 +116,8 @@ def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
 
 
 def _parse_kernel_address(address: str) -> str:
-    """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address
-    as such."""
+    """Parse the kernel's hexadecimal words, each in the machine's byte order. An IPv4-mapped
+    address becomes IPv4."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     parsed = ipaddress.ip_address(packed)

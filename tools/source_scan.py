@@ -35,3 +35,11 @@ def list_imported_modules(path: Path) -> Iterator[str]:
         else:
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
+
+
+def list_imported_names(path: Path) -> Iterator[str]:
+    """Like `list_imported_modules`, with the name of what is imported from each module."""
+    for node in list_imports(path):
+        for alias in node.names:
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield prefix + alias.name

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.cluster_metrics import (
     read_metric,
     wait_known_blocks,
 )
 from tests.grpc_calls import call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 
 
 @pytest.mark.asyncio

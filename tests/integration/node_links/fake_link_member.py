@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.kv.kv_layout import KVLayout
-from baton.pb import cluster_pb2 as pb
 from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 
@@ -12,7 +12,7 @@ from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 class FakeLinkMember:
     """The member that is linked."""
 
-    build_stats = pb.NodeStats
+    build_stats = NodeStats
 
     def build_join(self) -> PoolJoinInfo:
         return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)

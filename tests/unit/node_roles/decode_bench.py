@@ -9,12 +9,9 @@ from baton.types import AttemptSpec, BlockIndex, Ticket
 from decode_node.decode_role import DecodeRole
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedEngine,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.role_bench import (
     WRITER,
     FakeInbound,
@@ -26,7 +23,7 @@ from tests.unit.node_roles.role_bench import (
 class DecodeBench(RoleBench):
     def __init__(self, **sizes: Any) -> None:
         self.plane = FakeInbound()
-        super().__init__(lambda parts: DecodeRole(parts, self.plane), **sizes)
+        super().__init__(lambda context: DecodeRole(context, self.plane), **sizes)
 
     @property
     def ticket(self) -> Ticket:
@@ -35,17 +32,17 @@ class DecodeBench(RoleBench):
         ]
         return ticket
 
-    def land_handoff(self, ticket: Ticket, job: AttemptSpec) -> None:
+    def land_handoff(self, ticket: Ticket, work: AttemptSpec) -> None:
         """Put into the ticket's blocks what a writer would have: computed by an engine of its
         own."""
-        context = job.context_token_ids
+        context = work.context_token_ids
         count = PACED_LAYOUT.count_blocks(len(context))
         writer, arena = (
             PacedEngine(ZERO_COSTS, vocab_size=1000),
             bytearray(count * PACED_LAYOUT.block_bytes),
         )
         writer.bind_cache(memoryview(arena), count)
-        spec = SampleSpec(job.request.sampling, 0, len(context))
+        spec = SampleSpec(work.request.sampling, 0, len(context))
         blocks = tuple(map(BlockIndex, range(count)))
         writer.run(StepBatch((SequenceSlice(SequenceId(0), context, 0, blocks, spec),)))
         size = PACED_LAYOUT.block_bytes
@@ -59,26 +56,26 @@ class DecodeBench(RoleBench):
         self.plane.revoked.clear()
 
 
-def make_seal(job: AttemptSpec) -> SealInfo:
+def make_seal(work: AttemptSpec) -> SealInfo:
     return SealInfo(
-        (*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000))
+        (*work.emitted_token_ids, *paced_reference_tokens(work.context_token_ids, 1, 1000))
     )
 
 
-def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
+def run(node: DecodeBench, work: AttemptSpec) -> list[int]:
     """Step to the end; the tokens in order, their indexes checked."""
     while node.step():
         pass
     pairs = [pair for message in node.pop_messages("tokens") for pair in tokens_of(message)]
     assert [index for index, _ in pairs] == list(
-        range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(pairs))
+        range(len(work.emitted_token_ids), len(work.emitted_token_ids) + len(pairs))
     )
     return [token for _, token in pairs]
 
 
-def hand_over(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeOrder(job, WRITER))
+def hand_over(node: DecodeBench, work: AttemptSpec) -> None:
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
-    node.land_handoff(ticket, job)
-    node.send_item(InboundSealed(ticket.id, make_seal(job), 1))
+    node.land_handoff(ticket, work)
+    node.send_item(InboundSealed(ticket.id, make_seal(work), 1))

@@ -10,7 +10,7 @@ from tests.unit.node_roles.role_bench import FakeOutbound, RoleBench
 class PrefillBench(RoleBench):
     def __init__(self, **sizes: Any) -> None:
         self.plane = FakeOutbound()
-        super().__init__(lambda parts: PrefillRole(parts, self.plane), **sizes)
+        super().__init__(lambda context: PrefillRole(context, self.plane), **sizes)
 
     def answer_aborts(self) -> None:
         """The plane has let go of everything that it was told to."""

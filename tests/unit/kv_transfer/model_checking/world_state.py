@@ -76,7 +76,7 @@ class WorldState:
     machine_state_ids: dict[str, int] = field(default_factory=dict)  # "outbound N", "inbound N"
     announced_steps: dict[int, int] = field(default_factory=dict)  # (chunk, layer) by writer
     frames_to_decode: dict[int, tuple[FrameInFlight, ...]] = field(default_factory=dict)
-    frames_to_writer: dict[int, tuple[frames.Frame, ...]] = field(default_factory=dict)
+    frames_to_writer: dict[int, tuple[frames.FrameToWriter, ...]] = field(default_factory=dict)
     writes_in_flight: dict[int, OutgoingWrite | None] = field(default_factory=dict)
     locks: frozenset[tuple[int, str]] = frozenset()  # (fence byte, holder)
     arena: tuple[SlabTag, ...] = ()
@@ -157,10 +157,10 @@ class WorldState:
             return lambda: True
         return lambda: self._try_lock_byte(attempt, "decode")
 
-    def _try_lock_byte(self, byte: int, holder: str) -> bool:
-        if any(locked == byte and other != holder for locked, other in self.locks):
+    def _try_lock_byte(self, byte: int, owner: str) -> bool:
+        if any(locked == byte and other != owner for locked, other in self.locks):
             return False
-        self.locks |= {(byte, holder)}
+        self.locks |= {(byte, owner)}
         return True
 
     def _announce_steps(self) -> list[tuple[int, int, int]]:
