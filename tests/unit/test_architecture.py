@@ -12,35 +12,9 @@ from typing import get_args
 import pytest
 
 from baton.cluster_link.messages import NodeOrder
+from tests.unit.package_layout import ALLOWED_IMPORTS, ROOT, list_sources, package_dir
 from tools.source_scan import list_imported_modules, list_imported_names
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# folder -> folders of ours that it may import, beside itself
-ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
-    "baton": frozenset(),
-    "kv_kernels": frozenset(),
-    "kv_transfer": frozenset({"baton", "kv_kernels"}),
-    "kv_pool": frozenset({"baton", "kv_transfer"}),
-    "node_engine": frozenset({"baton", "kv_kernels"}),
-    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
-    "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
-    "coordinator": frozenset({"baton"}),
-    "simulator": frozenset({"baton", "coordinator", "node_engine"}),
-    "benchmarks": frozenset(
-        {
-            "baton",
-            "kv_kernels",
-            "kv_transfer",
-            "node_engine",
-            "prefill_node",
-            "decode_node",
-            "coordinator",
-            "kv_pool",
-            "simulator",
-        }
-    ),
-}
 # Puts a node together: it stands above all packages, and it alone knows both roles.
 NODE_ASSEMBLY = ROOT / "node_engine" / "host" / "assemble.py"
 OUR_PACKAGES = frozenset(ALLOWED_IMPORTS) | {"tests", "tools"}
@@ -74,18 +48,6 @@ FORBIDDEN: dict[str, frozenset[str]] = {
 }
 DANGEROUS_IMPORTS = frozenset({"pickle", "dill", "cloudpickle", "marshal", "shelve"})
 DANGEROUS_CALLS = frozenset({"eval", "exec", "recv_pyobj", "send_pyobj"})
-
-
-def package_dir(package: str) -> Path:
-    return ROOT / "kernels" / package if package == "kv_kernels" else ROOT / package
-
-
-def list_sources(package: str) -> list[Path]:
-    return sorted(
-        path
-        for path in package_dir(package).rglob("*.py")
-        if "pb" not in path.relative_to(ROOT).parts
-    )
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -30,7 +30,7 @@ from coordinator.operators.admin_app import UNBUILT_ROUTES as UNBUILT_ROUTES
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
 from kv_transfer.core import events, frames
-from tests.unit.test_architecture import ALLOWED_IMPORTS, list_sources
+from tests.unit.package_layout import ALLOWED_IMPORTS, list_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
