@@ -5,7 +5,7 @@ is stored serialized: a request that was served at once takes 0.5 KiB with one n
 0.8 KiB with eight, so 4096 of them take 2 to 3.5 MB. The longest possible one is below 40 KiB, 9 of
 them for the names of 255 other choices.
 
-Counts, timelines and explanations of requests that have ended.
+`EndedRequests` keeps the counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
@@ -188,6 +188,8 @@ class ExplanationStore:
 
 
 class EndedRequests:
+    """Counts requests that have ended, and keeps what is known of the last ones."""
+
     def __init__(self, counters: Counters, workload: WorkloadMeter, explain_keep: int) -> None:
         self.timelines = TimelineStore()
         self.explanations = ExplanationStore(explain_keep)
