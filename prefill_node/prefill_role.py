@@ -27,8 +27,8 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     TicketOrder,
 )
+from baton.cluster_link.report_types import HandoffReport
 from baton.errors import BatonError, Cancelled, Preempted, StaleMessage
-from baton.pb.common_pb2 import HandoffReport
 from baton.process.failpoints import failpoint
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
 from kv_transfer.plane import (
@@ -259,7 +259,7 @@ class PrefillRole(BaseRole):
             return
         self._forget_attempt(attempt)
         if not attempt.is_over:
-            self._reporter.report_handed_off(key, _report_to_pb(attempt, stats))
+            self._reporter.report_handed_off(key, _build_handoff_report(attempt, stats))
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
         attempt = self._attempts.get(key)
@@ -323,7 +323,7 @@ class PrefillRole(BaseRole):
         return StaleMessage("this node has no coordinator")
 
 
-def _report_to_pb(attempt: _PrefillAttempt, stats: HandoffStats) -> HandoffReport:
+def _build_handoff_report(attempt: _PrefillAttempt, stats: HandoffStats) -> HandoffReport:
     return HandoffReport(
         transport=stats.transport,
         bytes=stats.bytes_sent,

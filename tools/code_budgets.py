@@ -29,6 +29,7 @@ PACKAGES = (
     "kv_transfer",
     "node_engine",
     "prefill_node",
+    "simulator",
     "tools",
 )
 OURS = frozenset(PACKAGES) | {"kv_kernels", "tests"}
@@ -40,8 +41,11 @@ BUDGETS = {
     "lines_per_function": 40,
     "lines_per_file": 400,
 }
-COMPOSITION_ROOTS = {"__main__.py", "assemble.py"}  # exempt from imports_per_file
 MAX_COLUMNS = 100
+
+# Exempt, because of what they are rather than by a number that may shrink:
+COMPOSITION_ROOTS = {"__main__.py", "assemble.py"}  # connect many parts, so import as many
+ONE_DOOR = "coordinator/core/brain.py:Brain"  # everything outside the pure core calls it alone
 
 Measures = dict[str, dict[str, int]]  # by budget: what is over it, and its measure
 
@@ -75,6 +79,8 @@ def measure_repository() -> Measures:
         for name, node in _definitions(tree):
             where = f"{path}:{name}"
             if isinstance(node, ast.ClassDef):
+                if where == ONE_DOOR:
+                    continue
                 note("public_members_per_class", where, len(_public_members(node)))
             elif path.parts[0] != "kernels":
                 note("lines_per_function", where, _lines_of(node))

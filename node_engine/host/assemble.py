@@ -121,7 +121,7 @@ def assemble_node(
     pool_client = connect_pool_client(config, name, host_id, engine, arena)
     reporter = CoordinatorReporter(
         name,
-        lambda message: call_on_loop(loop, link.send, message),  # `link` is made last
+        lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
     context = make_role_context(config, host_id, engine, arena, pool_client, reporter, inbox)
     lookups = make_pool_lookups(engine, pool_client, context.pool_connector, inbox)

@@ -7,8 +7,8 @@ statistics are snapshots that the compute thread has left.
 import os
 
 from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
+from baton.cluster_link.report_types import NodeStats
 from baton.models.file_digests import ModelFileDigests
-from baton.pb import cluster_pb2
 from baton.process import log
 from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
@@ -78,7 +78,7 @@ class NodeLinkMember:
             rejoining=self._context.reporter.incarnation,
         )
 
-    def build_stats(self) -> cluster_pb2.NodeStats:
+    def build_stats(self) -> NodeStats:
         """Statistics for the heartbeat, read without a lock: at most one step old."""
         load, steps = self._compute_thread.scheduler_load, self._compute_thread.decode_step_totals
         live = load.num_sequences_by_state
@@ -86,7 +86,7 @@ class NodeLinkMember:
             f"blocks_{state.value}": count
             for state, count in self._context.block_pool.ownership.count_blocks_by_state().items()
         }
-        return cluster_pb2.NodeStats(
+        return NodeStats(
             blocks_total=self._context.block_pool.num_blocks,
             waiting=live[SequenceState.WAITING] + live[SequenceState.PREFILLING],
             running=live[SequenceState.RUNNING],

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
-from baton.pb import cluster_pb2
 from baton.process import log
 from node_engine.core.node_commands import NodeCommand
 from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
@@ -70,10 +70,7 @@ class NodeRuntime:
 
     async def _leave_cluster(self) -> None:
         """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
-        leaving = cluster_pb2.Leaving(reason="stopping")
-        self._link.send(
-            cluster_pb2.NodeMessage(incarnation=self._reporter.incarnation, leaving=leaving)
-        )
+        self._link.send(NodeLeaving("stopping"), self._reporter.incarnation)
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
         self._lookups.end_all_lookups()
         self._inbox.put(CallWhenIdle(lambda: call_on_loop(loop, idle.set)))

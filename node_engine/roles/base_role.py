@@ -58,7 +58,7 @@ class BaseRole(ABC):
         self._reporter = context.reporter
         self._pool_connector = context.pool_connector
         self._layout = context.engine.layout
-        self._identity_digest = context.engine.model_identity.digest()
+        self._identity_digest = context.engine.model_identity.digest
 
     @property
     def transfer_endpoint(self) -> str:

@@ -46,7 +46,7 @@ class SharedPoolClient(Protocol):
         on_done: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         """Find the longest prefix of a chain that the pool has, at most `max_tokens` long.
 

@@ -27,8 +27,8 @@ from tests.history import (
     Hung,
     Operation,
     Tokens,
-    find_violations,
 )
+from tests.history_checks import find_violations
 from tests.paced_reference import paced_reference_tokens
 from tests.recording_clients import RecordingClients
 

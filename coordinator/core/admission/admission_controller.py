@@ -67,13 +67,13 @@ class AdmissionController:
         self,
         queue: WaitingQueue,
         limits: QueueLimits,
-        prospects: LatencyEstimates,
+        latency_estimates: LatencyEstimates,
         degradation: DegradationController | None = None,
     ) -> None:
         self.tenants = TenantTable()
         self._queue = queue
         self._limits = limits
-        self._latency_estimates = prospects
+        self._latency_estimates = latency_estimates
         self._degradation = degradation or DegradationController()
         self._accounts: dict[str, _TenantAccount] = {}
 
@@ -100,7 +100,7 @@ class AdmissionController:
         limit is the reason. Nothing is charged."""
         lowest = len(self.tenants.classes) - 1
         if (
-            DegradationStep.SHED_LOWEST in self._degradation
+            DegradationStep.SHED_LOWEST in self._degradation.active_steps
             and lowest
             and standing.priority_level == lowest
         ):
@@ -242,7 +242,10 @@ class AdmissionController:
 
     def _new_account(self, tenant: Tenant, now: float) -> _TenantAccount:
         rate = tenant.tokens_per_second
-        if rate is not None and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation:
+        if (
+            rate is not None
+            and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation.active_steps
+        ):
             rate *= REDUCED_TOKEN_BUDGET
         return _TenantAccount(
             _make_bucket(tenant.requests_per_second, tenant.request_burst, now),

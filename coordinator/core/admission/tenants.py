@@ -27,6 +27,7 @@ request larger than the burst is served, and its tenant waits longer for the nex
 
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -134,6 +135,10 @@ class TenantShares:
         ] = {}  # of those that count: who was served longest ago is first
         self._last_charged_at: dict[str, float] = {}
         self._total_weight = 0.0  # of all of them
+        self._settled_at = -math.inf  # when the sums were last brought up to date
+        # Headroom shares computed at that time, by tenant and maximum. Many requests of few tenants
+        # ask for theirs at the same moment.
+        self._headroom_shares: dict[tuple[str, float], float] = {}
 
     def charge_tenant(
         self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0
@@ -151,6 +156,7 @@ class TenantShares:
         turns = self._placements.get_work(tenant)
         if turns:
             self._arrived.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
+            self._headroom_shares.clear()
 
     def record_rejections(self, tenant: str, count: int, now: float) -> None:
         """Count requests that were rejected for lack of room, each at the mean cost."""
@@ -158,11 +164,18 @@ class TenantShares:
         turns = self._placements.get_work(tenant)
         if turns:
             self._refused.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
+            self._headroom_shares.clear()
 
     def headroom_share(self, tenant: str, most: float, now: float) -> float:
         """Return the share of a node that the tenant must leave: 0 unless it asks for more than its
         fair share and has it; then it grows, up to `most` and to what the others have had."""
         self._settle_charges(now)
+        share = self._headroom_shares.get((tenant, most))
+        if share is None:
+            share = self._headroom_shares[tenant, most] = self._compute_headroom_share(tenant, most)
+        return share
+
+    def _compute_headroom_share(self, tenant: str, most: float) -> float:
         if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
         fair = self._weights[tenant] / self._total_weight
@@ -179,6 +192,10 @@ class TenantShares:
 
     def _settle_charges(self, now: float) -> None:
         """Forget tenants not served recently, and add pending charges as of their time."""
+        if now == self._settled_at and not self._pending_charges:
+            return
+        self._settled_at = now
+        self._headroom_shares.clear()
         for each in (self._served, self._refused, self._placements, self._arrived):
             each.rescale(now)
         self._forget_before(now - WINDOW_SECONDS)

@@ -314,13 +314,13 @@ class WaitingQueue:
 
     def park_request(self, request: RequestId) -> None:
         """Take a candidate out of all sums until `unpark_request`."""
-        self._classes[self._entries[request].priority_level].park_request(request)
+        self._class_of(request).park_request(request)
         self._parked[request] = self._bypassed.pop(request)
         if not self._bypassed:
             self.service_rate.end_backlog()
 
     def unpark_request(self, request: RequestId) -> None:
-        self._classes[self._entries[request].priority_level].unpark_request(request)
+        self._class_of(request).unpark_request(request)
         self._bypassed[request] = self._parked.pop(request)
 
     def remove_request(self, request: RequestId) -> None:
@@ -367,18 +367,17 @@ class WaitingQueue:
         """Charge the request's tenant for output tokens."""
         entry = self._entries.get(request)
         if entry is not None:
-            self._classes[entry.priority_level].charge_tenant(
-                entry, OUTPUT_TOKEN_COST * tokens, now
-            )
+            self._class_of(request).charge_tenant(entry, OUTPUT_TOKEN_COST * tokens, now)
 
     def headroom_share(self, request: RequestId, most: float, now: float) -> float:
         """Return the share of a node that the request must leave to other tenants of its class (see
         `TenantShares`); 0 if it is placed again or must not be bypassed any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
-        return self._classes[self._entries[request].priority_level].headroom_share(
-            request, most, now
-        )
+        return self._class_of(request).headroom_share(request, most, now)
+
+    def _class_of(self, request: RequestId) -> FairQueue:
+        return self._classes[self._entries[request].priority_level]
 
     def _in_order(self) -> Iterator[RequestId]:
         for level in sorted(self._classes):

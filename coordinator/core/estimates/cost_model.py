@@ -158,6 +158,10 @@ def prefill_features(new: int, cached: int) -> tuple[float, float, float]:
     return 1.0, new * _KILO, new * (cached + new * 0.5) * _MEBI
 
 
+def _predict_seconds(coefficients: Sequence[float], features: Sequence[float]) -> float:
+    return sum(map(float.__mul__, coefficients, features))
+
+
 def step_features(sequences: float, resident: float) -> tuple[float, float, float]:
     return 1.0, sequences, resident * _KILO
 
@@ -222,14 +226,19 @@ class CostModel:
         """Return the prediction of the fastest node; 0 before the first report."""
         features = prefill_features(new, cached)
         return min(
-            (fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0
+            (
+                _predict_seconds(fit.coefficients, features)
+                for fit in self._prefill.list_reported_fits()
+            ),
+            default=0.0,
         )
 
     def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
         """Return whether the fastest node needs less; usually the first node checked does."""
         features = prefill_features(new, cached)
-        if any(fit.predict(features) < seconds for fit in self._prefill.list_reported_fits()):
-            return True
+        for fit in self._prefill.list_reported_fits():
+            if _predict_seconds(fit.coefficients, features) < seconds:
+                return True
         return self.fastest_prefill_seconds(new, cached) < seconds
 
     def fleet_transfer_costs(self, token_bytes: int) -> tuple[float, float]:

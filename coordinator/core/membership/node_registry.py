@@ -11,14 +11,14 @@ The set is not stored: a coordinator that restarts has forgotten it.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.cluster_link.messages import JoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
     ServedModel,
@@ -109,6 +109,10 @@ class NodeMember:
     stats: NodeStats | None = None  # None until its first heartbeat
     is_stalled: bool = False  # by its last heartbeat
     is_leaving: bool = False
+    max_context_tokens: int = field(init=False)  # longest prompt and output that it can hold
+
+    def __post_init__(self) -> None:
+        self.max_context_tokens = self.info.max_context_tokens
 
     @property
     def address(self) -> PeerAddress:
@@ -155,7 +159,7 @@ class NodeRegistry:
     def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
         """Add a node that `check_join` has accepted, after what it replaces was removed."""
         self.model_identity = info.model
-        self.model_digest = self.model_identity.digest()
+        self.model_digest = self.model_identity.digest
         node = NodeMember(
             info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest
         )
@@ -175,16 +179,17 @@ class NodeRegistry:
         """Return whether a node of the role is in service."""
         return next(self.nodes_in_service(role), None) is not None
 
-    def can_fit_context(self, role: Role, tokens: int) -> bool:
-        """Return whether a node in service of the role can hold so many tokens of one request."""
-        return any(node.info.max_context_tokens >= tokens for node in self.nodes_in_service(role))
-
     def nodes_in_service(self, role: Role | None = None) -> Iterator[NodeMember]:
         """Iterate over the nodes, of one role or all, that may be given new work: not leaving,
         drained, switching roles or stalled."""
         for node in self.nodes.values():
             if (role is None or node.info.role is role) and self._may_serve(node):
                 yield node
+
+    def name_of(self, node: Incarnation | None) -> NodeName:
+        """Return the name of a member, "" for none."""
+        member = self.nodes.get(node) if node else None
+        return member.info.name if member else NodeName("")
 
     def by_name(self, name: NodeName) -> NodeMember | None:
         return next((node for node in self.nodes.values() if node.info.name == name), None)

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from baton.cluster_link.messages import PROTOCOL_VERSION, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
 from baton.models.model_identity import ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, PeerAddress
 from coordinator.core.membership.join_checks import (
     MAX_NAME_LENGTH,

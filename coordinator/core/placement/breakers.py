@@ -11,6 +11,7 @@ decode had no room) says nothing about the pair, and if it was the probe another
 node that rejoins starts without failures.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.types import AttemptKey, Incarnation
@@ -43,13 +44,9 @@ class CircuitBreakers:
     """Pairs that have not failed since their last commit take no memory."""
 
     def __init__(self) -> None:
+        self.blocked_pairs: frozenset[NodePair] = frozenset()  # not to be placed together now
         self._pairs: dict[NodePair, _PairBreaker] = {}
-        self._blocked_pairs: frozenset[NodePair] = frozenset()
-
-    @property
-    def blocked_pairs(self) -> frozenset[NodePair]:
-        """Pairs that must not be placed together now."""
-        return self._blocked_pairs
+        self.failing_pairs: Collection[NodePair] = self._pairs.keys()  # failed since a commit
 
     def get_state(self, pair: NodePair) -> BreakerState:
         found = self._pairs.get(pair)
@@ -127,11 +124,12 @@ class CircuitBreakers:
 
     def forget_node(self, node: Incarnation) -> None:
         """The node has left the cluster."""
-        self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if node not in pair}
+        for pair in [pair for pair in self._pairs if node in pair]:
+            del self._pairs[pair]
         self._update_blocked_pairs()
 
     def _update_blocked_pairs(self) -> None:
-        self._blocked_pairs = frozenset(
+        self.blocked_pairs = frozenset(
             pair
             for pair, breaker in self._pairs.items()
             if breaker.state is BreakerState.OPEN or breaker.probe is not None

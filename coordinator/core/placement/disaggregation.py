@@ -215,17 +215,17 @@ class LatencyEstimator:
         self,
         registry: NodeRegistry,
         loads: NodeLoads,
-        costs: CostModel,
-        answers: DecodeTimePredictor,
+        cost_model: CostModel,
+        decode_times: DecodeTimePredictor,
     ) -> None:
         self._registry = registry
-        self._decode_times = answers
+        self._decode_times = decode_times
         self._loads = loads
-        self._costs = costs
+        self._cost_model = cost_model
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the seconds to compute a prompt with no cached tokens on an idle node."""
-        return self._costs.fleet_costs.prefill_seconds(tokens, 0)
+        return self._cost_model.fleet_costs.prefill_seconds(tokens, 0)
 
     def decode_seconds(self, tenant: str, max_tokens: int) -> float:
         """Return the seconds that a placed request takes besides computing its prompt."""
@@ -253,9 +253,9 @@ class LatencyEstimator:
     def find_deadline_error(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
         """Return the error if the context cannot be computed in the seconds that are left; `held`
         of its tokens seem to be cached."""
-        if self._costs.can_prefill_within(tokens - held, held, left / _OPTIMISM):
+        if self._cost_model.can_prefill_within(tokens - held, held, left / _OPTIMISM):
             return None
-        least = _OPTIMISM * self._costs.fastest_prefill_seconds(tokens - held, held)
+        least = _OPTIMISM * self._cost_model.fastest_prefill_seconds(tokens - held, held)
         return DeadlineExceeded(
             f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s"
             " are left for it"

@@ -223,7 +223,7 @@ class NodeLoads:
             running_attempts=len(load.legs) - len(waiting),
             resident_tokens=sum(leg.resident_tokens for leg in load.legs.values()),
             recent_work=self._recent.get_work(node.incarnation),
-            max_context_tokens=info.max_context_tokens,
+            max_context_tokens=node.max_context_tokens,
         )
 
     @staticmethod
@@ -274,14 +274,20 @@ class ContextCapacity:
         """Return the bounds of requests; None before the first join."""
         return self._bounds
 
+    def can_fit_context(self, role: Role, tokens: int) -> bool:
+        """Return whether a node in service of the role can hold so many tokens of one request."""
+        return any(
+            node.max_context_tokens >= tokens for node in self._registry.nodes_in_service(role)
+        )
+
     def why_too_long(self, record: PlaceableRequest) -> str:
         """Return why no node in service can hold the request; "" if one can, or without decode
         nodes."""
         alone = self._hands_off and record.remaining_tokens <= 1
-        if alone and self._registry.can_fit_context(Role.PREFILL, record.context_tokens + 1):
+        if alone and self.can_fit_context(Role.PREFILL, record.context_tokens + 1):
             return ""
         contexts = (
-            node.info.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
+            node.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
         )
         largest = max(contexts, default=record.max_total_tokens)
         if largest >= record.max_total_tokens:

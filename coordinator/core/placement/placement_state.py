@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.kv.block_hash import HashChain, root_hash, short_hash
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor
@@ -130,7 +129,7 @@ class PlacementState:
         self.decode_times = DecodeTimePredictor(self.output_lengths)
         self.prefix_directory = PrefixDirectory()
         self.pools = PoolRegistry(registry.silence_seconds)
-        self.prefix_lookup = CachedPrefixes(registry, self.prefix_directory, self.pools)
+        self.cached_prefixes = CachedPrefixes(registry, self.prefix_directory, self.pools)
         self.workload_meter = WorkloadMeter()
         self._registry = registry
         self._first_token_error = MeanRelativeError()

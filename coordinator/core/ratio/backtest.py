@@ -1,5 +1,9 @@
 """Replays recent requests on every split, and counts how many each would have missed.
 
+It answers which split would have been best for the load that was, swings and bursts included. Which
+one is best for the load that is measured now is answered by `split_forecast`, and the planner asks
+both.
+
 Every split is replayed (`SplitReplay`) from the state of the cluster when its replay began. A split
 that has missed most requests of the last `RESTART_SECONDS` is restarted from the state of the
 present one, as if it were chosen now: otherwise its backlog would count against it long after the

@@ -1,4 +1,8 @@
-"""Forecasts the TTFT, TPOT and goodput of a workload on a split.
+"""Forecasts the TTFT, TPOT and goodput of a workload on a split, by a queueing model.
+
+It answers what a split will do if the load stays as it was measured, also for a load that no split
+has served yet. What a split would have done with the requests that arrived is answered by
+`backtest`.
 
 Prefill nodes are the servers of one queue (`queueing`); a prompt takes what the cost model
 predicts. A decode node with a batch of n takes `fixed + each n` seconds for a step. By Little's law

@@ -1,5 +1,9 @@
 """Replays the requests that arrived as another split would have served them.
 
+It answers which of these requests the split would have missed, with their real times and lengths;
+`backtest` keeps one replay for each split. How a split would serve a load that has not come yet is
+answered by `split_forecast`.
+
 Prompts wait in one queue, in the coordinator's placement order, for the prefill nodes. Outputs
 share the decode nodes evenly: each step gives every one of them a token, so an output of n steps
 ends when n more steps were made than at its start (virtual time; Demers, Keshav, Shenker: "Analysis

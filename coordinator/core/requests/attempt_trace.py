@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.cluster_link.report_types import HandoffReport
 from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.placement.interface import (
     LatencyPrediction,
     NodeView,
@@ -227,7 +228,7 @@ class Timestamps:
             prefill_node=self.prefill_node or "",
             decode_node=self.decode_node or "",
             handoff=self.handoff_report,
-            models=self.models,
+            models=tuple(self.models),
         )
 
 
@@ -246,13 +247,9 @@ class TimelineStore:
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
         """Add a report that arrived after the end; return whether it was the missing one."""
         timeline = self._timelines.get(key.request_id)
-        if (
-            timeline is None
-            or timeline.attempts != key.attempt_number
-            or timeline.HasField("handoff")
-        ):
+        if timeline is None or timeline.attempts != key.attempt_number or timeline.handoff:
             return False
-        timeline.handoff.CopyFrom(report)
+        timeline.handoff = report
         return True
 
     def get(self, request: RequestId) -> Timeline | None:

@@ -5,7 +5,7 @@ import asyncio
 import re
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from baton.pb import cluster_pb2 as pb
@@ -15,7 +15,7 @@ from tests.paced_reference import paced_reference_tokens
 
 
 async def read_metric(cluster: Cluster, name: str) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from baton.cluster_link.codec import encode_report
+from baton.cluster_link.messages import LedgerReport, NodeReport
 from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.kv.block_hash import root_hash
@@ -44,7 +46,7 @@ from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 VOCAB = 1000
 MODEL = PacedEngine(
     ZERO_COSTS, vocab_size=VOCAB
-).model_identity.digest()  # what requests are bound to
+).model_identity.digest  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")
@@ -196,7 +198,7 @@ class RoleBench:
             arena=cast(Any, type("Arena", (), {"name": "baton-arena-x"})),
             block_pool=self.pool,
             scheduler=self.scheduler,
-            reporter=CoordinatorReporter(NodeName("node"), self.sent_messages.append),
+            reporter=CoordinatorReporter(NodeName("node"), self._send_report),
             clock=self.clock,
             pool_connector=self.pool_connector,
             block_memory=self.block_memory,
@@ -205,6 +207,9 @@ class RoleBench:
         self.arena = self.block_memory[: num_blocks * PACED_LAYOUT.block_bytes]
         self.role = make(context)
         self.send_item(NodeJoined(INCARNATION))
+
+    def _send_report(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
+        self.sent_messages.append(encode_report(report, sender))
 
     def send_item(self, item: Any) -> None:
         """As the event loop and then the compute thread would."""

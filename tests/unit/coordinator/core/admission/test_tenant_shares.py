@@ -45,7 +45,7 @@ def test_tenant_above_its_share_leaves_headroom() -> None:
     assert headroom_of(made, "a", 1.0, 1.0) == headroom_of(made, "b", 1.0, 1.0) == 0.0
 
 
-def test_rejected_requests_count_as_asked() -> None:
+def test_rejected_requests_count_as_demand() -> None:
     made = shares(a=30.0, b=30.0, greedy=40.0)
     assert headroom_of(made, "greedy", 1.0, 1.0) == 0.0
     made.record_rejections("greedy", 20, 1.0)  # each of them 4

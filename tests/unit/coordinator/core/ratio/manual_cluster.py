@@ -1,5 +1,4 @@
-"""Honest nodes for the brain on its bench: they do what they are told, one step at a time, and take
-roles in place."""
+"""Nodes for `BrainHarness` that carry out every order at once and emit tokens when a test asks."""
 
 from dataclasses import dataclass, field
 
@@ -11,44 +10,41 @@ from baton.cluster_link.messages import (
     PeerLostNotice,
     PrefillOrder,
     SetRoleOrder,
+    StepTokens,
     TicketOrder,
 )
 from baton.errors import HandoffFailed
 from baton.role_split import RoleSplit
 from baton.types import (
     AttemptKey,
-    AttemptSpec,
     FinishReason,
     Incarnation,
     NodeName,
     RequestId,
     Role,
+    Ticket,
 )
 from coordinator.core.common.effects import SendOrder
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
+from simulator.decode_batch import SIMULATED_TOKEN, DecodeBatch
 from tests.unit.coordinator.core.brain_harness import BrainHarness
-
-TOKEN = 7
 
 
 @dataclass
-class HonestNode:
-    """A node that lives: its role, what it decodes, and the role that it was told to take."""
+class ManualNode:
+    """A live node: its role, what it decodes, and the role that it was ordered to take."""
 
     incarnation: Incarnation
     role: Role
-    streams: dict[AttemptKey, AttemptSpec] = field(default_factory=dict)
+    batch: DecodeBatch = field(default_factory=DecodeBatch)
     ordered_role: Role | None = None
 
 
-class HonestCluster:
+class ManualCluster:
     def __init__(self, *names: str, mode: str = "disaggregated") -> None:
-        """`p...` prefill, all others decode, as under `baton up`."""
+        """Nodes named `p...` are prefill nodes, all others decode nodes, as under `baton up`."""
         self.harness = BrainHarness(mode=mode, max_queue=64)
-        self.nodes: dict[str, HonestNode] = {}
-        self.reserved_work: dict[
-            AttemptKey, tuple[Incarnation, AttemptSpec]
-        ] = {}  # on decode, by the key of the hand-off
+        self.nodes: dict[str, ManualNode] = {}
         self._executed = 0
         for name in names:
             self.start_node(name)
@@ -58,7 +54,7 @@ class HonestCluster:
     def start_node(self, name: str, role: Role | None = None, *, beat: bool = True) -> None:
         role = role or (Role.PREFILL if name.startswith("p") else Role.DECODE)
         incarnation = self.harness.join_node(name, role)
-        self.nodes[name] = HonestNode(incarnation, role)
+        self.nodes[name] = ManualNode(incarnation, role)
         self.execute_orders()
         if beat:
             self.send_heartbeat(name)
@@ -72,7 +68,7 @@ class HonestCluster:
         self.execute_orders()
 
     def rejoin_in_ordered_role(self, name: str) -> None:
-        """The node ends its stream and joins in the role that it was told to take."""
+        """The node ends its stream and joins in the role that it was ordered to take."""
         role = self.nodes[name].ordered_role
         assert role is not None
         self.kill_node(name)
@@ -95,15 +91,14 @@ class HonestCluster:
         self.execute_orders()
 
     def generate_tokens(self) -> None:
-        """Every stream gets a token."""
+        """Emit one token of every sequence that runs."""
         for member in list(self.nodes.values()):
-            for key in list(member.streams):
-                if key in member.streams:
-                    self._token(member, key)
+            for key in list(member.batch.running):
+                self._emit_token(member, key)
         self.execute_orders()
 
     def run_until_settled(self, patience: int = 200) -> None:
-        """Let everybody do everything that they were told, until nothing is left to do."""
+        """Carry out orders, send heartbeats and emit tokens until nothing is left to do."""
         for _ in range(patience):
             for name in [name for name, member in self.nodes.items() if member.ordered_role]:
                 self.rejoin_in_ordered_role(name)
@@ -119,18 +114,18 @@ class HonestCluster:
             self.advance_clock(0.5)
         raise AssertionError(
             f"not settled: {self.switch_phases()},"
-            f" {self.harness.brain.role_switcher.current_split()}"
+            f" {self.harness.brain.role_switcher.roles.current_split()}"
         )
 
     def fail_probe(self, name: str, why: str = "by the test") -> None:
-        """Who still works on the node's probe, if there is one under way, gives it up."""
+        """Fail the node's probe, if one is running."""
         brain = self.harness.brain
         probe = brain.role_switcher.pending[NodeName(name)].probe_request
-        record = brain._table.records.get(probe) if probe is not None else None
+        record = brain.parts.table.records.get(probe) if probe is not None else None
         if record is not None and record.attempt is not None:
             key = record.attempt.key
             for member in self.nodes.values():
-                member.streams.pop(key, None)
+                member.batch.cancel_sequence(key)
             self.harness.report_failure(min(record.attempt.legs), key, HandoffFailed(why))
             self.execute_orders()
 
@@ -160,63 +155,57 @@ class HonestCluster:
                 if member is not None:
                     self._execute_order(member, effect.order)
 
-    def _find_node(self, incarnation: Incarnation) -> HonestNode | None:
+    def _find_node(self, incarnation: Incarnation) -> ManualNode | None:
         return next((each for each in self.nodes.values() if each.incarnation == incarnation), None)
 
-    def _execute_order(self, member: HonestNode, order: NodeOrder) -> None:
+    def _execute_order(self, member: ManualNode, order: NodeOrder) -> None:
         assert member.ordered_role is None or isinstance(order, PeerLostNotice), (
             "the role is the last thing a node is told"
         )
         me = member.incarnation
         match order:
             case SetRoleOrder(role):
-                assert not member.streams, "told to switch with work left"
+                assert not member.batch.running, "told to switch with work left"
                 member.ordered_role = role
             case DecodeOrder(work, None):
                 assert member.role is Role.DECODE
-                member.streams[work.key] = work
-                self._token(member, work.key)
+                member.batch.start_sequence(work)
+                self._emit_token(member, work.key)
             case DecodeOrder(work, writer):
                 assert member.role is Role.DECODE
                 assert writer is not None
-                self.reserved_work[work.key] = (me, work)
+                member.batch.reserve_sequence(work)
                 self.harness.report_reserved(me, work.key, writer.incarnation)
             case PrefillOrder(work, alone):
                 assert member.role is Role.PREFILL
                 if alone:
                     self.harness.report_token(
-                        me, work.key, len(work.emitted_token_ids), TOKEN, FinishReason.LENGTH
+                        me,
+                        work.key,
+                        len(work.emitted_token_ids),
+                        SIMULATED_TOKEN,
+                        FinishReason.LENGTH,
                     )
             case TicketOrder(ticket):
-                self._hand_off(me, ticket.key)
+                self._hand_off(me, ticket)
             case CancelOrder(key, _):
-                member.streams.pop(key, None)
-                self.reserved_work.pop(key, None)
+                member.batch.cancel_sequence(key)
             case _:
                 pass
 
-    def _hand_off(self, prefill: Incarnation, key: AttemptKey) -> None:
-        decode, work = self.reserved_work.pop(key, (None, None))
-        target = self._find_node(decode) if decode is not None else None
+    def _hand_off(self, prefill: Incarnation, ticket: Ticket) -> None:
+        key, target = ticket.key, self._find_node(ticket.decode_peer.incarnation)
+        work = target.batch.start_reserved(key) if target is not None else None
         if target is None or work is None:
             return
         self.harness.report_prefill_ended(prefill, key)
-        target.streams[key] = work
         self.harness.send_from_node(
             target.incarnation, DecodeStarted(key, 0, 0, len(work.context_token_ids))
         )
-        self._token(target, key)
+        self._emit_token(target, key)
         self.harness.report_handed_off(prefill, key)
 
-    def _token(self, member: HonestNode, key: AttemptKey) -> None:
-        record = self.harness.brain._table.records.get(key.request_id)
-        if record is None:
-            member.streams.pop(key, None)
-            return
-        last = record.remaining_tokens == 1
-        if last:
-            member.streams.pop(key, None)
-        finish = FinishReason.LENGTH if last else None
-        self.harness.report_token(
-            member.incarnation, key, len(record.emitted_token_ids), TOKEN, finish
-        )
+    def _emit_token(self, member: ManualNode, key: AttemptKey) -> None:
+        events = member.batch.emit_tokens([key])
+        if events:
+            self.harness.send_from_node(member.incarnation, StepTokens(events))

@@ -1,4 +1,4 @@
-"""The pool process: builds and runs the pool's port, health port and cluster membership.
+"""A pool process, assembled: the pool's port, its health port and its cluster membership.
 
 To stop, it announces the shutdown, answers the questions it has received, and then closes
 everything. Nodes keep reading the blocks that they have mapped.
@@ -17,7 +17,7 @@ from baton.config.memory_size import (
 )
 from baton.config.pool_config import PoolConfig
 from baton.errors import ConfigError
-from baton.network.advertised_address import with_advertised_address
+from baton.network.advertised_address import address_to_dial, with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import compute_port_limit
@@ -37,7 +37,6 @@ from kv_pool.peers.peer_pools import PeerPools
 from kv_pool.peers.peer_service import PoolPeerService
 from kv_pool.service.link_service import PoolLinkService
 from kv_pool.service.pool_manager import PoolManager
-from kv_transfer.common.advertised_address import address_to_dial
 
 # If `pool_disk` is a share of the free space, an existing file that differs by less is kept.
 _SIZE_TOLERANCE = 0.25
@@ -180,7 +179,14 @@ class _PoolProcess:
             await asyncio.Event().wait()
         config = await with_advertised_address(self._config, stop)
         dialer = await asyncio.to_thread(PoolDialer, config.cluster_token)
-        self._peers = PeerPools(config, self._manager, self._name, dialer, monotonic_clock)
+        self._peers = PeerPools(
+            config,
+            self._manager.open_pool,
+            self._manager.host_id,
+            self._name,
+            dialer,
+            monotonic_clock,
+        )
         self._peer_service.sender = self._peers.sender
         endpoint = address_to_dial(config.advertise or config.listen.rpartition(":")[0], port)
         self._member = PoolClusterMember(
