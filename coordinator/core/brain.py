@@ -24,7 +24,7 @@ from coordinator.core.requests.record import RequestState
 
 
 class Brain:
-    """Every input returns the effects that its caller must carry out, in order."""
+    """The coordinator's decisions. Every input returns effects that its caller must carry out."""
 
     def __init__(
         self, registry: NodeRegistry, policy: PlacementPolicy, settings: BrainSettings

@@ -36,7 +36,7 @@ class DegradationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PressureSample:
-    """One measurement of `PressureMonitor`."""
+    """How long requests wait for their turn, relative to what they may wait."""
 
     pressure: float | None  # None: requests wait for nodes, not for their turn
     unhelpful_steps: Mapping[DegradationStep, str]  # why each of these steps would not help

@@ -1,12 +1,11 @@
-"""The nodes that have joined: their identity, last message and last heartbeat.
+"""Keeps the nodes that have joined: their identity, last message and last heartbeat.
 
 The cluster's model identity is that of its nodes. The first node sets it, and it stays as long as a
 node is a member or a request that was placed on one is running. A name belongs to one process as
 long as messages of that process arrive.
 
-Nodes taken out of service, by name, so that a restarted node stays out until it is put back.
-
-The set is not stored: a coordinator that restarts has forgotten it.
+`DrainSet` has the nodes taken out of service, by name, so that a restarted node stays out until it
+is put back. The set is not stored: a coordinator that restarts has forgotten it.
 """
 
 import math
@@ -29,7 +28,6 @@ from coordinator.core.membership.join_checks import (
 )
 
 MAX_DRAINED_NODES = 1024
-# heartbeats since the last work ended there: the second was sent after every order had arrived
 MIN_QUIET_REPORTS = 2  # the second of them was sent after every order had arrived
 
 
@@ -99,13 +97,13 @@ def is_node_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) ->
 
 @dataclass(slots=True)
 class NodeMember:
-    """One incarnation of a node."""
+    """One membership of a node, from a join to the loss of its connection."""
 
     info: JoinInfo
     incarnation: Incarnation
     joined_at: float
     heard_at: float
-    model_digest: bytes  # of the identity that it announced
+    model_digest: bytes  # of the model identity that it announced
     stats: NodeStats | None = None  # None until its first heartbeat
     is_stalled: bool = False  # by its last heartbeat
     is_leaving: bool = False
@@ -127,7 +125,7 @@ class NodeRegistry:
         """`silence` and `stall` in seconds; `served` is the model that the coordinator serves."""
         self.nodes: dict[Incarnation, NodeMember] = {}
         self.drains = DrainSet()  # by operators
-        self.switching_drains = DrainSet()  # on their way to another role: nobody else's business
+        self.switching_drains = DrainSet()  # nodes that are switching roles
         self.silence_seconds = silence
         self._stall_seconds = stall
         self.model_identity: ModelIdentity | None = (

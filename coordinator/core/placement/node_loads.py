@@ -1,4 +1,4 @@
-"""The coordinator's own books of what is placed on each node, between two reports of the node.
+"""Keeps what is placed on each node, between two reports of the node.
 
 A *leg* is one attempt's share of one node. Free blocks are what the node last reported, minus the
 legs that the report cannot have seen, plus the legs that it saw and that have ended since.
@@ -7,8 +7,7 @@ A refusal closes the node to demands of that size until it reports enough room, 
 before the refusal ends. Only such a leg can have freed anything: otherwise two requests that two
 nodes refuse in turn would reopen the nodes for one another for ever.
 
-How long a request may be: as long as the largest decode node can hold.
-
+`ContextCapacity` says how long a request may be: as long as the largest decode node can hold.
 Prefill nodes do not limit requests, since a decode node computes what no prefill node can hold. A
 node that joins with a smaller cache or `--max-model-len` takes nothing away: requests that it
 cannot hold are placed elsewhere. A node that left still counts for a while, so that its restart
@@ -55,7 +54,7 @@ class _NodeClosure:
 
 @dataclass(slots=True)
 class NodeLoad:
-    """The books of one node."""
+    """What is placed on one node, and what it has reported."""
 
     legs: dict[AttemptKey, Leg] = field(default_factory=dict)
     reported_free_blocks: int | None = None
@@ -68,7 +67,7 @@ class NodeLoad:
 
 
 class NodeLoads:
-    """Books of all nodes. Snapshots are cached: a placement reads all nodes and changes two."""
+    """What is placed on each node. Snapshots are cached: a placement reads all and changes two."""
 
     def __init__(self) -> None:
         self._nodes: dict[Incarnation, NodeLoad] = {}
@@ -238,14 +237,13 @@ DEPARTED_NODE_MEMORY_SECONDS = 600.0
 
 
 class ContextCapacity:
-    """With `hands_off`, prefill nodes compute prompts, and serve one-token outputs alone."""
+    """How many tokens a request may have. With `hands_off`, prefill nodes compute prompts."""
 
     def __init__(self, registry: NodeRegistry, *, hands_off: bool) -> None:
         self._registry = registry
         self._hands_off = hands_off
-        self._departed_nodes: dict[
-            NodeName, tuple[JoinInfo, float]
-        ] = {}  # and until when it is remembered
+        # nodes that have left, and until when each is remembered
+        self._departed_nodes: dict[NodeName, tuple[JoinInfo, float]] = {}
         self._bounds: ModelBounds | None = None
 
     def on_node_joined(self, info: JoinInfo) -> None:

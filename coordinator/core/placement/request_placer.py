@@ -27,6 +27,8 @@ ServingMode = Literal["disaggregated", "colocated", "auto"]
 
 
 class RequestPlacer:
+    """Decides the nodes of an attempt, and books the attempt on them."""
+
     def __init__(
         self,
         registry: NodeRegistry,
@@ -88,17 +90,21 @@ class RequestPlacer:
             return None
         demand = self.make_demand(record, look_up=True, headroom=headroom)
         layout = self._registry.get_layout()
-        unit = self._loads.work_unit(now)
+        work_unit = self._loads.work_unit(now)
         costs, share = self._state.cost_model, self.get_local_prefill_share(demand)
-        outlook = PlacementContext(now, costs, unit, layout.token_bytes, layout.block_size, share)
-        either = self._mode == "auto" and demand.needs_prefill and record.probe_node is None
+        context = PlacementContext(
+            now, costs, work_unit, layout.token_bytes, layout.block_size, share
+        )
+        may_choose_site = (
+            self._mode == "auto" and demand.needs_prefill and record.probe_node is None
+        )
         return self._policy.decide_placement(
             demand,
             views,
-            outlook,
+            context,
             self._fixed_reason(demand),
-            either=either,
-            apart=self._breakers.blocked_pairs,
+            may_choose_site=may_choose_site,
+            blocked_pairs=self._breakers.blocked_pairs,
         )
 
     def find_deadline_error(
@@ -109,16 +115,16 @@ class RequestPlacer:
         With `has_rivals`, other requests wait for its place: then one that has emitted nothing must
         also have time for its output. Caches are looked up only when the deadline is near.
         """
-        tokens, left, request = record.context_tokens, record.deadline - now, record.request
+        tokens, time_left, request = record.context_tokens, record.deadline - now, record.request
         if has_rivals and not record.emitted_token_ids:
-            left -= self._state.decode_times.predict_seconds(
+            time_left -= self._state.decode_times.predict_seconds(
                 request.principal.tenant, request.sampling.max_tokens
             )
-        if self._latency_estimator.find_deadline_error(tokens, 0, left) is None:
+        if self._latency_estimator.find_deadline_error(tokens, 0, time_left) is None:
             return None
-        held = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
+        cached_tokens = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
         return self._latency_estimator.find_deadline_error(
-            tokens, tokens - 1 if record.prefix_holder else held, left
+            tokens, tokens - 1 if record.prefix_holder else cached_tokens, time_left
         )
 
     def make_demand(
@@ -188,15 +194,17 @@ class RequestPlacer:
         if record.awaits_prompt_logprobs or record.prompt_block_hashes is None or computes is None:
             return {}
         cost = self._state.cost_model.get_node_costs(self._registry.nodes[computes].info.name)
-        told = {}
+        remote_prefixes = {}
         for node, (pool, tokens) in self._cached_prefixes.find_remote_prefixes(
             record.prompt_block_hashes, _chosen_nodes(choice)
         ).items():
-            here = demand.cached_tokens_on(node)
-            told[node] = RemotePrefix(
-                pool.address, tokens, cost.prefill_seconds(tokens - here, here) / (tokens - here)
+            cached_here = demand.cached_tokens_on(node)
+            remote_prefixes[node] = RemotePrefix(
+                pool.address,
+                tokens,
+                cost.prefill_seconds(tokens - cached_here, cached_here) / (tokens - cached_here),
             )
-        return told
+        return remote_prefixes
 
     def _candidate_views(
         self, record: PlaceableRequest, in_service: Sequence[NodeView]
@@ -219,9 +227,9 @@ class RequestPlacer:
         """Return whether a prefill node in service, or the one that is probed, can hold the
         context."""
         tokens = record.context_tokens + 1
-        pinned = self._registry.nodes.get(record.probe_node) if record.probe_node else None
-        if pinned is not None and pinned.info.role is Role.PREFILL:
-            return pinned.max_context_tokens >= tokens
+        probed = self._registry.nodes.get(record.probe_node) if record.probe_node else None
+        if probed is not None and probed.info.role is Role.PREFILL:
+            return probed.max_context_tokens >= tokens
         return self._capacity.can_fit_context(Role.PREFILL, tokens)
 
     def _fixed_reason(self, demand: PlacementDemand) -> PlacementReason:

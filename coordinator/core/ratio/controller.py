@@ -60,7 +60,7 @@ class RatioController:
         self._planner: RatioPlanner | None = None
         self._drain_timeout = 0.0
 
-    # what operators ask
+    # operators
 
     def get_advice(self, slo: Slo | None, now: float) -> RatioReport:
         """Return advice. Raises ServiceUnavailable while there are too few requests, and
@@ -104,7 +104,7 @@ class RatioController:
         """Stop changing the ratio. Idempotent. Pending role switches continue."""
         self._planner = None
 
-    # time
+    # timer
 
     def adjust_if_due(self, now: float) -> None:
         """Evaluate the ratio if that is due, and change it if the planner says so."""
@@ -138,7 +138,7 @@ class RatioController:
 
     @property
     def target_slo(self) -> Slo:
-        """The SLO that is kept, or would be."""
+        """The SLO of automatic mode, or the default one in manual mode."""
         return self._planner.target_slo if self._planner else self._default_slo
 
     @property

@@ -40,13 +40,11 @@ from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
 EVALUATION_PERIOD = 2.5  # seconds
 DEMAND_WINDOW, EVIDENCE_WINDOW = 15.0, 30.0  # seconds
 MIN_REQUESTS = 20  # in the demand window
-MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = (
-    0.95,
-    0.8,
-)  # of the requests, measured and predicted within the objective: it is kept
-MIN_GAIN = 0.05  # of the requests
+# shares of requests, measured and predicted within the SLO, from which on it counts as kept
+MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = 0.95, 0.8
+MIN_GAIN = 0.05  # share of requests that another split must serve better
 CONFIRMATIONS = 2  # evaluations in a row that agree
-# of the requests: predicted with the present split, and gained by another
+# shares of requests: predicted within the SLO with the present split, and gained by another
 HOPELESS_ATTAINMENT, STRIKING_GAIN = 0.05, 0.5
 SWITCHING_COST_SECONDS = 5.0, 20.0  # seconds of what comes
 COOLDOWN_SECONDS = 10.0  # after a change
@@ -55,7 +53,7 @@ TRIAL_PAUSE_SECONDS, MAX_PAUSE_DOUBLINGS = 480.0, 3
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster at an evaluation."""
+    """What an evaluation knows of the cluster."""
 
     current_split: RoleSplit  # nodes by the role that they have or are switching to
     switching_nodes: int  # of these, nodes that are switching
@@ -66,7 +64,7 @@ class ClusterSnapshot:
 
 @dataclass(slots=True)
 class _TrialSplit:
-    """A trial that is under way."""
+    """A change of split on probation, until it is reverted."""
 
     previous_split: RoleSplit
     switching_cost: float = 0.0  # requests, of switching there and back
@@ -89,7 +87,7 @@ class RatioPlanner:
         self._trials_paused_until = now
 
     def skip_evaluation(self, reason: str, now: float) -> None:
-        """There is nothing to evaluate."""
+        """Note why there is nothing to evaluate, and set the time of the next evaluation."""
         self.reason, self.next_evaluation_at = reason, now + EVALUATION_PERIOD
 
     def choose_split(

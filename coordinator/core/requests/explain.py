@@ -1,6 +1,11 @@
 """Explains where a request's time went, while it runs and for some time after its end.
 
-Counts, timelines and explanations of requests that have ended.
+An explanation holds counts, times, node names and error messages, never prompt or output text. It
+is stored serialized: a request that was served at once takes 0.5 KiB with one node of each role and
+0.8 KiB with eight, so 4096 of them take 2 to 3.5 MB. The longest possible one is below 40 KiB, 9 of
+them for the names of 255 other choices.
+
+`EndedRequests` keeps the counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
@@ -142,6 +147,8 @@ class ExplanationStore:
 
 
 class EndedRequests:
+    """Counts requests that have ended, and keeps what is known of the last ones."""
+
     def __init__(
         self, counters: Counters, workload: WorkloadMeter, settings: BrainSettings
     ) -> None:

@@ -19,7 +19,7 @@ from coordinator.core.requests.table import RequestTable
 
 
 class NodeListener(Protocol):
-    """What the role switcher is told about nodes."""
+    """Is notified of nodes that join, leave or change their service state."""
 
     def on_node_joined(self, node: NodeMember, now: float) -> None: ...
 
@@ -31,7 +31,7 @@ class NodeListener(Protocol):
 
 
 class NodeMembership:
-    """Keeps the registry, the books of placement and the request table in step."""
+    """Keeps the node registry, placement and the request table consistent."""
 
     def __init__(
         self,

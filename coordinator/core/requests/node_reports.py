@@ -44,7 +44,7 @@ from coordinator.core.requests.token_reports import TokenReportHandler
 
 
 class NodeReportHandler:
-    """One method for each kind of report."""
+    """Applies reports of nodes, with one method for each kind of report."""
 
     def __init__(
         self,

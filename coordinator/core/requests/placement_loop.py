@@ -141,12 +141,12 @@ class PlacementLoop:
             if self._end_or_park(record, smallest, now):
                 return True
             if is_decode_full and record.remaining_tokens > 1 and record.probe_node is None:
-                continue  # as it is most of the time under load
+                continue  # the usual case under load
             headroom = self._placement.admission.headroom_share(request, now)
             principal = record.request.principal
             flow = principal.priority_level, principal.tenant
             if headroom and flow in passed_over:
-                continue  # its next would not be placed either
+                continue  # a later request of the same tenant would not be placed either
             decision = self._placement.placer.decide_placement(record, views, now, headroom)
             if decision is not None:
                 self._start_attempt(record, decision, passed_over, now)

@@ -16,7 +16,7 @@ from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.services import PlacementServices
 from coordinator.core.requests.record import RequestRecord
 
-FAILING_HANDOFF_SHARE = 0.2  # of recent hand-offs: from here on, giving them up helps
+FAILING_HANDOFF_SHARE = 0.2  # share of failed hand-offs from which on giving them up helps
 _HANDOFF_SAMPLE = 16  # hand-offs that make a sample
 
 

@@ -22,7 +22,7 @@ from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
 
 
 class RequestAdmitter:
-    """Admits nothing while `is_draining`."""
+    """Validates requests and adds them to the table; rejects all of them while `is_draining`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class RequestAdmitter:
         self._settings = settings
 
     def admit_requests(self, requests: Sequence[Request], now: float, *, internal: bool) -> None:
-        """Admit all requests or none: see `Brain.submit_requests`."""
+        """Admit all requests, in this order, or raise the error with which all are rejected."""
         try:
             self._check_room(requests, now)
             bounds = self.model_bounds()

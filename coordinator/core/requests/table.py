@@ -47,7 +47,7 @@ ProbeCallback = Callable[[RequestId, RequestEnd], None]
 
 
 class ProgressClock:
-    """When a request last got further than it had been, or the first of the present ones came."""
+    """When any request last made progress, or when the oldest of the present requests arrived."""
 
     def __init__(self) -> None:
         self.last_progress_at = 0.0
@@ -141,7 +141,7 @@ class RequestTable:
         self._add_record(record, now)
 
     def admit_request(self, record: RequestRecord) -> None:
-        """A node can serve the request: from here on its client waits as long as it takes."""
+        """Accept a request that a node can serve: it no longer ends for want of a node."""
         request = record.request.id
         del self.unadmitted[request]
         record.admit_deadline = None
@@ -292,7 +292,7 @@ class RequestTable:
                 self.replace_attempt(record, error, now)
 
     def on_request_timer(self, request: RequestId, now: float) -> None:
-        """Handle whichever deadline of the request has passed."""
+        """Handle the deadline that has passed: request, backoff, admission or reservation."""
         record = self.records[request]
         attempt = record.attempt
         if now >= record.deadline:

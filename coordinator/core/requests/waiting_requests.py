@@ -30,23 +30,25 @@ _BUCKET_SECONDS = 0.1  # requests that arrive within are counted as one entry
 
 
 class PrefixFollowers:
+    """Holds requests back until a request with the same prompt has been computed."""
+
     def __init__(self, records: Mapping[RequestId, RequestRecord], queue: WaitingQueue) -> None:
         self._records = records
         self._queue = queue
-        self._by_leader: dict[RequestId, list[RequestId]] = {}  # by leader
+        self._by_leader: dict[RequestId, list[RequestId]] = {}  # followers of each leader, in order
 
     def add_follower(self, record: RequestRecord, leader: RequestRecord) -> None:
         """Hold `record`, which is queued, until its leader commits, or give it the leader's decode
         node if it has committed. A request for prompt logprobs does not wait, because its prompt
         must be computed."""
-        ours, theirs = record.request, leader.request
-        if record.awaits_prompt_logprobs or not _can_share_prefix(ours, theirs):
+        request, leading = record.request, leader.request
+        if record.awaits_prompt_logprobs or not _can_share_prefix(request, leading):
             return
         if leader.attempt is not None and leader.attempt.is_committed:
             record.prefix_holder = leader.attempt.decode
         else:
-            self._by_leader.setdefault(theirs.id, []).append(ours.id)
-            self._queue.hold_request(ours.id)
+            self._by_leader.setdefault(leading.id, []).append(request.id)
+            self._queue.hold_request(request.id)
 
     def release_followers(self, leader: RequestId, holder: Incarnation | None) -> bool:
         """Let a leader's followers be placed, on `holder` if given; return whether any waited."""
@@ -77,7 +79,7 @@ def _can_share_prefix(one: Request, other: Request) -> bool:
     return (one.prompt_token_ids, one.cache_salt) == (other.prompt_token_ids, other.cache_salt)
 
 
-_RETRY_AFTER_SECONDS = 1.0  # what the client is told to wait before it tries again
+_RETRY_AFTER_SECONDS = 1.0  # seconds after which the client may retry
 
 
 class OversizedRequests:
@@ -155,7 +157,7 @@ class RetryBudget:
 
     def __init__(self, share: float) -> None:
         self.retry_share = share
-        self._request_counts: deque[tuple[float, int]] = deque()  # since when, how many
+        self._request_counts: deque[tuple[float, int]] = deque()  # start of interval, number
         self._total = 0
         self._retries: deque[float] = deque()
 
@@ -193,8 +195,11 @@ class RetryBudget:
 
 
 class RetryScheduler:
-    """At most `most` requests are held back; they are released in order of failure, as the budget
-    allows. Methods return whether a request has entered the queue."""
+    """Holds requests that are to be retried until they may enter the queue again.
+
+    At most `max_held` requests are held back; they are released in order of failure, as the budget
+    allows. Methods return whether a request has entered the queue.
+    """
 
     def __init__(
         self,
@@ -202,16 +207,16 @@ class RetryScheduler:
         queue: WaitingQueue,
         timers: RequestTimers,
         budget: RetryBudget,
-        most: int,
+        max_held: int,
     ) -> None:
         self.budget = budget
         self.held_back_total = 0  # ever
         self._records = records
         self._queue = queue
         self._timers = timers
-        self._max_held = most
+        self._max_held = max_held
         self._backing_off: set[RequestId] = set()
-        self._held_back_since: dict[RequestId, float] = {}  # since when
+        self._held_back_since: dict[RequestId, float] = {}  # when each began to wait
 
     def __len__(self) -> int:
         return len(self._backing_off) + len(self._held_back_since)
@@ -225,26 +230,26 @@ class RetryScheduler:
         return len(self._held_back_since) < self._max_held or self.budget.available_retries(now) > 0
 
     def schedule_retry(
-        self, record: RequestRecord, rest: float, now: float, *, exempt: bool
+        self, record: RequestRecord, backoff_seconds: float, now: float, *, exempt: bool
     ) -> bool:
-        """Queue the request again after `rest` seconds, or when the budget allows."""
+        """Queue the request again after `backoff_seconds`, or when the budget allows."""
         if exempt or self.budget.try_spend(now):
-            return self._start_backoff(record, rest, now)
+            return self._start_backoff(record, backoff_seconds, now)
         self.held_back_total += 1
         self._held_back_since[record.request.id] = now
         return False
 
     def release_within_budget(self, now: float) -> bool:
         """Release held-back requests as far as the budget allows now."""
-        freed: list[RequestId] = []
+        released: list[RequestId] = []
         for request in self._held_back_since:
             if not self.budget.try_spend(now):
                 break
-            freed.append(request)
-        return self._release_requests(freed, now)
+            released.append(request)
+        return self._release_requests(released, now)
 
     def on_node_lost(self, node: Incarnation, now: float) -> bool:
-        """Release requests that failed on a node that turns out to be dead."""
+        """Release requests that failed on a node that was found to be lost."""
         return self._release_requests(
             [
                 request
@@ -271,17 +276,19 @@ class RetryScheduler:
 
     def _release_requests(self, requests: list[RequestId], now: float) -> bool:
         queued = False
-        for request in reversed(requests):  # so that the first of them is the first in line
+        for request in reversed(
+            requests
+        ):  # so that the first of them ends at the head of the queue
             record = self._records[request]
             record.held_back_seconds += now - self._held_back_since.pop(request)
             queued |= self._start_backoff(record, retry_backoff_seconds(record.failure_count), now)
         return queued
 
-    def _start_backoff(self, record: RequestRecord, rest: float, now: float) -> bool:
-        if not rest:
+    def _start_backoff(self, record: RequestRecord, backoff_seconds: float, now: float) -> bool:
+        if not backoff_seconds:
             self._queue.add_request_front(record.request.id)
             return True
-        record.retry_at = now + rest
+        record.retry_at = now + backoff_seconds
         self._backing_off.add(record.request.id)
         self._timers.set_timer(record.request.id, record.next_timer_at())
         return False

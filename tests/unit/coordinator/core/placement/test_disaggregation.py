@@ -56,7 +56,7 @@ def decide(
 ) -> PlacementDecision | None:
     outlook = PlacementContext(NOW, model, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, either=True
+        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
     )
 
 
@@ -173,7 +173,7 @@ def test_blocked_pairs_are_neither_used_nor_waited_for() -> None:
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     apart = frozenset({(P.incarnation, BUSY.incarnation)})
     decision = DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, either=True, apart=apart
+        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, may_choose_site=True, blocked_pairs=apart
     )
     assert decision is not None
     assert decision.prefill_site is PrefillSite.LOCAL
@@ -215,7 +215,7 @@ def test_decision_uses_only_accepting_nodes_and_never_stalls(
     )
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, either=True
+        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
     )
     by_id = {node.incarnation: node for node in nodes}
     if decision is None:
