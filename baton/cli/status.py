@@ -76,7 +76,7 @@ def _format_degradation(answer: Any) -> str:
     taken = [f"{step.step} for {step.seconds:.0f} s" for step in answer.degradation if step.active]
     able = [step.step for step in answer.degradation if not step.active and not step.cannot_help]
     given_up = f", given up: [yellow]{', '.join(taken)}[/]" if taken else ""
-    next_step = able[0] if able else "nothing that could help"
+    next_step = able[0] if able else "no step available"
     return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {next_step}"
 
 

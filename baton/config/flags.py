@@ -52,7 +52,7 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
         key, value = parse_assignment(assignment)
         if key in typed and typed[key] != value:
             shown = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
-            raise ConfigError(f"{key} is given {shown}: say it once", param=key)
+            raise ConfigError(f"{key} is given {shown}: set it once", param=key)
         typed[key] = value
     return typed
 

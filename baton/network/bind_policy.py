@@ -34,7 +34,7 @@ def require_key_unless_loopback(
     wanted = "--" + key_field.replace("_", "-")
     raise ConfigError(
         f"{flag} {host} can be reached from other hosts and {wanted} is not set: "
-        f"set {wanted}, or bind to 127.0.0.1, or say --insecure",
+        f"set {wanted}, or bind to 127.0.0.1, or use --insecure",
         param=key_field,
     )
 

@@ -134,7 +134,7 @@ def _prepare_engine(
         raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
     if not stop.is_set():
         log.get_logger("process").info(
-            "engine is warm", seconds=round(monotonic_clock() - started, 3)
+            "engine warm-up finished", seconds=round(monotonic_clock() - started, 3)
         )
 
 
@@ -261,7 +261,7 @@ class _NodeProcess:
                 await idle.wait()
         except TimeoutError:
             log.get_logger("node").warning(
-                "leaving with work unfinished", seconds=self._config.drain_timeout
+                "drain timed out, stopping with unfinished work", seconds=self._config.drain_timeout
             )
 
     # callbacks of the coordinator link

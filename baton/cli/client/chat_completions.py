@@ -51,7 +51,7 @@ class ChatClient:
                 return str(json.loads(response.read(_MAX_BODY_BYTES))["data"][0]["id"])
             except (ValueError, LookupError, TypeError, http.client.HTTPException, OSError):
                 raise ChatRefused(
-                    f"{self.url} is no OpenAI-compatible endpoint: it lists no models"
+                    f"{self.url} is not an OpenAI-compatible endpoint: it lists no models"
                 ) from None
 
     def stream_answer(self, body: Mapping[str, Any]) -> Iterator[AnswerChunk]:
@@ -126,10 +126,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(data)
         except ValueError:
-            raise http.client.HTTPException("an event is no JSON") from None
+            raise http.client.HTTPException("an event is not JSON") from None
         if isinstance(event, dict):
             yield event
-    raise http.client.HTTPException("the answer broke off")
+    raise http.client.HTTPException("the response ended early")
 
 
 def _answer_chunks(event: Mapping[str, Any]) -> Iterator[AnswerChunk]:

@@ -57,9 +57,7 @@ class RatioController:
         objective = slo or self.target_slo
         candidates, machine = self._candidate_splits(now), self._node_profile()
         if not candidates or machine is None:
-            raise InvalidRequest(
-                "there is no choice: prefill and decode nodes are needed, one of each at least"
-            )
+            raise InvalidRequest("a ratio needs at least one prefill node and one decode node")
         workload = self._placement_state.workload_meter.summarize_workload(
             ADVICE_WINDOW, now, self._queued_shapes()
         )

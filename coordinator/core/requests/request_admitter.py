@@ -71,7 +71,7 @@ class RequestAdmitter:
         limit = self._settings.max_queue
         if bid.request_count > limit:
             raise InvalidRequest(
-                f"{bid.request_count} outputs are asked for at once, the limit is {limit}"
+                f"{bid.request_count} outputs are requested at once, the limit is {limit}"
                 " (--max-queue)",
                 param="n",
             )

@@ -56,9 +56,8 @@ def build_app(
             request.headers.get("origin"), request.headers.get("host", ""), allowed_origins
         ):
             raise errors.ForeignOrigin(
-                "a web page of another origin calls, and no key is asked for: set --api-key, or "
-                "name the origin in "
-                "--allowed-origins"
+                "the call is from a web page of another origin, and no key is required: "
+                "set --api-key, or name the origin in --allowed-origins"
             )
         if path not in PUBLIC_PATHS:
             request.scope["state"][TENANT_KEY] = client_auth.identify_tenant(

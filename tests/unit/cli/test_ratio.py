@@ -94,7 +94,7 @@ def test_impossible_ratio_is_a_usage_error(
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        (ratio(True, generation=5), "another ratio was asked for meanwhile"),
+        (ratio(True, generation=5), "another ratio was requested meanwhile"),
         (None, "stopped before"),
     ],
 )

@@ -241,7 +241,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
             assert await it.find_blocks(make_tokens(number, 12)) == (12, 12)
         await it.evict_all()
         told = capsys.readouterr()
-        assert (told.out + told.err).count("disk failed") == 1
+        assert (told.out + told.err).count("disk tier failed") == 1
     async with open_rig(tmp_path) as it:
         assert it.manager.disk_ledger() is not None, "a restart tries again"
 
@@ -284,4 +284,4 @@ async def test_pool_runs_without_an_unusable_disk(
         await it.publish_tokens(make_tokens(1, 5))
         assert await it.find_blocks(make_tokens(1, 5)) == (5, 5)
     told = capsys.readouterr()
-    assert (told.out + told.err).count("disk not mounted") == 1
+    assert (told.out + told.err).count("disk tier not mounted") == 1
