@@ -28,6 +28,8 @@ from coordinator.frontend.decoding_pacer import DecodingPacer
 MAX_WAIT_SECONDS = 1.0  # how long a body waits for room
 STALL_SECONDS = 0.5  # without a byte for so long, a body gives way to one that waits
 DISPLACE_SECONDS = 2.0  # a body that arrives for so long gives way, stalled or not
+ARRIVAL_RATE = 64 << 20  # bytes per second of all bodies of one kind, beyond small ones
+ARRIVAL_BURST_SECONDS = 0.05  # of ARRIVAL_RATE that may arrive without a pause
 _SWEEP_INTERVAL_SECONDS = 0.05  # between two searches for overdue bodies, while others wait
 _MAX_DISPLACED_PER_SWEEP = 64  # bodies
 _RETRY_SECONDS = 1.0  # after which a refused client may try again
@@ -58,8 +60,14 @@ class IncomingBody:
         await self.budget.pacer.wait_turn(size)
 
     async def grow_to(self, size: int) -> None:
-        """Wait for room for the `size` bytes that have arrived. Raises Overloaded."""
+        """Wait for room for the `size` bytes that have arrived, and until the next may be read.
+
+        Raises Overloaded.
+        """
+        more = size - self.charged_bytes
         await self.budget.grow_body(self, size)
+        if more > 0:
+            await self.budget.pace_arrival(self, more)
 
     def is_overdue(self, now: float) -> bool:
         """Whether the body gives way to one that waits.
@@ -114,6 +122,7 @@ class BodyBudget:
         self._waiting_to_grow: deque[_BodyWaiter] = deque()
         self._waiting_to_enter: dict[str, deque[_BodyWaiter]] = {}  # by client
         self._sweep_timer: asyncio.TimerHandle | None = None
+        self._arrived_until = 0.0  # when ARRIVAL_RATE would have let in all that has arrived
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -150,6 +159,23 @@ class BodyBudget:
         finally:
             body.is_waiting = False
             body.last_received_at = loop.time()
+
+    async def pace_arrival(self, body: IncomingBody, size: int) -> None:
+        """Pause before the next read if bodies arrive faster than ARRIVAL_RATE.
+
+        Reading takes the event loop about 1 ms per MiB: many large bodies at once would delay every
+        other request. The transport stops reading meanwhile, so TCP slows the senders down.
+        """
+        loop = asyncio.get_running_loop()
+        pause = self._arrived_until - loop.time() - ARRIVAL_BURST_SECONDS
+        self._arrived_until = max(self._arrived_until, loop.time()) + size / ARRIVAL_RATE
+        if pause > 0:
+            body.is_waiting = True
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                body.is_waiting = False
+                body.last_received_at = loop.time()
 
     def _fits(self, size: int, client: str | None) -> bool:
         """`client` is None for more bytes of a body that has room already."""

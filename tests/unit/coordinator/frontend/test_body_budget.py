@@ -230,3 +230,23 @@ async def test_large_and_small_bodies_have_separate_budgets() -> None:
     assert bodies.get_budget(1 << 10) is bodies.get_budget(64 << 10)
     assert bodies.get_budget(None) is bodies.get_budget((64 << 10) + 1)
     assert len({id(bodies.get_budget(1)), id(bodies.get_budget(None)), id(bodies.grpc_budget)}) == 3
+
+
+async def test_bodies_that_arrive_too_fast_are_read_with_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_budget, "ARRIVAL_RATE", 0.001)
+    monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
+    room = BodyBudget("bodies", 3, 100)
+    async with room.reserve_body(1) as first, room.reserve_body(1) as second:
+        second.start_reading(asyncio.timeout(60))
+        await first.grow_to(50)
+        paused = asyncio.create_task(second.grow_to(2))
+        await asyncio.sleep(0)
+        assert second.is_waiting
+        assert not second.is_overdue(second.started_at + 1.0), "a paused body has not stalled"
+        async with room.reserve_body(1):
+            pass  # a body that arrived in one piece does not wait
+        paused.cancel()
+        await asyncio.gather(paused, return_exceptions=True)
+        assert not second.is_waiting
