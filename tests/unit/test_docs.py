@@ -254,7 +254,7 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
 
 def test_the_protocols_versions_are_documented() -> None:
     (link,) = re.findall(r"The node link speaks version (\d+) ", PROTOCOL)
-    (plane,) = re.findall(r"the transfer plane version (\d+)\n", PROTOCOL)
+    (plane,) = re.findall(r"the transfer plane version (\d+)\s", PROTOCOL)
     assert (int(link), int(plane)) == (wire.PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
 
 
