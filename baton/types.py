@@ -95,8 +95,12 @@ class Request:
     sampling: SamplingParams
     timeout_seconds: float  # time left when it is sent: clocks of hosts are never compared
     cache_salt: bytes = b""
-    choice_index: int = 0
+    choice_index: int = 0  # among the choices of the client's request; sampling depends on it
     principal: Principal = DEFAULT_PRINCIPAL
+    # A request with the same prompt. This one is placed on the decode node that has the leader's
+    # prompt in its cache, once it is there, so that the prompt is computed once and its blocks are
+    # shared. If that is impossible, it is placed like any other. Nodes are not told.
+    leader_id: RequestId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,13 @@ from statistics import median
 
 from rich.console import Console
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    CacheEvents,
+    CacheSnapshot,
+    Heartbeat,
+    JoinInfo,
+)
 from baton.config.settings import Config
 from baton.errors import Cancelled
 from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
@@ -30,9 +36,7 @@ from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from coordinator.core.placement.request_placer import ServingMode
@@ -64,7 +68,11 @@ class StubbedCluster:
         self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated"
     ) -> None:
         settings = BrainSettings(
-            mode, 1024, 8, 1e9, local_prefill_share=Config().local_prefill_share
+            mode=mode,
+            max_queue=1024,
+            max_attempts=8,
+            reserve_timeout=1e9,
+            local_prefill_share=Config().local_prefill_share,
         )
         self.brain = Brain(NodeRegistry(1e9, 1e9), PrefixAwarePolicy(), settings)
         self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]
@@ -74,7 +82,7 @@ class StubbedCluster:
         for number, node in enumerate(self.nodes):
             self.brain.join_node(_join_info(number, share + 1), node, 0.0)
             self.brain.receive_report(
-                node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW
+                node, Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW
             )
         self.prompts = [
             tuple(self._random.randrange(32000) for _ in range(_PROMPT)) for _ in range(64)
@@ -95,7 +103,7 @@ class StubbedCluster:
                 cached[place] += hashes
         for node, hashes in zip(self.nodes, cached, strict=True):
             others = (self._random.getrandbits(64) for _ in range(max(0, share - len(hashes))))
-            self.brain.receive_report(node, m.CacheSnapshot(1, (*hashes[:share], *others)), _NOW)
+            self.brain.receive_report(node, CacheSnapshot(1, (*hashes[:share], *others)), _NOW)
 
     def make_request(self) -> Request:
         """Return a prompt that begins like a known one and then continues differently."""
@@ -145,7 +153,7 @@ class StubbedCluster:
         for sequence in range(2, 2 + count // 64):
             names = tuple(self._random.getrandbits(64) for _ in range(64))
             began = time.thread_time_ns()
-            self.brain.receive_report(node, m.CacheEvents(sequence, names, before), _NOW)
+            self.brain.receive_report(node, CacheEvents(sequence, names, before), _NOW)
             took.append((time.thread_time_ns() - began) / 1e3 / 128)
             before = names
         return took

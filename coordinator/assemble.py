@@ -11,7 +11,7 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton.config.settings import Config, get_served_model_name
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 from baton.models.file_digests import compute_file_digests
 from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults
@@ -48,7 +48,7 @@ _log = log.get_logger("coordinator")
 class Coordinator:
     """All parts of one coordinator process."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: CoordinatorConfig) -> None:
         """Bind every port; none answers before `run`. Raises ConfigError."""
         check_coordinator_binds(config)
         self._config = config
@@ -73,7 +73,7 @@ class Coordinator:
         intake = RequestIntake(
             self._dispatcher,
             self._tokenizer,
-            model=get_served_model_name(config),
+            model=config.public_model_name,
             max_timeout_seconds=config.request_timeout,
             rejections=rejections,
             defaults=_load_generation_defaults(config),
@@ -187,7 +187,7 @@ class Coordinator:
         _log.info("listening", pid=os.getpid(), **where)
 
 
-async def run_coordinator(config: Config, stop: asyncio.Event) -> None:
+async def run_coordinator(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     """Run one coordinator until `stop` is set.
 
     Raises ConfigError for problems that a restart would not solve.
@@ -196,14 +196,14 @@ async def run_coordinator(config: Config, stop: asyncio.Event) -> None:
     await Coordinator(config).run(stop)
 
 
-def _load_generation_defaults(config: Config) -> GenerationDefaults:
+def _load_generation_defaults(config: CoordinatorConfig) -> GenerationDefaults:
     """Read the defaults in the model's generation_config.json. Raises ConfigError."""
     folder = Path(config.model)
     known = config.engine == "model" and config.model and folder.is_dir()
     return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
-def read_served_model(config: Config) -> ServedModel:
+def read_served_model(config: CoordinatorConfig) -> ServedModel:
     """Return what is known of the model, to compare joining nodes with.
 
     That is the digests of the files in the model's folder, which `with_local_model` finds for a

@@ -11,30 +11,7 @@ from typing import Protocol
 
 from baton.limits import ModelBounds
 from baton.pb.common_pb2 import Timeline
-from baton.types import (
-    DEFAULT_PRINCIPAL,
-    FinishReason,
-    Principal,
-    RequestId,
-    SamplingParams,
-    TokenLogprobs,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One choice of a validated request, before it has an id."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    timeout_seconds: float
-    cache_salt: bytes = b""  # from the credential
-    choice_index: int = 0  # among the choices of the request; sampling noise depends on it
-    # A request with the same prompt. This one is placed on the decode node that has the leader's
-    # prompt in its cache, once it is there, so that the prompt is computed once and its blocks are
-    # shared. If that is impossible, it is placed like any other.
-    leader_id: RequestId | None = None
-    principal: Principal = DEFAULT_PRINCIPAL  # from the credential
+from baton.types import FinishReason, Principal, Request, RequestId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +81,7 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    async def submit_request(self, submission: Submission) -> Generation:
+    async def submit_request(self, request: Request) -> Generation:
         """Admit a request.
 
         Raises Overloaded when it would be served too late or its tenant has used up its share,
@@ -113,10 +90,9 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    async def submit_requests(self, submissions: Sequence[Submission]) -> Sequence[Generation]:
-        """Admit all submissions, in this order, or none. Raises the errors of `submit_request`.
+    async def submit_requests(self, requests: Sequence[Request]) -> Sequence[Generation]:
+        """Admit all requests, in this order, or none. Raises the errors of `submit_request`.
 
-        A submission without a `leader_id` follows the first preceding choice of the same prompt.
         If the caller is cancelled meanwhile, so are the requests.
         """
         ...

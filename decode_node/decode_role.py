@@ -1,13 +1,13 @@
 """The decode role: receives KV from prefill nodes, or computes it, and decodes. An attempt's life:
 
-    DecodeCommand with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
+    DecodeOrder with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
                                       ticket and report Reserved; or report Refused at once
         InboundStarted             -> the KV writer has begun
         InboundSealed              -> all KV landed and verified, the writer fenced off: commit,
                                       report Admitted and the first token
         InboundLost                -> blocks freed, or QUARANTINED until InboundFenced;
                                       AttemptFailed reported
-    DecodeCommand without a writer, or only the last token is not cached -> compute it here
+    DecodeOrder without a writer, or only the last token is not cached -> compute it here
     running                        -> one Tokens message per step for all sequences, until the
                                       attempt is finished, preempted or cancelled
 
@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -56,14 +57,12 @@ from kv_transfer.plane import (
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix
 from node_engine.core.node_commands import (
-    CancelCommand,
     CoordinatorLost,
-    DecodeCommand,
     NodeCommand,
     NodeJoined,
-    PeerLostCommand,
+    OrderWithPoolHit,
 )
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     PrefillRequeued,
@@ -113,7 +112,7 @@ class DecodeRole:
 
     @property
     def num_held_attempts(self) -> int:
-        return len(self._pending_handoffs) + len(self._scheduler.list_sequences())
+        return len(self._pending_handoffs) + len(self._scheduler.sequences)
 
     def counters(self) -> dict[str, float]:
         return {
@@ -132,22 +131,23 @@ class DecodeRole:
                 self._drop_all_attempts(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(None)
-            case DecodeCommand(work, writer, share, hit):
-                self._scheduler.prefill_budget.prefill_step_share = share or None
-                self._on_decode_command(work, writer, hit)
-            case CancelCommand(key, reason):
+            case DecodeOrder():
+                self._on_decode_order(item, None)
+            case OrderWithPoolHit(DecodeOrder() as order, hit):
+                self._on_decode_order(order, hit)
+            case CancelOrder(key, reason):
                 self._cancel_attempt(key, reason)
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case InboundStarted(ticket):
                 if ticket in self._pending_handoffs:
-                    self._block_pool.mark_writing(ticket)
+                    self._block_pool.reservations.mark_writing(ticket)
             case InboundSealed(ticket, seal, _):
                 self._on_sealed(ticket, seal)
             case InboundLost(ticket, error, fenced):
                 self._on_lost(ticket, error, fenced)
             case InboundFenced(ticket):
-                self._block_pool.free_quarantined_ticket(ticket)
+                self._block_pool.reservations.free_quarantined_ticket(ticket)
             case _:
                 raise TypeError(f"a decode node cannot handle {item!r}")
 
@@ -156,7 +156,7 @@ class DecodeRole:
         self._local_step_tokens.clear()
         if self._local_prefill_seconds:
             for slice_ in batch.slices:
-                key = self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
+                key = self._scheduler.sequences_in_flight[slice_.sequence_id].key
                 if key in self._local_prefill_seconds:
                     self._local_step_tokens.append((key, len(slice_.token_ids)))
 
@@ -197,8 +197,7 @@ class DecodeRole:
             else NodeFailed(f"{type(error).__name__} in the forward pass")
         )
         failed = [
-            self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
-            for slice_ in batch.slices
+            self._scheduler.sequences_in_flight[slice_.sequence_id].key for slice_ in batch.slices
         ]
         self._scheduler.abandon_step(batch)
         for key in failed:
@@ -207,12 +206,11 @@ class DecodeRole:
 
     # the life of one attempt
 
-    def _on_decode_command(
-        self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None
-    ) -> None:
+    def _on_decode_order(self, order: DecodeOrder, hit: PoolHit | None) -> None:
+        self._scheduler.prefill_budget.prefill_step_share = order.prefill_step_share or None
         pool_prefix = self._pool_connector.build_pool_prefix(hit)
-        if self._scheduler.get_sequence(work.key) is None:  # else the message is a duplicate
-            self._begin_attempt(work, writer, pool_prefix)
+        if self._scheduler.sequences.get(order.work.key) is None:  # else the order is a duplicate
+            self._begin_attempt(order.work, order.kv_writer, pool_prefix)
         if pool_prefix is not None:
             pool_prefix.release()
 
@@ -272,7 +270,7 @@ class DecodeRole:
         ticket = self._build_ticket(ticket_id, result, writer)
         held_tokens = result.num_computed_tokens
         self._pending_handoffs[ticket_id] = _PendingHandoff(
-            work, held_tokens, result.num_pool_tokens, result.num_remote_pool_tokens
+            work, held_tokens, result.pool_use.num_tokens, result.pool_use.num_remote_tokens
         )
         self._tickets[work.key] = ticket_id
         self._plane.grant_ticket(ticket)
@@ -356,9 +354,9 @@ class DecodeRole:
         FAILPOINTS.hit("decode.free.before")
         self._scheduler.cancel_sequence(key)
         if fenced:
-            self._block_pool.release_ticket(ticket)
+            self._block_pool.reservations.release_ticket(ticket)
         else:
-            self._block_pool.quarantine_ticket(ticket)
+            self._block_pool.reservations.quarantine_ticket(ticket)
         FAILPOINTS.hit("decode.free.after")
         if not arrival.is_over and not isinstance(error, Cancelled):  # the canceller reports it
             self._reporter.report_failed(key, error)
@@ -377,8 +375,8 @@ class DecodeRole:
             computed_tokens=sequence.context_len - sequence.num_cached_tokens,
             cached_tokens=sequence.num_cached_tokens,
             received_tokens=0,
-            pool_tokens=sequence.num_pool_tokens,
-            remote_pool_tokens=sequence.num_remote_pool_tokens,
+            pool_tokens=sequence.pool_use.num_tokens,
+            remote_pool_tokens=sequence.pool_use.num_remote_tokens,
             share_seconds=self._local_prefill_seconds.pop(sequence.key),
         )
 
@@ -389,7 +387,7 @@ class DecodeRole:
             if incarnation
             else NodeLost("this node has no coordinator")
         )
-        for sequence in self._scheduler.list_sequences():
+        for sequence in self._scheduler.sequences:
             self._cancel_attempt(sequence.key, reason)
         for key in tuple(self._tickets):
             self._cancel_attempt(key, reason)

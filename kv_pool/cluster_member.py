@@ -6,17 +6,28 @@ from collections.abc import Iterable
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.config.settings import Config
+from baton.cluster_link.messages import (
+    POOL_ROLE,
+    PROTOCOL_VERSION,
+    CacheSnapshotRequest,
+    LedgerQuery,
+    NodeOrder,
+    PoolJoinInfo,
+)
+from baton.config.pool_config import PoolConfig
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
 from baton.pb import cluster_pb2
 from baton.process import log
 from baton.process.clock import Clock
-from baton.types import Incarnation
+from baton.types import Incarnation, NodeName, mint_id
 from kv_pool.core.ledger import PoolLedger
 from kv_pool.peers.peer_pools import PeerPools
 from kv_pool.service.pool_manager import PoolManager
 
-POOL_ROLE = "pool"
+
+def choose_member_name(config: PoolConfig) -> str:
+    """The configured name of the pool, or a random one."""
+    return config.name or f"{POOL_ROLE}-{mint_id(32)}"
 
 
 class PoolClusterMember:
@@ -24,7 +35,7 @@ class PoolClusterMember:
 
     def __init__(
         self,
-        config: Config,
+        config: PoolConfig,
         name: str,
         manager: PoolManager,
         peers: PeerPools,
@@ -64,16 +75,15 @@ class PoolClusterMember:
 
     # callbacks of CoordinatorLink
 
-    def build_join(self) -> cluster_pb2.Join:
-        return cluster_pb2.Join(
-            protocol_version=wire.PROTOCOL_VERSION,
-            name=self._name,
-            role=POOL_ROLE,
+    def build_join(self) -> PoolJoinInfo:
+        return PoolJoinInfo(
+            protocol_version=PROTOCOL_VERSION,
+            name=NodeName(self._name),
             host_id=self._manager.host_id,
-            transfer_endpoint=self._endpoint,
+            endpoint=self._endpoint,
             pid=os.getpid(),
             model_digest=self._manager.model_digest,
-            layout=wire.layout_to_pb(self._manager.layout),
+            layout=self._manager.layout,
             num_blocks=self._manager.block_pool.memory.num_blocks,
             rejoining=self._incarnation,
         )
@@ -95,11 +105,11 @@ class PoolClusterMember:
     def on_coordinator_lost(self) -> None:
         """Do nothing: the pool goes on serving the nodes of its host."""
 
-    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        match message.WhichOneof("message"):
-            case "ledger_query":
-                self._link.send(self._ledger_answer(message.ledger_query.query))
-            case "cache_query":
+    def on_order(self, order: NodeOrder) -> None:
+        match order:
+            case LedgerQuery(query):
+                self._link.send(self._ledger_answer(query))
+            case CacheSnapshotRequest():
                 self._start_snapshot()
             case _:
                 pass

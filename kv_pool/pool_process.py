@@ -15,7 +15,7 @@ from baton.config.memory_size import (
     parse_memory_size,
     resolve_memory_size,
 )
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.errors import ConfigError
 from baton.network.advertised_address import with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
@@ -27,8 +27,7 @@ from baton.process.clock import monotonic_clock
 from baton.process.descriptors import get_descriptor_limit
 from baton.shared_memory import segment as segments
 from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
-from baton.types import mint_id
-from kv_pool.cluster_member import POOL_ROLE, PoolClusterMember
+from kv_pool.cluster_member import PoolClusterMember, choose_member_name
 from kv_pool.common.grpc_link import PoolDialer, make_server
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.disk.data_file import DISK_FILE_NAME, DISK_FOLDER_FLAG
@@ -44,12 +43,12 @@ from kv_transfer.common.advertised_address import address_to_dial
 _SIZE_TOLERANCE = 0.25
 
 
-async def run_pool(config: Config, stop: asyncio.Event) -> None:
+async def run_pool(config: PoolConfig, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set.
 
     Raises ConfigError for errors that a restart would not fix.
     """
-    name = config.name or f"{POOL_ROLE}-{mint_id(32)}"
+    name = choose_member_name(config)
     log.configure_logging(config.log_level, config.log_format, node=name)
     require_key_unless_loopback(
         "--listen",
@@ -65,7 +64,7 @@ async def run_pool(config: Config, stop: asyncio.Event) -> None:
     await _PoolProcess(config, name, folder, size, disk_settings(config)).run(stop)
 
 
-def pool_memory_bytes(config: Config) -> int:
+def pool_memory_bytes(config: PoolConfig) -> int:
     """Return the size of the segment to create.
 
     Raises ConfigError if the segment folder or the host's memory cannot hold it now.
@@ -85,7 +84,7 @@ def pool_memory_bytes(config: Config) -> int:
     return size
 
 
-def disk_settings(config: Config) -> DiskSettings | None:
+def disk_settings(config: PoolConfig) -> DiskSettings | None:
     """Return folder and size of the disk's files; None if the pool is to have no disk.
 
     Raises ConfigError for an invalid size, and if no folder is configured.
@@ -107,14 +106,14 @@ def disk_settings(config: Config) -> DiskSettings | None:
     if is_share and abs(size - used) <= _SIZE_TOLERANCE * size:
         # Free space varies between runs; the file's contents are worth more than a few more blocks.
         size = used
-    return DiskSettings(folder, size)
+    return DiskSettings(folder=folder, size_bytes=size)
 
 
 class _PoolProcess:
     """The parts of a running pool process."""
 
     def __init__(
-        self, config: Config, name: str, folder: Path, size: int, disk: DiskSettings | None
+        self, config: PoolConfig, name: str, folder: Path, size: int, disk: DiskSettings | None
     ) -> None:
         self._config, self._name = config, name
         self._connections = ConnectionGuard()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.config.settings import Config
+from baton.config.common import MemberConfig
 from baton.kv.kv_layout import KVLayout
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.process.clock import Clock, monotonic_clock
@@ -42,7 +42,7 @@ class PlaneContext(Protocol):
     """Those of a node's parts that a plane needs."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> MemberConfig: ...
     @property
     def host_id(self) -> str: ...
     @property
@@ -57,7 +57,7 @@ class PlaneContext(Protocol):
     def emit(self) -> Callable[[Any], None]: ...
 
 
-def settings_from_config(config: Config) -> TransferSettings:
+def settings_from_config(config: MemberConfig) -> TransferSettings:
     """The plane's settings in a node's configuration."""
     return TransferSettings(
         transport=config.transport,

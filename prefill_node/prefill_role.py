@@ -1,7 +1,7 @@
 """The prefill role: computes prompts and hands their KV to decode nodes. The life of an attempt:
 
-    PrefillCommand     -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
-    TicketCommand      -> `set_ticket`, on the event loop: it need not wait for the forward pass
+    PrefillOrder     -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
+    TicketOrder      -> `set_ticket`, on the event loop: it need not wait for the forward pass
     each computed layer -> `announce_layer`: the plane sends it while the next layer is computed
     first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
     OutboundCommitted  -> source blocks released, HandedOff reported (success)
@@ -20,6 +20,7 @@ its look-up for the same attempt would count the attempt's own computation as a 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import CancelOrder, PeerLostNotice, PrefillOrder, TicketOrder
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -44,13 +45,10 @@ from kv_transfer.plane import (
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.node_commands import (
-    CancelCommand,
     CoordinatorLost,
     NodeCommand,
     NodeJoined,
-    PeerLostCommand,
-    PrefillCommand,
-    TicketCommand,
+    OrderWithPoolHit,
 )
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -67,7 +65,7 @@ from node_engine.roles.role_policy import RoleContext, check_work, report_too_lo
 
 @dataclass(slots=True, eq=False)
 class _PrefillAttempt:
-    """State of one attempt, from its PrefillCommand to OutboundCommitted or OutboundAborted."""
+    """State of one attempt, from its PrefillOrder to OutboundCommitted or OutboundAborted."""
 
     work: AttemptSpec
     needs_no_decode: bool  # the output is one token: no hand-off
@@ -135,14 +133,14 @@ class PrefillRole:
         match command:
             case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
-            case PrefillCommand(work, needs_no_decode):
+            case PrefillOrder(work, needs_no_decode):
                 if not needs_no_decode:
                     self._plane.open_handoff(work.key, len(work.context_token_ids))
-            case TicketCommand(ticket):
+            case TicketOrder(ticket):
                 self._plane.set_ticket(ticket.key, ticket)
-            case CancelCommand(key, reason):
+            case CancelOrder(key, reason):
                 self._plane.abort_handoff(key, reason)
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case _:
                 pass
@@ -155,17 +153,19 @@ class PrefillRole:
                 self._drop_all_attempts(incarnation)
             case CoordinatorLost():
                 self._drop_all_attempts(None)
-            case PrefillCommand(work, needs_no_decode, hit):
-                self._begin_attempt(work, needs_no_decode, hit)
-            case TicketCommand(ticket):
+            case PrefillOrder():
+                self._begin_attempt(item, None)
+            case OrderWithPoolHit(PrefillOrder() as order, hit):
+                self._begin_attempt(order, hit)
+            case TicketOrder(ticket):
                 self._on_ticket(ticket.key)
-            case CancelCommand(key, reason):
+            case CancelOrder(key, reason):
                 self._end_attempt(key, reason, report=False)
             case OutboundCommitted(key, report):
                 self._on_committed(key, report)
             case OutboundAborted(key, error):
                 self._on_aborted(key, error)
-            case PeerLostCommand() | LayerLanded():
+            case PeerLostNotice() | LayerLanded():
                 pass
             case _:
                 raise TypeError(f"a prefill node cannot handle {item!r}")
@@ -173,7 +173,7 @@ class PrefillRole:
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
         self._step_announcements, self._step_attempts = [], []
         for slice_ in batch.slices:
-            sequence = self._scheduler.get_sequence_in_flight(slice_.sequence_id)
+            sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
             handoff = self._attempts[sequence.key]
             self._step_attempts.append((handoff, len(slice_.token_ids)))
             if handoff.needs_no_decode:
@@ -239,8 +239,7 @@ class PrefillRole:
             else NodeFailed(f"{type(error).__name__} in the forward pass")
         )
         failed = [
-            self._scheduler.get_sequence_in_flight(slice_.sequence_id).key
-            for slice_ in batch.slices
+            self._scheduler.sequences_in_flight[slice_.sequence_id].key for slice_ in batch.slices
         ]
         self._scheduler.abandon_step(batch)
         for key in failed:
@@ -248,10 +247,10 @@ class PrefillRole:
 
     # the life of one attempt
 
-    def _begin_attempt(self, work: AttemptSpec, needs_no_decode: bool, hit: PoolHit | None) -> None:
+    def _begin_attempt(self, order: PrefillOrder, hit: PoolHit | None) -> None:
         pool_prefix = self._pool_connector.build_pool_prefix(hit)
-        if work.key not in self._attempts:  # else the message is a duplicate
-            self._begin_with_prefix(work, needs_no_decode, pool_prefix)
+        if order.work.key not in self._attempts:  # else the order is a duplicate
+            self._begin_with_prefix(order.work, order.needs_no_decode, pool_prefix)
         if pool_prefix is not None:
             pool_prefix.release()
 
@@ -280,7 +279,7 @@ class PrefillRole:
             self._end_known_attempt(handoff, error, report=not too_long)
 
     def _on_ticket(self, key: AttemptKey) -> None:
-        if self._scheduler.get_sequence(key) is not None:
+        if self._scheduler.sequences.get(key) is not None:
             self._scheduler.mark_ticketed(key)
         handoff = self._attempts.get(key)
         if handoff is not None:
@@ -305,8 +304,8 @@ class PrefillRole:
             cached_tokens=sequence.num_cached_tokens,
             compute_seconds=handoff.compute_seconds,
             share_seconds=handoff.share_seconds,
-            pool_tokens=sequence.num_pool_tokens,
-            remote_pool_tokens=sequence.num_remote_pool_tokens,
+            pool_tokens=sequence.pool_use.num_tokens,
+            remote_pool_tokens=sequence.pool_use.num_remote_tokens,
         )
         if handoff.needs_no_decode or outcome.event.finish_reason is not None:
             self._reporter.report_tokens([outcome.event])
@@ -341,7 +340,7 @@ class PrefillRole:
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
         handoff = self._attempts.get(key)
-        if handoff is None:  # it ended before its PrefillCommand was handled
+        if handoff is None:  # it ended before its PrefillOrder was handled
             self._aborted_early[key] = error
             return
         self._forget_attempt(handoff)
@@ -379,7 +378,7 @@ class PrefillRole:
         self._block_pool.share_blocks(blocks, handoff.owner_label)
         handoff.pinned_blocks.extend(blocks)
         handoff.pool_pins.extend(
-            pin.acquire() for pin in sequence.pool_pins if pin not in handoff.pool_pins
+            pin.acquire() for pin in sequence.pool_use.pins if pin not in handoff.pool_pins
         )
         return _LayerAnnouncement(sequence.key, first, blocks)
 

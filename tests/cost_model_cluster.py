@@ -9,7 +9,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    Heartbeat,
+    JoinInfo,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    SetRoleOrder,
+    StepTokens,
+)
 from baton.errors import BatonError, NodeLost, RequestRejected
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -29,9 +44,8 @@ from baton.types import (
 )
 from benchmarks.load.request_plan import PlannedRequest
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import make_ticket
@@ -115,7 +129,9 @@ class CostModelCluster:
         self.brain = Brain(
             NodeRegistry(1e6, 1e6),
             PrefixAwarePolicy(),
-            BrainSettings("disaggregated", max_queue, 8, 1e6),
+            BrainSettings(
+                mode="disaggregated", max_queue=max_queue, max_attempts=8, reserve_timeout=1e6
+            ),
         )
         self._random = random.Random(seed)
         self._slots, self._blocks = slots, blocks
@@ -153,19 +169,19 @@ class CostModelCluster:
 
     # the coordinator's shell
 
-    def apply_effects(self, effects: list[m.Effect]) -> None:
+    def apply_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.SendOrder(incarnation, message):
+                case SendOrder(incarnation, message):
                     if incarnation in self._nodes:
                         self._on_order(self._nodes[incarnation], message)
-                case m.EmitTokens(request, tokens, _) if request in self._open:
+                case EmitTokens(request, tokens, _) if request in self._open:
                     seen = self._open[request]
                     seen.first_token_at = (
                         self.now if seen.first_token_at is None else seen.first_token_at
                     )
                     seen.token_count += len(tokens)
-                case m.EndRequest() if effect.request_id in self._open:
+                case EndRequest() if effect.request_id in self._open:
                     seen = self._open.pop(effect.request_id)
                     seen.ended_at = self.now
                     seen.error = effect.result if isinstance(effect.result, BatonError) else None
@@ -190,7 +206,7 @@ class CostModelCluster:
             return
         self.apply_effects(effects)
 
-    def _send_to_brain(self, node: _CostModelNode, message: m.NodeReport) -> None:
+    def _send_to_brain(self, node: _CostModelNode, message: NodeReport) -> None:
         if node.incarnation in self._nodes:
             self.apply_effects(self.brain.receive_report(node.incarnation, message, self.now))
 
@@ -209,30 +225,30 @@ class CostModelCluster:
             node.stats.blocks_total = node.stats.blocks_free = self._blocks
             stats = NodeStats()
             stats.CopyFrom(node.stats)
-            self._send_to_brain(node, m.Heartbeat(stats))
+            self._send_to_brain(node, Heartbeat(stats))
             self.call_at(self.now + HEARTBEAT, lambda: self._send_heartbeat(node))
 
-    def _on_order(self, node: _CostModelNode, message: m.NodeOrder) -> None:
+    def _on_order(self, node: _CostModelNode, message: NodeOrder) -> None:
         match message:
-            case m.DecodeOrder(work, writer) if writer is not None:
+            case DecodeOrder(work, writer) if writer is not None:
                 node.reserved[work.key] = work
                 self._keys[work.key] = node.incarnation
                 ticket = make_ticket(node.incarnation, work.key, writer.incarnation)
                 self.call_at(
                     self.now,
-                    lambda: self._send_to_brain(node, m.BlocksReserved(work.key, ticket, 0)),
+                    lambda: self._send_to_brain(node, BlocksReserved(work.key, ticket, 0)),
                 )
-            case m.PrefillOrder(work, alone):
+            case PrefillOrder(work, alone):
                 node.prefills[work.key] = (work, alone)
                 self._start_prefill(node)
-            case m.CancelOrder(key, _):
+            case CancelOrder(key, _):
                 if next(iter(node.prefills), None) != key:
                     node.prefills.pop(
                         key, None
                     )  # the one that is computed goes on, and nobody wants it
                 node.reserved.pop(key, None)
                 node.decodes.pop(key, None)
-            case m.SetRoleOrder(role):
+            case SetRoleOrder(role):
                 self.call_at(
                     self.now + self.costs.role_switch_seconds, lambda: self._switch(node, role)
                 )
@@ -263,13 +279,11 @@ class CostModelCluster:
     ) -> None:
         node.is_busy = False
         node.prefills.pop(key, None)
-        self._send_to_brain(node, m.PrefillEnded(key, len(work.context_token_ids), 0, seconds))
+        self._send_to_brain(node, PrefillEnded(key, len(work.context_token_ids), 0, seconds))
         if alone:
             self._send_to_brain(
                 node,
-                m.StepTokens(
-                    (TokenEvent(key, len(work.emitted_token_ids), 7, FinishReason.LENGTH),)
-                ),
+                StepTokens((TokenEvent(key, len(work.emitted_token_ids), 7, FinishReason.LENGTH),)),
             )
         else:
             self.call_at(
@@ -288,9 +302,9 @@ class CostModelCluster:
             exposed_seconds=self.costs.handoff_seconds,
             transport="shm",
         )
-        self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, len(work.context_token_ids)))
+        self._send_to_brain(decode, DecodeStarted(key, 0, 0, len(work.context_token_ids)))
         self._emit_tokens(decode, [key])
-        self._send_to_brain(node, m.HandoffCompleted(key, report))
+        self._send_to_brain(node, HandoffCompleted(key, report))
         self._start_decode_step(decode)
 
     # decode
@@ -334,7 +348,7 @@ class CostModelCluster:
                 )
             )
         if events:
-            self._send_to_brain(node, m.StepTokens(tuple(events)))
+            self._send_to_brain(node, StepTokens(tuple(events)))
 
     def _join_info(self, name: NodeName, role: Role) -> JoinInfo:
         return JoinInfo(

@@ -17,6 +17,7 @@ import grpc
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import CoordinatorDialer
+from baton.cluster_link.messages import PROTOCOL_VERSION
 from baton.errors import BatonError, ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
@@ -50,7 +51,7 @@ def expected_tokens(prompt: Sequence[int], count: int) -> tuple[int, ...]:
 
 def make_join_message(name: str, role: str, **changes: Any) -> pb.Join:
     fields: dict[str, Any] = {
-        "protocol_version": wire.PROTOCOL_VERSION,
+        "protocol_version": PROTOCOL_VERSION,
         "name": name,
         "role": role,
         "host_id": "fake-host",

@@ -14,7 +14,22 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    Heartbeat,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    ReservationRefused,
+    StepTokens,
+    TicketOrder,
+)
 from baton.errors import BatonError, RequestRejected
 from baton.kv.block_hash import BlockHash
 from baton.pb.cluster_pb2 import NodeStats
@@ -23,7 +38,6 @@ from baton.types import (
     AttemptKey,
     AttemptSpec,
     Incarnation,
-    NodeName,
     Request,
     RequestId,
     Role,
@@ -32,16 +46,15 @@ from baton.types import (
 )
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import Effect, EmitTokens, EndRequest, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import CapacityRefusal, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     SequenceFailed,
@@ -50,7 +63,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from tests.unit.coordinator.core.brain_harness import make_join_info, make_ticket
 
 HEARTBEAT = 0.5  # seconds
 
@@ -92,10 +105,10 @@ class _VirtualNode:
     )  # seconds of the steps that computed prompts
 
     def record_step(self, batch: StepBatch, seconds: float) -> None:
-        self.device_time.charge_step(batch, self.scheduler.get_sequence_in_flight, seconds)
+        self.device_time.charge_step(batch, self.scheduler.sequences_in_flight, seconds)
         self.step_totals = self.step_totals.with_step(batch, seconds)
         for piece in batch.slices:
-            key = self.scheduler.get_sequence_in_flight(piece.sequence_id).key
+            key = self.scheduler.sequences_in_flight[piece.sequence_id].key
             if key not in self.admitted:
                 share = seconds * self.scheduler.prefill_budget.compute_time_share(
                     batch, len(piece.token_ids)
@@ -143,7 +156,13 @@ class VirtualCluster:
         self.brain = Brain(
             NodeRegistry(1e6, 1e6),
             PrefixAwarePolicy(),
-            BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share),
+            BrainSettings(
+                mode=mode,
+                max_queue=max_queue,
+                max_attempts=8,
+                reserve_timeout=15.0,
+                local_prefill_share=prefill_share,
+            ),
         )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
@@ -157,11 +176,16 @@ class VirtualCluster:
                 Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role
             )
             self._nodes[node.incarnation] = node
-            self._apply_effects(
-                self.brain.join_node(
-                    _join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0
-                )
+            info = make_join_info(
+                node.incarnation,
+                role,
+                layout=PACED_LAYOUT,
+                num_blocks=blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_batched_tokens=limits.max_batched_tokens,
+                max_model_len=limits.max_model_len,
             )
+            self._apply_effects(self.brain.join_node(info, node.incarnation, 0.0))
             self._send_heartbeat(node)
 
     # what a test does
@@ -244,12 +268,12 @@ class VirtualCluster:
 
     # the coordinator's shell
 
-    def _apply_effects(self, effects: list[m.Effect]) -> None:
+    def _apply_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.SendOrder(node, message):
+                case SendOrder(node, message):
                     self._on_order(self._nodes[node], message)
-                case m.EmitTokens(request, tokens, _):
+                case EmitTokens(request, tokens, _):
                     served = self.requests[request]
                     served.first_token_at = (
                         self.now if served.first_token_at is None else served.first_token_at
@@ -259,7 +283,7 @@ class VirtualCluster:
                         self.longest_token_gap_seconds, self.now - self.last_token_at
                     )
                     self.last_token_at = self.now
-                case m.EndRequest():
+                case EndRequest():
                     served = self.requests[effect.request_id]
                     served.ended_at = self.now
                     served.error = effect.result if isinstance(effect.result, BatonError) else None
@@ -267,26 +291,26 @@ class VirtualCluster:
                 case _:
                     pass
 
-    def _send_to_brain(self, node: _VirtualNode, message: m.NodeReport) -> None:
+    def _send_to_brain(self, node: _VirtualNode, message: NodeReport) -> None:
         self._apply_effects(self.brain.receive_report(node.incarnation, message, self.now))
 
     # a node
 
-    def _on_order(self, node: _VirtualNode, message: m.NodeOrder) -> None:
-        if isinstance(message, m.PrefillOrder | m.DecodeOrder):
+    def _on_order(self, node: _VirtualNode, message: NodeOrder) -> None:
+        if isinstance(message, PrefillOrder | DecodeOrder):
             self.placements.append((self.now, node.incarnation))
-        if isinstance(message, m.CancelOrder):
+        if isinstance(message, CancelOrder):
             node.scheduler.cancel_sequence(message.key)
-        elif isinstance(message, m.PrefillOrder):
+        elif isinstance(message, PrefillOrder):
             node.scheduler.add_sequence(
                 message.work, _root_hash(message.work), is_prefill_only=True
             )
             self._wake(node)
-        elif isinstance(message, m.DecodeOrder) and message.kv_writer is not None:
+        elif isinstance(message, DecodeOrder) and message.kv_writer is not None:
             self._reserve(node, message.work, message.kv_writer.incarnation)
-        elif isinstance(message, m.TicketOrder):
+        elif isinstance(message, TicketOrder):
             node.scheduler.mark_ticketed(message.ticket.key)
-        elif isinstance(message, m.DecodeOrder):
+        elif isinstance(message, DecodeOrder):
             node.scheduler.prefill_budget.prefill_step_share = message.prefill_step_share or None
             root = _root_hash(message.work)
             survey = node.scheduler.estimate_admission(message.work, root)
@@ -294,7 +318,7 @@ class VirtualCluster:
                 node.scheduler.add_sequence(message.work, root)
                 self._wake(node)
             else:
-                refused = m.ReservationRefused(
+                refused = ReservationRefused(
                     message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks
                 )
                 self.call_at(self.now, lambda: self._send_to_brain(node, refused))
@@ -302,9 +326,9 @@ class VirtualCluster:
     def _reserve(self, node: _VirtualNode, work: AttemptSpec, writer: Incarnation) -> None:
         ticket = make_ticket(node.incarnation, work.key, writer)
         found = node.scheduler.reserve_for_handoff(work, _root_hash(work), ticket.id)
-        answer: m.NodeReport = m.BlocksReserved(work.key, ticket, 0)
+        answer: NodeReport = BlocksReserved(work.key, ticket, 0)
         if isinstance(found, CapacityRefusal):
-            answer = m.ReservationRefused(work.key, found.needed_blocks, found.free_blocks)
+            answer = ReservationRefused(work.key, found.needed_blocks, found.free_blocks)
         self.call_at(self.now, lambda: self._send_to_brain(node, answer))
 
     def _wake(self, node: _VirtualNode) -> None:
@@ -346,14 +370,14 @@ class VirtualCluster:
                         )
                         self._send_to_brain(
                             node,
-                            m.DecodeStarted(
+                            DecodeStarted(
                                 sequence.key, sequence.context_len - cached, cached, 0, share
                             ),
                         )
                     events.append(event)
                 case SequenceFailed(sequence, error, caused_by):
                     node.prefill_seconds.pop(sequence.key, None)
-                    self._send_to_brain(node, m.AttemptFailed(sequence.key, error, caused_by))
+                    self._send_to_brain(node, AttemptFailed(sequence.key, error, caused_by))
                 case PrefillCompleted(sequence, event):
                     cached, share = (
                         sequence.num_cached_tokens,
@@ -361,7 +385,7 @@ class VirtualCluster:
                     )
                     self._send_to_brain(
                         node,
-                        m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share),
+                        PrefillEnded(sequence.key, sequence.context_len - cached, cached, share),
                     )
                     self.call_at(
                         self.now + self._handoff_seconds,
@@ -370,33 +394,33 @@ class VirtualCluster:
                 case _:
                     raise AssertionError(outcome)
         if events:
-            self._send_to_brain(node, m.StepTokens(tuple(events)))
+            self._send_to_brain(node, StepTokens(tuple(events)))
 
     def _finish_handoff(self, writer: _VirtualNode, key: AttemptKey, event: TokenEvent) -> None:
         ticket = make_ticket(Incarnation(""), key, writer.incarnation).id
         decode = next(
             node
             for node in self._nodes.values()
-            if node is not writer and node.scheduler.get_sequence(key)
+            if node is not writer and node.scheduler.sequences.get(key)
         )
-        decode.pool.mark_writing(ticket)
+        decode.pool.reservations.mark_writing(ticket)
         decode.admitted.add(key)
         outcomes = decode.scheduler.commit_handoff(key, (event.token_id,))
         writer.scheduler.finish_handoff(key)
         sequence = next(
             outcome.sequence for outcome in outcomes if isinstance(outcome, TokenEmitted)
         )
-        self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, sequence.context_len))
+        self._send_to_brain(decode, DecodeStarted(key, 0, 0, sequence.context_len))
         size = sequence.context_len * PACED_LAYOUT.token_bytes
         report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._handoff_seconds)
-        self._send_to_brain(writer, m.HandoffCompleted(key, report))
+        self._send_to_brain(writer, HandoffCompleted(key, report))
         self._send_outcomes(decode, outcomes)
         self._wake(decode)
 
     def _send_heartbeat(self, node: _VirtualNode) -> None:
         counts = {
             f"blocks_{state.value}": number
-            for state, number in node.pool.count_blocks_by_state().items()
+            for state, number in node.pool.ownership.count_blocks_by_state().items()
         }
         stats = NodeStats(
             blocks_total=node.pool.num_blocks,
@@ -406,33 +430,12 @@ class VirtualCluster:
             decode_step_tokens=node.step_totals.context_tokens,
             **counts,
         )
-        self._send_to_brain(node, m.Heartbeat(stats))
+        self._send_to_brain(node, Heartbeat(stats))
         self.call_at(self.now + HEARTBEAT, lambda: self._send_heartbeat(node))
 
 
 def _root_hash(work: AttemptSpec) -> BlockHash:
     return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
-
-
-def _join_info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
-    return JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(name),
-        role=role,
-        host_id="h",
-        transfer_endpoint="",
-        pid=1,
-        model_digest="ab",
-        layout=PACED_LAYOUT,
-        num_blocks=blocks,
-        max_num_seqs=limits.max_num_seqs,
-        max_batched_tokens=limits.max_batched_tokens,
-        max_model_len=limits.max_model_len,
-        vocab_size=1000,
-        eos_token_ids=(0,),
-        engine="paced",
-        process=name,
-    )
 
 
 def percentile(values: list[float], share: float) -> float:

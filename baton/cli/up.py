@@ -1,12 +1,12 @@
 """`baton up`: run the whole cluster on this machine."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from baton.cli.common.errors import exit_code, print_error
@@ -65,7 +65,7 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     threads_per_node(settings.threads, 1, 1)  # reports a bad value before anything else happens
     config, notices = complete_config(settings)
     if not config.model and config.engine == "model":
-        config = msgspec.structs.replace(config, model=str(find_default_model()))
+        config = dataclasses.replace(config, model=str(find_default_model()))
     remove_stale_segments(Path(config.segment_dir))  # killed processes leave segments behind
     config, memory_notice = fit_memory(config)
     config = with_local_model(config)
@@ -74,7 +74,7 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     folder = state_folder(config)
     pid_file = PidFile(folder)
     logs = folder / "logs"
-    config = msgspec.structs.replace(config, state_dir=str(folder))
+    config = dataclasses.replace(config, state_dir=str(folder))
     if detach:
         logs.mkdir(exist_ok=True)
         for notice in notices:

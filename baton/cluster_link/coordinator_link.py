@@ -14,12 +14,24 @@ first. Everything here runs on the member's event loop. gRPC errors do not leave
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
 
 from baton.cluster_link import stream as link_stream
+from baton.cluster_link.codec import decode_order, encode_join
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
+from baton.cluster_link.messages import (
+    ArmFailpoints,
+    JoinInfo,
+    JoinRefusal,
+    LinkControl,
+    NodeOrder,
+    Ping,
+    PoolJoinInfo,
+    Welcome,
+)
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb import cluster_pb2
@@ -50,8 +62,8 @@ class _MemberChanged(Exception):
 class LinkMember(Protocol):
     """What the link calls, on the event loop and in the order of the stream's messages."""
 
-    def build_join(self) -> cluster_pb2.Join:
-        """Describe the member as it is now."""
+    def build_join(self) -> JoinInfo | PoolJoinInfo:
+        """Describe the member as it is now; the link fills in `process`."""
         ...
 
     def build_stats(self) -> cluster_pb2.NodeStats:
@@ -66,8 +78,8 @@ class LinkMember(Protocol):
         """Drop the work of the last incarnation: the coordinator has been silent for too long."""
         ...
 
-    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Handle a message of the coordinator that the link does not handle itself."""
+    def on_order(self, order: NodeOrder) -> None:
+        """Handle an order of the coordinator."""
         ...
 
 
@@ -203,9 +215,8 @@ class CoordinatorLink:
         """
         self._member_changed.clear()
         try:
-            join = self._member.build_join()
-            join.process = self._process_id
-            await call.write(cluster_pb2.NodeMessage(join=join))
+            join = replace(self._member.build_join(), process=self._process_id)
+            await call.write(encode_join(join))
             numbers = link_stream.SequenceNumbers()
             heartbeat = await self._receive_welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
@@ -236,14 +247,16 @@ class CoordinatorLink:
             first = await call.read()
         if first is grpc.aio.EOF or first is None:
             raise TimeoutError
-        if first.WhichOneof("message") == "refusal":
-            reason, seconds = first.refusal.error.message, first.refusal.retry_seconds
-            if seconds > 0:
-                raise _JoinDeferred(reason, seconds)
-            raise ConfigError(f"the coordinator refused this node: {reason}")
-        if first.WhichOneof("message") != "welcome":
-            self._log.warning("no welcome from the coordinator, reconnecting")
-            raise TimeoutError
+        match decode_order(first):
+            case Welcome() as welcome:
+                pass
+            case JoinRefusal(error, retry_seconds):
+                if retry_seconds > 0:
+                    raise _JoinDeferred(error.message, retry_seconds)
+                raise ConfigError(f"the coordinator refused this node: {error.message}")
+            case _:
+                self._log.warning("no welcome from the coordinator, reconnecting")
+                raise TimeoutError
         self._heard_at = asyncio.get_running_loop().time()
         numbers.accept_message(first)
         while not self._unsent.empty():
@@ -253,12 +266,11 @@ class CoordinatorLink:
             self._lost_timer.cancel()
         self._overflow.clear()
         self._was_member = True
-        self._silence = first.welcome.silence_seconds
-        self._incarnation = Incarnation(first.welcome.incarnation)
+        self._silence = welcome.silence_seconds
+        self._incarnation = welcome.incarnation
         self._member.on_joined(self._incarnation)
         self._log.info("joined the cluster", incarnation=self._incarnation)
-        heartbeat: float = first.welcome.heartbeat_seconds
-        return heartbeat
+        return welcome.heartbeat_seconds
 
     async def _receive_messages(
         self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
@@ -273,16 +285,22 @@ class CoordinatorLink:
                 return
             self._heard_at = asyncio.get_running_loop().time()
             try:
-                is_new = numbers.accept_message(message)
+                if numbers.accept_message(message):
+                    self._handle_order(decode_order(message))
             except link_stream.MessagesLost as error:
                 self._log.warning(
                     "messages from the coordinator lost, reconnecting", error=str(error)
                 )
                 return
-            if is_new and message.HasField("arm"):
-                FAILPOINTS.arm(message.arm.spec)
-            elif is_new:
-                self._member.on_message(message)
+
+    def _handle_order(self, order: NodeOrder | LinkControl | None) -> None:
+        match order:
+            case ArmFailpoints(spec):
+                FAILPOINTS.arm(spec)
+            case Welcome() | JoinRefusal() | Ping() | None:  # None: of a later version
+                pass
+            case _:
+                self._member.on_order(order)
 
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_stream.SequenceNumbers()

@@ -28,8 +28,6 @@ from baton.types import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 3
-
 FINISH_REASON_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,

@@ -5,21 +5,24 @@ user typed, and `baton.config.resolve` merges that with environment, file and de
 """
 
 import argparse
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-import msgspec
-
+from baton.config.common import ProcessConfig
 from baton.config.resolve import (
     get_field_choices,
     get_field_help,
     parse_assignment,
     resolve_config,
+    select_settings,
 )
-from baton.config.settings import SECRET_FIELDS, Config
+from baton.config.settings import FIELD_NAMES, SECRET_FIELDS, Config
 from baton.errors import ConfigError
 
+_C = TypeVar("_C", bound=ProcessConfig)
 _METAVARS = {int: "N", float: "X"}
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Config)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
@@ -38,7 +41,7 @@ def add_config_flags(parser: argparse.ArgumentParser, fields: Iterable[str] | No
     settings = parser.add_argument_group(
         "settings", "each is also BATON_<NAME> and a key of --config FILE"
     )
-    for field in Config.__struct_fields__ if fields is None else fields:
+    for field in FIELD_NAMES if fields is None else fields:
         _add_flag(settings, field)
 
 
@@ -58,16 +61,17 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
 
 
 def load_config(
-    argv: Sequence[str] | None, *, prog: str, description: str, fields: Iterable[str] | None = None
-) -> Config:
-    """Resolve the settings of a command whose only flags are settings.
+    argv: Sequence[str] | None, config_class: type[_C], *, prog: str, description: str
+) -> _C:
+    """Resolve the settings of a process: it has a flag for each field of `config_class`, no other.
 
     Raises ConfigError. Exits with 2 on unknown flags.
     """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    add_config_flags(parser, fields)
+    add_config_flags(parser, [field.name for field in dataclasses.fields(config_class)])
     namespace = parser.parse_args(argv)
-    return resolve_config(get_typed_settings(namespace), file=namespace.config_file)
+    config = resolve_config(get_typed_settings(namespace), file=namespace.config_file)
+    return select_settings(config, config_class)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: str) -> None:

@@ -1,17 +1,26 @@
 """Resolves settings: a flag overrides the environment, which overrides the file and the default."""
 
+import dataclasses
 import difflib
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from baton.config.settings import ENV_PREFIX, NON_SETTING_VARIABLES, SECRET_FIELDS, Config
+from baton.config.common import ProcessConfig
+from baton.config.settings import (
+    ENV_PREFIX,
+    FIELD_NAMES,
+    NON_SETTING_VARIABLES,
+    SECRET_FIELDS,
+    Config,
+)
 from baton.errors import ConfigError
 
+_C = TypeVar("_C", bound=ProcessConfig)
 _FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 
@@ -44,7 +53,7 @@ def resolve_config(
     layers += [(_read_environment(environ), "environment"), (dict(flags), "command line")]
     for values, source in layers:
         for key, value in values.items():
-            if key not in Config.__struct_fields__:
+            if key not in FIELD_NAMES:
                 raise ConfigError(f"there is no setting {key!r} ({source})")
             merged[key], sources[key] = value, source
     for key in merged:
@@ -63,15 +72,19 @@ def resolve_config(
     return Config(**merged)  # type: ignore[arg-type]
 
 
+def select_settings(config: Config, config_class: type[_C]) -> _C:
+    """Build the configuration of one process from that of the cluster, field by field name."""
+    fields = dataclasses.fields(config_class)
+    return config_class(**{field.name: getattr(config, field.name) for field in fields})
+
+
 def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a notice for each BATON_* variable that is not a setting, with the nearest setting.
 
     They are not errors, because other programs may set such variables, as Kubernetes does for a
     service that is called baton.
     """
-    known = {
-        ENV_PREFIX + field.upper() for field in Config.__struct_fields__
-    } | NON_SETTING_VARIABLES
+    known = {ENV_PREFIX + field.upper() for field in FIELD_NAMES} | NON_SETTING_VARIABLES
     notices = []
     for name in sorted(key for key in environ if key.startswith(ENV_PREFIX) and key not in known):
         alike = difflib.get_close_matches(
@@ -121,7 +134,7 @@ def _read_config_file(path: str) -> dict[str, object]:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    fields = set(Config.__struct_fields__)
+    fields = set(FIELD_NAMES)
     found: dict[str, object] = {}
     for key, value in environ.items():
         field = key.removeprefix("BATON_").lower()

@@ -5,15 +5,17 @@ A process does so once, before it starts other processes or loads anything, so t
 works, and a restart never changes the model.
 """
 
+import dataclasses
 import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-import msgspec
-
-from baton.config.settings import Config, get_served_model_name
+from baton.config.common import ModelSourceConfig
 from baton.errors import ConfigError
+
+_C = TypeVar("_C", bound=ModelSourceConfig)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _METADATA_FILES = (
@@ -28,7 +30,7 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def with_local_model(config: Config, *, weights: bool = True) -> Config:
+def with_local_model(config: _C, *, weights: bool = True) -> _C:
     """Return `config` with a local folder as `model`, and with the name that clients use.
 
     With `weights` False the tensors of a hub model are not downloaded. May take minutes. Raises
@@ -45,8 +47,8 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
         return config
     weights = weights and config.load_format != "dummy"
     folder = _download_from_hub(config.model, weights)
-    return msgspec.structs.replace(
-        config, model=str(folder), served_model_name=get_served_model_name(config)
+    return dataclasses.replace(
+        config, model=str(folder), served_model_name=config.public_model_name
     )
 
 

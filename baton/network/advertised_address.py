@@ -6,21 +6,23 @@ the address of a container is not known before it runs.
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
+from typing import TypeVar
 
-import msgspec
-
-from baton.config.settings import Config
+from baton.config.common import MemberConfig
 from baton.errors import ConfigError
 from baton.network.bind_policy import get_endpoint_host
 from baton.process import log
+
+_C = TypeVar("_C", bound=MemberConfig)
 
 AUTO = "auto"
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts
 
 
-async def with_advertised_address(config: Config, stop: asyncio.Event) -> Config:
+async def with_advertised_address(config: _C, stop: asyncio.Event) -> _C:
     """Return `config` with an address in `advertise`.
 
     Replaces `auto`, and an empty value if `listen` has a wildcard. Waits until the coordinator's
@@ -44,7 +46,7 @@ async def with_advertised_address(config: Config, stop: asyncio.Event) -> Config
             )
         else:
             log.get_logger("node").info("transfer address advertised", address=address)
-            return msgspec.structs.replace(config, advertise=address)
+            return dataclasses.replace(config, advertise=address)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await stop.wait()

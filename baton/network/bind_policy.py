@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def get_endpoint_host(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def check_coordinator_binds(settings: Config) -> None:
+def check_coordinator_binds(settings: CoordinatorConfig) -> None:
     """Check that every port of the coordinator has its key. Raises ConfigError."""
     if settings.tenants and settings.api_key:
         raise ConfigError(

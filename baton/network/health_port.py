@@ -5,7 +5,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2
 
-from baton.config.settings import Config
+from baton.config.common import MemberConfig
 from baton.errors import ConfigError
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import compute_port_limit
@@ -22,7 +22,7 @@ class HealthPort:
     Keeps a reference to the server: gRPC stops a server that is garbage collected.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MemberConfig) -> None:
         self.port = NO_PORT
         self._guard = ConnectionGuard()
         self._endpoint = f"{config.listen.rpartition(':')[0]}:{config.health_port}"

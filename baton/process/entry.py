@@ -4,21 +4,23 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from baton.config.common import ProcessConfig
 from baton.config.resolve import find_unknown_variables
-from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.process import log, log_capture, runtime
 from baton.process.descriptors import raise_descriptor_limit
 from baton.process.failpoints import arm_from_environment
 
+_C = TypeVar("_C", bound=ProcessConfig)
 STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
 
 
 def run_process(
-    settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]
+    load_config: Callable[[], _C], main: Callable[[_C, asyncio.Event], Awaitable[None]]
 ) -> int:
-    """Run `main(settings(), stop)` until it returns. Returns the exit code of the process.
+    """Run `main(load_config(), stop)` until it returns. Returns the exit code of the process.
 
     The process is killed when its supervisor dies.
     """
@@ -27,7 +29,7 @@ def run_process(
         runtime.exit_with_parent(int(supervisor))
     try:
         arm_from_environment()
-        config = settings()
+        config = load_config()
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE

@@ -19,6 +19,7 @@ import grpc
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import CoordinatorDialer
+from baton.cluster_link.messages import PROTOCOL_VERSION
 from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
@@ -89,7 +90,7 @@ class InstantNode:
 
     def _join(self) -> pb.Join:
         return pb.Join(
-            protocol_version=wire.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
             name=f"instant-{self._role.value}",
             role=self._role.value,
             host_id="bench",

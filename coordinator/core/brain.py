@@ -6,6 +6,13 @@ Its shell is `coordinator/node_links/dispatcher.py`; simulators are others.
 import math
 from collections.abc import Sequence
 
+from baton.cluster_link.messages import (
+    Heartbeat,
+    JoinInfo,
+    NodeReport,
+    PeerLostNotice,
+    PoolJoinInfo,
+)
 from baton.errors import BatonError, NodeDrained, NodeLost, NotFound, RequestRejected
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
@@ -17,17 +24,8 @@ from coordinator.core.admission.admission_controller import AdmissionRequest
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import (
-    DegradationChanged,
-    Effect,
-    Heartbeat,
-    MemberLost,
-    NodeReport,
-    PeerLostNotice,
-    RatioChanged,
-)
+from coordinator.core.common.effects import DegradationChanged, Effect, MemberLost, RatioChanged
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import (
     NodeMember,
     NodeRegistry,
@@ -35,7 +33,7 @@ from coordinator.core.membership.node_registry import (
     is_node_empty,
 )
 from coordinator.core.membership.pool_membership import PoolMembership
-from coordinator.core.membership.prefix_directory import PoolJoinInfo, PoolMember
+from coordinator.core.membership.prefix_directory import PoolMember
 from coordinator.core.placement.breakers import CircuitBreakers
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.placement_state import PlacementState
@@ -47,7 +45,7 @@ from coordinator.core.requests.node_reports import NodeReportHandler
 from coordinator.core.requests.placement_loop import PlacementLoop
 from coordinator.core.requests.pressure import PressureMonitor
 from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.request_admitter import RequestAdmitter, SubmittedRequest
+from coordinator.core.requests.request_admitter import RequestAdmitter
 from coordinator.core.requests.retries import RetryScheduler
 from coordinator.core.requests.table import RequestTable
 
@@ -84,14 +82,14 @@ class Brain:
         """Submit a request. `AdmitRequest` follows at once, or when nodes that can serve it have
         joined; otherwise it ends with Unavailable after `ADMIT_TIMEOUT_SECONDS`. Raises
         ShuttingDown, Overloaded, ServiceUnavailable or ContextLengthExceeded, which are counted."""
-        return self.submit_requests([SubmittedRequest(request)], now, internal=internal)
+        return self.submit_requests([request], now, internal=internal)
 
     def submit_requests(
-        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool = False
+        self, requests: Sequence[Request], now: float, *, internal: bool = False
     ) -> list[Effect]:
         """Submit all requests, in this order, or none: raises the errors of `submit_request`, each
         counted once, and InvalidRequest if the queue could never hold so many."""
-        self._request_admitter.admit_requests(arrivals, now, internal=internal)
+        self._request_admitter.admit_requests(requests, now, internal=internal)
         return self._take_effects(now)
 
     def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
@@ -222,7 +220,7 @@ class Brain:
         """Handle what time alone has made due: silent and stalled nodes, deadlines, drains and role
         switches; and sweep a slice of the prefix directory."""
         self.placement_state.prefix_directory.sweep_slice()
-        for node, error in self.node_registry.find_expired(now, self._table.loads.busy_nodes()):
+        for node, error in self.node_registry.find_expired(now, self.count_attempts):
             self._drop_node(node, error, now)
         self._table.context_capacity.expire_departed_nodes(now)
         self._pool_membership.remove_silent_pools(now)
@@ -287,12 +285,12 @@ class Brain:
     @property
     def queued_requests(self) -> int:
         """Number of requests that wait to be placed."""
-        return len(self._table.queue) + self._table.queue.parked_count + len(self._table.retries)
+        return len(self._table.queue) + len(self._table.oversized) + len(self._table.retries)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of the requests in the queue."""
-        return self._table.queue.total_prompt_tokens
+        return self._table.queue.backlog.total_prompt_tokens
 
     @property
     def running_requests(self) -> int:
@@ -341,7 +339,8 @@ class Brain:
         return told
 
     def count_attempts(self, node: Incarnation) -> int:
-        return self._table.loads.count_attempts(node)
+        """Count the attempts that have a leg on the node."""
+        return len(self._table.loads.attempts_on(node))
 
     def get_node(self, name: NodeName) -> NodeMember:
         """Raises NotFound."""
@@ -363,7 +362,7 @@ class Brain:
             )
         loads, incarnation = self._table.loads, node.incarnation
         empty = is_node_empty(
-            loads.count_attempts(incarnation), loads.count_quiet_reports(incarnation), node.stats
+            self.count_attempts(incarnation), loads.count_quiet_reports(incarnation), node.stats
         )
         return NodeServiceState.DRAINED if empty else NodeServiceState.DRAINING
 

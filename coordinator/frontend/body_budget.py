@@ -56,8 +56,12 @@ class IncomingBody:
         self.timer = None
 
     async def wait_to_decode(self, size: int) -> None:
-        """Return when the complete body, of `size` bytes, may be decoded. Raises Overloaded."""
-        await self.budget.pacer.wait_turn(size)
+        """Return when the complete body, of `size` bytes, may be decoded: at once if it is small.
+
+        Raises Overloaded.
+        """
+        if size > MAX_SMALL_BODY_BYTES:
+            await self.budget.pacer.wait_turn(size, self.client)
 
     async def grow_to(self, size: int) -> None:
         """Wait for room for the `size` bytes that have arrived, and until the next may be read.

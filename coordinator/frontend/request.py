@@ -1,4 +1,4 @@
-"""What a client asked for, and its conversion to a `Submission` with defaults and bounds.
+"""What a client asked for, and its conversion to `Request`s with defaults and bounds.
 
 HTTP and gRPC each turn their wire format into a `GenerationRequest` and know nothing of defaults,
 bounds or tokenizing, so that the two cannot drift apart.
@@ -8,15 +8,14 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from baton import limits
 from baton.errors import InvalidRequest, RequestRejected
 from baton.limits import ModelBounds
 from baton.models.generation_defaults import GenerationDefaults
-from baton.types import DEFAULT_PRINCIPAL, Principal, SamplingParams
-from coordinator.generation import Submission
+from baton.types import DEFAULT_PRINCIPAL, Principal, Request, RequestId, SamplingParams, mint_id
 from coordinator.text.chat_template import ChatPrompt
 
 Value = TypeVar("Value")
@@ -91,13 +90,13 @@ def count_prompts(request: GenerationRequest) -> int:
     )
 
 
-def to_submission(
+def build_request(
     request: GenerationRequest,
     prompt: tuple[int, ...],
     timeout: float,
     bounds: ModelBounds,
     defaults: GenerationDefaults,
-) -> Submission:
+) -> Request:
     """Build the first choice for one tokenized prompt.
 
     `timeout` is the time left, in seconds. `defaults` are the model's own, for what the request
@@ -124,7 +123,8 @@ def to_submission(
         prompt_logprobs=request.logprobs if request.echo else None,
     )
     limits.check_sampling(sampling, len(prompt), bounds)
-    return Submission(
+    return Request(
+        id=RequestId(mint_id()),
         prompt_token_ids=prompt,
         sampling=sampling,
         timeout_seconds=timeout,
@@ -132,6 +132,23 @@ def to_submission(
         choice_index=request.first_choice,
         principal=request.principal,
     )
+
+
+def expand_choices(first: Request, n: int) -> Iterator[Request]:
+    """Yield all `n` choices of a prompt; the others follow the first, so it is computed once.
+
+    Only the first asks for the prompt's logprobs, which are equal for all.
+    """
+    yield first
+    sampling = replace(first.sampling, prompt_logprobs=None)
+    for number in range(1, n):
+        yield replace(
+            first,
+            id=RequestId(mint_id()),
+            sampling=sampling,
+            choice_index=first.choice_index + number,
+            leader_id=first.id,
+        )
 
 
 def _max_tokens(request: GenerationRequest, room: int, defaults: GenerationDefaults) -> int:

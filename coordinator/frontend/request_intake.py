@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import replace
 
 from baton import limits
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServiceUnavailable
@@ -12,21 +11,22 @@ from baton.limits import TextLimit
 from baton.models.generation_defaults import GenerationDefaults
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import RequestId
+from baton.types import Request, RequestId
 from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.output import ChoiceStream, OutputProcessor, PromptEcho, ResponseStream
 from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.request import (
     GenerationRequest,
     Prompt,
+    build_request,
     check_request,
     check_timeout,
     count_prompts,
+    expand_choices,
     rename_error_params,
-    to_submission,
 )
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
-from coordinator.generation import GenerationBackend, Submission
+from coordinator.generation import GenerationBackend
 from coordinator.text.chat_template import ChatPrompt
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
@@ -123,9 +123,9 @@ class RequestIntake:
                 request.n * count_prompts(request),
                 self.effective_timeout(request.timeout_seconds),
             )
-            tokenizer, firsts, echoes = await self._prepare_submissions(request)
-        submissions = [choice for first in firsts for choice in _expand_choices(first, request.n)]
-        generations = await self._backend.submit_requests(submissions)
+            tokenizer, firsts, echoes = await self._build_requests(request)
+        choices = [choice for first in firsts for choice in expand_choices(first, request.n)]
+        generations = await self._backend.submit_requests(choices)
         if request.client_request_id is not None:
             _log.info(
                 "request received",
@@ -188,9 +188,9 @@ class RequestIntake:
             )
         return self._tokenizer.result()
 
-    async def _prepare_submissions(
+    async def _build_requests(
         self, request: GenerationRequest
-    ) -> tuple[Tokenizer, list[Submission], list[PromptEcho]]:
+    ) -> tuple[Tokenizer, list[Request], list[PromptEcho]]:
         """Return the tokenizer, the first choice of each prompt, and the prompts to echo."""
         assert request.prompts is not None
         prompts: Sequence[Prompt | ChatPrompt]
@@ -209,7 +209,7 @@ class RequestIntake:
         firsts = []
         for index, tokens in enumerate(encoded):
             with _name_prompt_in_errors(index, encoded):
-                firsts.append(to_submission(request, tokens, seconds_left, bounds, self._defaults))
+                firsts.append(build_request(request, tokens, seconds_left, bounds, self._defaults))
             await asyncio.sleep(0)  # a prompt can be long, and there can be many
         if not request.echo:
             return tokenizer, firsts, []
@@ -244,14 +244,6 @@ class RequestIntake:
 def _name_prompt_in_errors(index: int, prompts: Sequence[object]) -> AbstractContextManager[None]:
     """Make errors of the block say which of several prompts they are about."""
     return rename_error_params({"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {})
-
-
-def _expand_choices(first: Submission, n: int) -> Iterator[Submission]:
-    """Yield all `n` choices; only the first asks for the prompt's logprobs, equal for all."""
-    yield first
-    sampling = replace(first.sampling, prompt_logprobs=None)
-    for number in range(1, n):
-        yield replace(first, sampling=sampling, choice_index=first.choice_index + number)
 
 
 async def _encode_prompt(

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, InvalidRequest
 from baton.slo import Slo, parse_slo
 from coordinator.core.brain import Brain
@@ -12,13 +12,13 @@ from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import POLICIES
 
 
-def build_brain(config: Config, served: ServedModel | None = None) -> Brain:
+def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) -> Brain:
     """Nodes that join are compared with `served`, the model as far as it is known.
 
     Raises ConfigError.
     """
     settings = BrainSettings(
-        effective_mode(config),
+        mode=effective_mode(config),
         max_queue=config.max_queue,
         max_attempts=config.max_attempts,
         reserve_timeout=config.stall,
@@ -34,7 +34,7 @@ def build_brain(config: Config, served: ServedModel | None = None) -> Brain:
     return Brain(registry, POLICIES[config.placement](), settings)
 
 
-def effective_mode(config: Config) -> Literal["disaggregated", "colocated", "auto"]:
+def effective_mode(config: CoordinatorConfig) -> Literal["disaggregated", "colocated", "auto"]:
     """A cluster without prefill nodes is colocated, whatever --mode says."""
     return config.mode if config.prefill else "colocated"
 

@@ -8,11 +8,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import BatonError
 from baton.process import log
-from baton.types import SamplingParams
-from coordinator.generation import Submission
+from baton.types import Request, RequestId, SamplingParams, mint_id
+from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
 from coordinator.node_links.dispatcher import Dispatcher
 
 WARMUP_PROMPT_TOKENS = 4
@@ -26,7 +26,7 @@ _log = log.get_logger("warmup")
 class ClusterReadiness:
     """The cluster's readiness. `run` warms the cluster up once."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: CoordinatorConfig, dispatcher: Dispatcher) -> None:
         # Called with (ready, reason) when the state has changed.
         self.on_change: list[Callable[[bool, str], None]] = []
         self._config = config
@@ -73,8 +73,14 @@ class ClusterReadiness:
             vocab = self._dispatcher.get_model_bounds().vocab_size
             prompt = tuple(token % vocab for token in range(1, WARMUP_PROMPT_TOKENS + 1))
             sampling = SamplingParams(WARMUP_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-            submission = Submission(prompt, sampling, self._config.request_timeout)
-            stream = await self._dispatcher.submit_request(submission, internal=True)
+            request = Request(
+                RequestId(mint_id()),
+                prompt,
+                sampling,
+                self._config.request_timeout,
+                principal=INTERNAL_PRINCIPAL,
+            )
+            stream = await self._dispatcher.submit_request(request, internal=True)
             async for _ in stream:
                 pass
         except BatonError as error:

@@ -8,7 +8,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.config.settings import Config
+from baton.cluster_link.messages import (
+    Heartbeat,
+    JoinInfo,
+    LinkControl,
+    NodeLeaving,
+    NodeOrder,
+    NodeReport,
+    PoolJoinInfo,
+    Welcome,
+)
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -17,12 +27,11 @@ from baton.errors import (
     SlowReader,
 )
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import Incarnation, Principal, Request, RequestId, mint_id
-from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
-from coordinator.core.common.messages import (
+from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.common.effects import (
     AdmitRequest,
     AttemptReplaced,
     BreakerChanged,
@@ -32,21 +41,15 @@ from coordinator.core.common.messages import (
     EmitTokens,
     EndRequest,
     FinishedResult,
-    Heartbeat,
     MemberLost,
-    NodeLeaving,
-    NodeReport,
     RatioChanged,
     RoleSwitchReport,
     SendOrder,
 )
-from coordinator.core.membership.join_checks import JoinInfo, ServedModel
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
-from coordinator.core.requests.request_admitter import SubmittedRequest
-from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
+from coordinator.core.membership.join_checks import ServedModel
+from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
-from coordinator.node_links.message_codec import build_welcome, order_to_pb
 
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
 
@@ -56,8 +59,8 @@ _log = log.get_logger("dispatcher")
 class NodeConnection(Protocol):
     """A node's stream as the dispatcher sees it."""
 
-    def send_message(self, message: CoordinatorMessage) -> None:
-        """Queue a message. Never blocks: a stream that cannot keep up closes itself."""
+    def send_order(self, order: NodeOrder | LinkControl) -> None:
+        """Queue an order. Never blocks: a stream that cannot keep up closes itself."""
         ...
 
     def close(self) -> None:
@@ -69,7 +72,10 @@ class Dispatcher:
     """The `GenerationBackend` of the front ends, and the registry of the nodes' streams."""
 
     def __init__(
-        self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None
+        self,
+        config: CoordinatorConfig,
+        clock: Clock = monotonic_clock,
+        served: ServedModel | None = None,
     ) -> None:
         """Nodes that join are compared with `served`, the model as far as it is known.
 
@@ -101,22 +107,19 @@ class Dispatcher:
     def get_model_bounds(self) -> ModelBounds:
         return self.brain.get_model_bounds()
 
-    async def submit_request(
-        self, submission: Submission, *, internal: bool = False
-    ) -> GenerationStream:
+    async def submit_request(self, request: Request, *, internal: bool = False) -> GenerationStream:
         """See `GenerationBackend.submit_request`. `internal` requests have a class of their own."""
-        (stream,) = await self.submit_requests([submission], internal=internal)
+        (stream,) = await self.submit_requests([request], internal=internal)
         return stream
 
     async def submit_requests(
-        self, submissions: Sequence[Submission], *, internal: bool = False
+        self, requests: Sequence[Request], *, internal: bool = False
     ) -> list[GenerationStream]:
         """See `GenerationBackend.submit_requests`."""
-        arrivals = _build_arrivals(submissions, internal=internal)
-        effects = self.brain.submit_requests(arrivals, self.clock(), internal=internal)
+        effects = self.brain.submit_requests(requests, self.clock(), internal=internal)
         streams = [
-            GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client)
-            for arrival in arrivals
+            GenerationStream(request.id, self._cancel_for_client, self._stop_for_client)
+            for request in requests
         ]
         self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
@@ -189,7 +192,7 @@ class Dispatcher:
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_node(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
-        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info(
             "node joined",
             node=info.name,
@@ -206,7 +209,7 @@ class Dispatcher:
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_pool(info, incarnation, self.clock())
         self.node_connections[incarnation] = link
-        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
         self.apply_effects(effects)
         self.notify_cluster_change()
@@ -245,10 +248,10 @@ class Dispatcher:
                 stream = self._generation_streams.get(request)
                 if stream is not None:
                     stream.push_prompt_logprobs(PromptLogprobsEvent(scores))
-            case SendOrder(node, message):
+            case SendOrder(node, order):
                 link = self.node_connections.get(node)
                 if link is not None:
-                    link.send_message(order_to_pb(message))
+                    link.send_order(order)
             case AdmitRequest(request):
                 stream = self._generation_streams.get(request)
                 if stream is not None:
@@ -346,31 +349,3 @@ class Dispatcher:
     def _on_timer(self) -> None:
         self._timer = None
         self.apply_effects(self.brain.tick(self.clock()))
-
-
-def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
-    """Mint ids, and find the leader of each choice: see `GenerationBackend.submit_requests`."""
-    arrivals: list[SubmittedRequest] = []
-    leader: Request | None = None
-    for submission in submissions:
-        request = Request(
-            id=RequestId(mint_id()),
-            prompt_token_ids=submission.prompt_token_ids,
-            sampling=submission.sampling,
-            timeout_seconds=submission.timeout_seconds,
-            cache_salt=submission.cache_salt,
-            choice_index=submission.choice_index,
-            principal=INTERNAL_PRINCIPAL if internal else submission.principal,
-        )
-        if (
-            leader is None
-            or request.choice_index <= leader.choice_index
-            or request.prompt_token_ids != leader.prompt_token_ids
-        ):
-            leader = request
-        arrivals.append(
-            SubmittedRequest(
-                request, submission.leader_id or (leader.id if leader is not request else None)
-            )
-        )
-    return arrivals

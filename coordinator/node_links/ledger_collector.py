@@ -4,7 +4,8 @@ import asyncio
 from itertools import chain, count
 from operator import attrgetter
 
-from baton.pb.cluster_pb2 import CoordinatorMessage, LedgerQuery, LedgerReply, LedgerResponse
+from baton.cluster_link.messages import LedgerQuery
+from baton.pb.cluster_pb2 import LedgerReply, LedgerResponse
 from baton.pb.common_pb2 import Ledger
 from baton.types import Incarnation
 from coordinator.node_links.dispatcher import Dispatcher
@@ -40,7 +41,7 @@ class LedgerCollector:
             for node in names:
                 link = self._dispatcher.node_connections.get(node)
                 if link is not None:
-                    link.send_message(CoordinatorMessage(ledger_query=LedgerQuery(query=number)))
+                    link.send_order(LedgerQuery(number))
             if waiting:
                 await asyncio.wait(waiting.values(), timeout=timeout_seconds)
         finally:

@@ -5,7 +5,7 @@ from typing import Any
 import grpc.aio
 
 from baton.cluster_link import stream
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.network.connection_limits import PortLimit
@@ -24,7 +24,11 @@ class NodeLinkServer:
     """The gRPC server for nodes, on the running event loop. It answers from `start` on."""
 
     def __init__(
-        self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, limit: PortLimit
+        self,
+        config: CoordinatorConfig,
+        dispatcher: Dispatcher,
+        ledgers: LedgerCollector,
+        limit: PortLimit,
     ) -> None:
         """Bind the port. Raises ConfigError."""
         self._join_counts = dispatcher.brain.counters.joins

@@ -13,20 +13,26 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import pb_conversion, stream
+from baton.cluster_link import stream
+from baton.cluster_link.codec import decode_join, decode_report, encode_order
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
-from baton.config.settings import Config
+from baton.cluster_link.messages import (
+    JoinInfo,
+    JoinRefusal,
+    LinkControl,
+    NodeOrder,
+    Ping,
+    PoolJoinInfo,
+)
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost
 from baton.limits import MAX_UNSENT_MESSAGES
-from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
+from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation
-from coordinator.core.membership.join_checks import JoinInfo
-from coordinator.core.membership.prefix_directory import POOL_ROLE
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
-from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb
 
 JOIN_TIMEOUT_SECONDS = 5.0
 _LAST_WRITE_SECONDS = 1.0  # for a write that is in progress when the stream ends
@@ -44,15 +50,15 @@ class NodeStream:
     def __init__(self, heartbeat: float) -> None:
         self.closed = asyncio.Event()
         self._heartbeat = heartbeat
-        self._outbox: deque[CoordinatorMessage] = deque()
+        self._outbox: deque[NodeOrder | LinkControl] = deque()
         self._wake = asyncio.Event()
 
-    def send_message(self, message: CoordinatorMessage) -> None:
+    def send_order(self, order: NodeOrder | LinkControl) -> None:
         if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
             _log.error("send queue to a node full, closing its stream", unsent=MAX_UNSENT_MESSAGES)
             self.close()
         if not self.closed.is_set():
-            self._outbox.append(message)
+            self._outbox.append(order)
             self._wake.set()
 
     def close(self) -> None:
@@ -63,7 +69,7 @@ class NodeStream:
         numbers = stream.SequenceNumbers()
         while True:
             while self._outbox:
-                message = self._outbox.popleft()
+                message = encode_order(self._outbox.popleft())
                 numbers.number_message(message)
                 await _write_message(context, message)
             self._wake.clear()
@@ -71,7 +77,7 @@ class NodeStream:
                 async with asyncio.timeout(self._heartbeat):
                     await self._wake.wait()
             except TimeoutError:
-                self.send_message(CoordinatorMessage(ping=Ping()))
+                self.send_order(Ping())
 
 
 async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
@@ -92,7 +98,9 @@ async def _write_message(context: StreamContext, message: CoordinatorMessage) ->
 class NodeLinkService:
     """Serves the streams of all nodes and pools."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, dispatcher: Dispatcher, ledgers: LedgerCollector
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._ledger_collector = ledgers
@@ -104,18 +112,16 @@ class NodeLinkService:
         node_stream = NodeStream(self._config.heartbeat)
         first = await self._read_join(context)
         try:
-            if first.join.role == POOL_ROLE:
-                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), node_stream)
+            join = self._decode_join(first.join)
+            if isinstance(join, PoolJoinInfo):
+                incarnation = self._dispatcher.join_pool(join, node_stream)
             else:
-                incarnation = self._dispatcher.join_node(self._parse_join(first.join), node_stream)
+                incarnation = self._dispatcher.join_node(join, node_stream)
         except ConfigError as error:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
             )
-            refusal = Refusal(
-                error=pb_conversion.error_to_pb(error), retry_seconds=error.retry_after or 0.0
-            )
-            await context.write(CoordinatorMessage(refusal=refusal))
+            await context.write(encode_order(JoinRefusal(error, error.retry_after or 0.0)))
             return
         try:
             await self._run_until_first_ends(
@@ -133,10 +139,10 @@ class NodeLinkService:
                 incarnation, NodeLost(f"the stream of node {first.join.name} ended")
             )
 
-    def _parse_join(self, join: Join) -> JoinInfo:
+    def _decode_join(self, join: Join) -> JoinInfo | PoolJoinInfo:
         """Raises ConfigError, and counts it, for a join that is no node's."""
         try:
-            return join_from_pb(join)
+            return decode_join(join)
         except ConfigError:
             self._dispatcher.brain.counters.joins["refused"] += 1
             raise
@@ -186,7 +192,7 @@ class NodeLinkService:
                 counters.dropped_messages["stale"] += 1
                 return
             try:
-                report = input_from_pb(message)
+                report = decode_report(message)
             except ValueError as error:
                 _limited.log_event(_log.warning, "malformed message from a node", error=str(error))
                 counters.dropped_messages["damaged"] += 1

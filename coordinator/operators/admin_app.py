@@ -2,14 +2,15 @@
 
 from typing import Protocol
 
-from fastapi import FastAPI
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from baton.errors import BatonError, InvalidRequest, NotSupported, ServiceUnavailable
+from baton.errors import InvalidRequest, NotSupported, ServiceUnavailable
 from baton.pb.cluster_pb2 import (
     DrainResponse,
     ExplainResponse,
@@ -22,13 +23,9 @@ from baton.role_split import RoleSplit, parse_split
 from baton.slo import Slo, parse_slo
 from coordinator.frontend.auth import AdminAuthenticator
 from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.http import errors
-from coordinator.frontend.http.metrics_page import add_metrics_route
-from coordinator.frontend.http.middleware import (
-    RequestMiddleware,
-    allow_head_requests,
-    check_admin_request,
-)
+from coordinator.frontend.http.app import make_application
+from coordinator.frontend.http.metrics_page import build_metrics_route
+from coordinator.frontend.http.middleware import RequestMiddleware, check_admin_request
 from coordinator.frontend.http.request_body import receive_body
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, RequestBody
 from coordinator.frontend.rejections import RejectionCounter
@@ -86,59 +83,56 @@ class _RatioBody(RequestBody, frozen=True, kw_only=True):
 
 def build_admin_app(
     cluster: ClusterAdmin, readiness: Readiness, admin_token: str, rejections: RejectionCounter
-) -> FastAPI:
+) -> Starlette:
     authenticator = AdminAuthenticator(admin_token)
 
     def guard(request: Request) -> None:
         check_admin_request(authenticator, request)
 
-    app = FastAPI(
-        title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    routes = [
+        *_probe_routes(readiness),
+        *_view_routes(cluster),
+        build_metrics_route(lambda: cluster.render_metrics()),
+        _drain_route(cluster),
+        *_ratio_routes(cluster),
+        *(Route(path, _raise_not_available, methods=[method]) for path, method in UNBUILT_ROUTES),
+    ]
+    return make_application(
+        routes, [Middleware(RequestMiddleware, guard=guard, rejections=rejections)]
     )
-    app.add_middleware(RequestMiddleware, guard=guard, rejections=rejections)
-    app.add_exception_handler(BatonError, errors.on_baton_error)
-    app.add_exception_handler(HTTPException, errors.on_http_exception)
-    _add_probes(app, readiness)
-    _add_views(app, cluster)
-    _add_drain_route(app, cluster)
-    _add_ratio_routes(app, cluster)
-    for path, method in UNBUILT_ROUTES:
-        app.add_api_route(path, _raise_not_available, methods=[method])
-    allow_head_requests(app)
-    return app
 
 
-def _add_probes(app: FastAPI, readiness: Readiness) -> None:
-    async def livez() -> Response:
+def _probe_routes(readiness: Readiness) -> list[Route]:
+    async def livez(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
-    async def readyz() -> Response:
+    async def readyz(_: Request) -> Response:
         ready, reason = readiness.state()
         if not ready:
             raise ServiceUnavailable(f"not ready: {reason}", retry_after=1.0)
         return JSONResponse({"status": "ready"})
 
-    app.add_api_route("/livez", livez, methods=["GET"])
-    app.add_api_route("/readyz", readyz, methods=["GET"])
+    return [Route("/livez", livez), Route("/readyz", readyz)]
 
 
-def _add_views(app: FastAPI, cluster: ClusterAdmin) -> None:
-    async def status() -> Response:
+def _view_routes(cluster: ClusterAdmin) -> list[Route]:
+    async def status(_: Request) -> Response:
         return _to_json_response(cluster.get_status())
 
-    async def ledger() -> Response:
+    async def ledger(_: Request) -> Response:
         return _to_json_response(await cluster.collect_ledgers())
 
-    async def explain(request_id: str) -> Response:
-        return _to_json_response(cluster.explain_request(request_id))
+    async def explain(request: Request) -> Response:
+        return _to_json_response(cluster.explain_request(request.path_params["request_id"]))
 
-    app.add_api_route("/admin/explain/{request_id:path}", explain, methods=["GET"])
-    add_metrics_route(app, lambda: cluster.render_metrics())
-    app.add_api_route("/admin/status", status, methods=["GET"])
-    app.add_api_route("/admin/ledger", ledger, methods=["GET"])
+    return [
+        Route("/admin/explain/{request_id:path}", explain),
+        Route("/admin/status", status),
+        Route("/admin/ledger", ledger),
+    ]
 
 
-def _add_drain_route(app: FastAPI, cluster: ClusterAdmin) -> None:
+def _drain_route(cluster: ClusterAdmin) -> Route:
     decoder, bodies, workers = BodyDecoder(_DrainBody), BodyBudgets(), TextWorkers()
 
     async def drain(request: Request) -> Response:
@@ -148,13 +142,13 @@ def _add_drain_route(app: FastAPI, cluster: ClusterAdmin) -> None:
             return _to_json_response(cluster.undrain_node(command.node))
         return _to_json_response(cluster.drain_node(command.node, command.timeout))
 
-    app.add_api_route("/admin/drain", drain, methods=["POST"])
+    return Route("/admin/drain", drain, methods=["POST"])
 
 
-def _add_ratio_routes(app: FastAPI, cluster: ClusterAdmin) -> None:
+def _ratio_routes(cluster: ClusterAdmin) -> list[Route]:
     decoder, bodies, workers = BodyDecoder(_RatioBody), BodyBudgets(), TextWorkers()
 
-    async def show() -> Response:
+    async def show(_: Request) -> Response:
         return _to_json_response(cluster.get_ratio())
 
     async def change(request: Request) -> Response:
@@ -167,9 +161,11 @@ def _add_ratio_routes(app: FastAPI, cluster: ClusterAdmin) -> None:
         slo = request.query_params.get("slo")
         return _to_json_response(cluster.advise_ratio(parse_slo(slo) if slo else None))
 
-    app.add_api_route("/admin/ratio", show, methods=["GET"])
-    app.add_api_route("/admin/ratio/advice", advise, methods=["GET"])
-    app.add_api_route("/admin/ratio", change, methods=["POST"])
+    return [
+        Route("/admin/ratio", show),
+        Route("/admin/ratio/advice", advise),
+        Route("/admin/ratio", change, methods=["POST"]),
+    ]
 
 
 def _change_ratio(cluster: ClusterAdmin, body: _RatioBody) -> Ratio:

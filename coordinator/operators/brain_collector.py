@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.cluster_link.messages import POOL_ROLE
 from baton.pb.cluster_pb2 import NodeStats
 from baton.process import log
 from baton.process.clock import Clock
@@ -14,7 +15,6 @@ from baton.types import Role
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.brain import Brain
 from coordinator.core.common.breaker_state import BreakerState
-from coordinator.core.membership.prefix_directory import POOL_ROLE
 from coordinator.operators.metric_labels import list_known_labels
 
 MAX_NODE_COUNTERS = 512  # counters exposed of one node

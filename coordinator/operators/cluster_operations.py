@@ -1,12 +1,12 @@
 """What operators can read and change, behind the Cluster service and the admin port."""
 
-import importlib.metadata
 import math
 from collections.abc import AsyncGenerator
 
 from prometheus_client import generate_latest
 
-from baton.config.settings import MAX_SECONDS, Config, get_served_model_name
+from baton.cluster_link.messages import ArmFailpoints
+from baton.config.coordinator_config import MAX_SECONDS, CoordinatorConfig
 from baton.errors import BatonError, InvalidRequest, NotFound, NotSupported
 from baton.pb import cluster_pb2 as pb
 from baton.process import log
@@ -14,13 +14,17 @@ from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import NodeName, RequestId
-from coordinator.core.membership.node_registry import NodeMember, NodeServiceState
-from coordinator.core.membership.prefix_directory import POOL_ROLE, PoolMember
+from baton.version import package_version
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.operators.client_ids import ClientIds, parse_request_id
-from coordinator.operators.degradation_view import degradation_to_pb, drain_warning, list_notices
+from coordinator.operators.degradation_view import degradation_to_pb, list_notices
+from coordinator.operators.member_view import (
+    drain_response_to_pb,
+    node_status_to_pb,
+    pool_status_to_pb,
+)
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.ratio_view import advice_to_pb, ratio_to_pb
 from coordinator.operators.status_watchers import StatusWatchers
@@ -35,7 +39,7 @@ class ClusterOperations:
 
     def __init__(
         self,
-        config: Config,
+        config: CoordinatorConfig,
         dispatcher: Dispatcher,
         ledgers: LedgerCollector,
         readiness: ClusterReadiness,
@@ -52,7 +56,7 @@ class ClusterOperations:
         dispatcher.on_request_end.append(lambda _: self._watchers.notify_change())
 
     def get_status(self) -> pb.StatusResponse:
-        brain = self._dispatcher.brain
+        brain, now = self._dispatcher.brain, self._dispatcher.clock()
         ready, reason = self._readiness.state()
         nodes = sorted(brain.node_registry.nodes.values(), key=lambda node: node.info.name)
         pools = sorted(
@@ -62,18 +66,18 @@ class ClusterOperations:
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=get_served_model_name(self._config),
+            model=self._config.public_model_name,
             queued=brain.queued_requests,
             running=brain.running_requests,
-            nodes=[self._node_status(node) for node in nodes]
-            + [self._pool_status(pool) for pool in pools],
+            nodes=[node_status_to_pb(brain, node, now) for node in nodes]
+            + [pool_status_to_pb(pool, now) for pool in pools],
             counters=self._metrics.get_counter_values(),
-            clock_seconds=self._dispatcher.clock(),
+            clock_seconds=now,
             latency=self._metrics.get_latency_summary(),
             version=package_version(),
             ratio=self.get_ratio(),
             notices=list_notices(brain),
-            degradation=degradation_to_pb(brain.degradation, self._dispatcher.clock()),
+            degradation=degradation_to_pb(brain.degradation, now),
             pressure=brain.degradation.last_sample.pressure or 0.0,
         )
 
@@ -103,7 +107,7 @@ class ClusterOperations:
         self._dispatcher.apply_effects(brain.drain_node(NodeName(name), timeout, now))
         _log.info("drain started", node=name, timeout=timeout)
         self._dispatcher.notify_cluster_change()
-        return self._drain_response(name)
+        return drain_response_to_pb(self._dispatcher.brain, name)
 
     def undrain_node(self, name: str) -> pb.DrainResponse:
         """Raises NotFound."""
@@ -111,7 +115,7 @@ class ClusterOperations:
         self._dispatcher.apply_effects(brain.undrain_node(NodeName(name), now))
         _log.info("node back in service", node=name)
         self._dispatcher.notify_cluster_change()
-        return self._drain_response(name)
+        return drain_response_to_pb(self._dispatcher.brain, name)
 
     def get_ratio(self) -> pb.Ratio:
         return ratio_to_pb(self._dispatcher.brain, self._dispatcher.clock())
@@ -170,9 +174,7 @@ class ClusterOperations:
         members = self._dispatcher.brain.list_members()
         nodes = [member for member in members if member.info.name.startswith(prefix)]
         for node in nodes:
-            self._dispatcher.node_connections[node.incarnation].send_message(
-                pb.CoordinatorMessage(arm=pb.Arm(spec=spec))
-            )
+            self._dispatcher.node_connections[node.incarnation].send_order(ArmFailpoints(spec))
         if COORDINATOR.startswith(prefix):
             FAILPOINTS.arm(spec)
         return len(nodes) + COORDINATOR.startswith(prefix)
@@ -189,52 +191,6 @@ class ClusterOperations:
         """Raises NotFound."""
         return self._dispatcher.brain.explain_request(request, self._dispatcher.clock())
 
-    def _drain_response(self, name: str) -> pb.DrainResponse:
-        """The state of a node by name; a drained name may belong to no node at the moment."""
-        brain = self._dispatcher.brain
-        node = brain.node_registry.by_name(NodeName(name))
-        return pb.DrainResponse(
-            node=name,
-            service=brain.get_service_state(node).value
-            if node
-            else NodeServiceState.IN_SERVICE.value,
-            placed=brain.count_attempts(node.incarnation) if node else 0,
-            warning=drain_warning(brain),
-        )
-
-    def _node_status(self, node: NodeMember) -> pb.NodeStatus:
-        brain, now, info = self._dispatcher.brain, self._dispatcher.clock(), node.info
-        until = brain.node_registry.drains.get_deadline(info.name)
-        return pb.NodeStatus(
-            name=info.name,
-            incarnation=node.incarnation,
-            role=info.role.value,
-            host_id=info.host_id,
-            address=info.transfer_endpoint,
-            pid=info.pid,
-            joined_seconds_ago=now - node.joined_at,
-            heard_seconds_ago=now - node.heard_at,
-            placed=brain.count_attempts(node.incarnation),
-            stats=node.stats,
-            service=brain.get_service_state(node).value,
-            drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
-        )
-
-    def _pool_status(self, pool: PoolMember) -> pb.NodeStatus:
-        now, info = self._dispatcher.clock(), pool.info
-        return pb.NodeStatus(
-            name=info.name,
-            incarnation=pool.incarnation,
-            role=POOL_ROLE,
-            host_id=info.host_id,
-            address=info.endpoint,
-            pid=info.pid,
-            joined_seconds_ago=now - pool.joined_at,
-            heard_seconds_ago=now - pool.heard_at,
-            stats=pool.stats,
-            service=NodeServiceState.IN_SERVICE.value,
-        )
-
 
 def _check_seconds(param: str, seconds: float | None) -> None:
     """Raises InvalidRequest."""
@@ -242,11 +198,3 @@ def _check_seconds(param: str, seconds: float | None) -> None:
         raise InvalidRequest(
             f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param
         )
-
-
-def package_version() -> str:
-    """The version of this installation."""
-    try:
-        return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"

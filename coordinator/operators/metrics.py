@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from baton.pb.cluster_pb2 import Latency
 from coordinator.core.common.counters import INTERNAL_CLASS
-from coordinator.core.common.messages import EndRequest, RoleSwitchReport
+from coordinator.core.common.effects import EndRequest, RoleSwitchReport
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.operators.brain_collector import BrainCollector

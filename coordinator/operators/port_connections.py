@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.config.settings import Config
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
 from coordinator.frontend.http.server.bounded_protocol import ConnectionTable
@@ -14,7 +14,7 @@ from coordinator.frontend.http.server.bounded_protocol import ConnectionTable
 class PortConnections(Collector):
     """HTTP ports count their connections themselves; `ConnectionGuard` watches the gRPC ports."""
 
-    def __init__(self, config: Config, descriptors: int) -> None:
+    def __init__(self, config: CoordinatorConfig, descriptors: int) -> None:
         """`descriptors` is the limit of open files. Raises ConfigError if it is too low."""
         wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
         self.limits = {

@@ -4,7 +4,7 @@ from baton.pb import cluster_pb2 as pb
 from baton.role_split import format_splits
 from baton.types import Role
 from coordinator.core.brain import Brain
-from coordinator.core.common.messages import RoleSwitchReport
+from coordinator.core.common.effects import RoleSwitchReport
 from coordinator.core.ratio.controller import RatioReport
 from coordinator.core.ratio.split_forecast import SplitForecast
 

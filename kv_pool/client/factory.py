@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.config.memory_size import parse_memory_size
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.shared_memory.addressing import BlockAddressSpace
@@ -18,7 +18,7 @@ class NodePoolContext(Protocol):
     """What a pool client needs of its node; `own_arena` is the arena, mapped in `address_space`."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> NodeConfig: ...
     @property
     def name(self) -> str: ...
     @property

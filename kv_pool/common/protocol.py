@@ -29,7 +29,7 @@ class PoolIdentity:
     layout: KVLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolClientConfig:
     """What a node's pool client needs to know of the node and of the pool."""
 

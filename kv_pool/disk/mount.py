@@ -17,7 +17,7 @@ from kv_pool.disk.io_thread import DiskIOThread
 from kv_pool.disk.journal_file import DiskJournalFile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSettings:
     """Where the data file is and how large it should be."""
 

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from baton.config.settings import Config
+from baton.config.pool_config import PoolConfig
 from baton.process.clock import Clock
 from baton.types import Incarnation, NodeName
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
@@ -22,7 +22,7 @@ class PeerPools:
     """Receiver, sender and promotions of an open pool that is, or will be, a cluster member."""
 
     def __init__(
-        self, config: Config, manager: PoolManager, name: str, dialer: PoolDialer, clock: Clock
+        self, config: PoolConfig, manager: PoolManager, name: str, dialer: PoolDialer, clock: Clock
     ) -> None:
         settings = peer_transfer_settings(config)
         identity = PoolIdentity(
@@ -72,7 +72,7 @@ class PeerPools:
         await asyncio.gather(self.receiver.close(), self.sender.close())
 
 
-def peer_transfer_settings(config: Config) -> TransferSettings:
+def peer_transfer_settings(config: PoolConfig) -> TransferSettings:
     """Return the transfer settings between pools.
 
     The transport is zmq or grpc, because there is no shared memory between hosts. The port is

@@ -10,7 +10,7 @@ from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
     """Settings of one plane. Times are in seconds, sizes in bytes."""
 

@@ -6,7 +6,7 @@ from baton.types import BlockIndex
 from kv_transfer.core.slabs import SlabRange
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSettings:
     """How a hand-off is cut into messages, and how long it waits for answers."""
 

@@ -10,18 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from baton.cluster_link.messages import CacheSnapshotRequest, LedgerQuery
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.node_commands import (
-    CacheSnapshotCommand,
-    LedgerCommand,
-    NodeCommand,
-    NodeJoined,
-)
+from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
@@ -77,7 +73,7 @@ class ComputeThread:
         self._clock = clock
         self._role: RolePolicy | None = None
         # Snapshots for other threads, replaced in every turn of the loop.
-        self.scheduler_load = context.scheduler.get_load()
+        self.scheduler_load = context.scheduler.capacity.get_load()
         self.decode_step_totals = DecodeStepTotals()
         self.device_seconds: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -138,7 +134,7 @@ class ComputeThread:
     def _handle_inbox(self, *, wait: bool) -> bool:
         """Handle the items that have arrived; returns False if the thread must end."""
         assert self._role is not None
-        self.scheduler_load = self._context.scheduler.get_load()
+        self.scheduler_load = self._context.scheduler.capacity.get_load()
         if wait:
             self._last_progress_at = None
             if self._idle_callbacks and self._role.num_held_attempts == 0:
@@ -153,13 +149,13 @@ class ComputeThread:
                     return False
                 case CallWhenIdle(callback):
                     self._idle_callbacks.append(callback)
-                case LedgerCommand(query):
+                case LedgerQuery(query):
                     self._context.reporter.report_ledger(
                         query, self._context.block_pool.take_ledger()
                     )
                 case PublicationEnded():
                     self._context.pool_connector.on_publication_ended(item)
-                case CacheSnapshotCommand():
+                case CacheSnapshotRequest():
                     self._report_cache_snapshot()
                 case NodeJoined():
                     self._role.handle_item(item)
@@ -192,7 +188,5 @@ class ComputeThread:
         self._role.after_step(batch, outcomes, seconds)
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
-        self._device_time.charge_step(
-            batch, self._context.scheduler.get_sequence_in_flight, seconds
-        )
+        self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)
         self.device_seconds = self._device_time.counters()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.config.memory_size import AUTO, resolve_memory_size
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
 from baton.process import log
@@ -16,7 +16,7 @@ from node_engine.core.step.step_batch import Engine
 _PACED_MAX_MODEL_LEN = 8192
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: NodeConfig) -> Engine:
     """Build the engine that `--engine` names; this takes seconds.
 
     Raises ConfigError for a model that cannot be served.
@@ -49,14 +49,14 @@ def build_engine(config: Config) -> Engine:
     )
 
 
-def load_model_files(config: Config) -> ModelFileDigests:
+def load_model_files(config: NodeConfig) -> ModelFileDigests:
     """Digests of the files that the engine was built from. Reads from disk."""
     if config.engine == "paced":
         return ModelFileDigests()
     return compute_file_digests(Path(config.model), dummy=config.load_format == "dummy")
 
 
-def count_compute_threads(config: Config) -> int:
+def count_compute_threads(config: NodeConfig) -> int:
     """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
     if config.threads == "auto":
         return max(1, len(os.sched_getaffinity(0)) - 1)
@@ -65,7 +65,7 @@ def count_compute_threads(config: Config) -> int:
     return int(config.threads)
 
 
-def compute_cache_bytes(config: Config) -> int:
+def compute_cache_bytes(config: NodeConfig) -> int:
     """Bytes of --kv-memory. Raises ConfigError if there is less memory available."""
     folder = Path(config.segment_dir)
     try:
@@ -84,7 +84,7 @@ def compute_cache_bytes(config: Config) -> int:
     return memory
 
 
-def compute_cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
+def compute_cache_blocks(config: NodeConfig, block_bytes: int, max_model_len: int) -> int:
     """Number of KV blocks that fit in --kv-memory.
 
     With `auto`, at most as many as --max-num-seqs sequences of full length need. Raises ConfigError

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.config.settings import Config
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
+from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.kv.block_hash import root_hash
 from baton.models.file_digests import ModelFileDigests
@@ -30,11 +30,11 @@ from baton.shared_memory.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import DeviceLost, Engine
-from node_engine.host.command_codec import command_from_pb
 from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
 from node_engine.host.engine_factory import (
     build_engine,
@@ -50,7 +50,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 
 
 async def run_node(
-    config: Config,
+    config: NodeConfig,
     role: Role,
     role_factories: Mapping[Role, RoleFactory],
     stop: asyncio.Event,
@@ -143,7 +143,7 @@ class _NodeProcess:
 
     def __init__(
         self,
-        config: Config,
+        config: NodeConfig,
         role: Role,
         name: NodeName,
         engine: Engine,
@@ -272,26 +272,24 @@ class _NodeProcess:
     def on_coordinator_lost(self) -> None:
         self._deliver_command(CoordinatorLost())
 
-    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        command = command_from_pb(message)
-        if command is not None:
-            self._deliver_command(command)
+    def on_order(self, order: NodeOrder) -> None:
+        self._deliver_command(order)
 
     def _deliver_command(self, command: NodeCommand) -> None:
         self._role.preview_command(command)
         self._lookups.submit_command(command)
 
-    def build_join(self) -> cluster_pb2.Join:
+    def build_join(self) -> JoinInfo:
         identity = self._engine.model_identity
-        return cluster_pb2.Join(
-            protocol_version=wire.PROTOCOL_VERSION,
+        return JoinInfo(
+            protocol_version=PROTOCOL_VERSION,
             name=self._name,
-            role=self._role.role.value,
+            role=self._role.role,
             host_id=self._host_id,
             transfer_endpoint=self._role.transfer_endpoint,
             pid=os.getpid(),
             model_digest=self._engine.model_digest.hex(),
-            layout=wire.layout_to_pb(self._engine.layout),
+            layout=self._engine.layout,
             num_blocks=self._block_pool.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
             max_batched_tokens=self._config.max_batched_tokens,
@@ -302,9 +300,7 @@ class _NodeProcess:
             implementation=identity.implementation,
             dtype=identity.dtype,
             quantization=identity.quantization,
-            config_digest=self._model_files.config_digest,
-            tokenizer_digest=self._model_files.tokenizer_digest,
-            weights_digest=self._model_files.weights_digest,
+            files=self._model_files,
             rejoining=self._context.reporter.incarnation,
         )
 
@@ -314,7 +310,7 @@ class _NodeProcess:
         live = load.num_sequences_by_state
         counts = {
             f"blocks_{state.value}": count
-            for state, count in self._block_pool.count_blocks_by_state().items()
+            for state, count in self._block_pool.ownership.count_blocks_by_state().items()
         }
         return cluster_pb2.NodeStats(
             blocks_total=self._block_pool.num_blocks,

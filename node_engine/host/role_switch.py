@@ -10,16 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from baton.cluster_link.messages import PeerLostNotice, SetRoleOrder
 from baton.errors import BatonError
 from baton.process import log
 from baton.types import Role
-from node_engine.core.node_commands import (
-    CoordinatorLost,
-    NodeCommand,
-    NodeJoined,
-    PeerLostCommand,
-    SetRoleCommand,
-)
+from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.step_batch import LayerCallback, StepBatch
 from node_engine.host.compute_thread import CallWhenIdle
@@ -86,7 +81,7 @@ class SwitchableRole:
 
     def handle_item(self, item: NodeCommand | object) -> None:
         match item:
-            case SetRoleCommand(role):
+            case SetRoleOrder(role):
                 self._target_role = role
                 self._context.emit(CallWhenIdle(self._switch_role))
                 return
@@ -141,9 +136,9 @@ class SwitchableRole:
 
     def _list_concerned_roles(self, item: NodeCommand | object) -> tuple[RolePolicy, ...]:
         match item:
-            case SetRoleCommand():
+            case SetRoleOrder():
                 return ()
-            case NodeJoined() | CoordinatorLost() | PeerLostCommand():
+            case NodeJoined() | CoordinatorLost() | PeerLostNotice():
                 return self._list_roles()
             case _:
                 return (self._active_role,)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.errors import ModelMismatch
 from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.process.clock import Clock
@@ -28,7 +28,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector
 class RoleContext:
     """What the node process gives a role."""
 
-    config: Config
+    config: NodeConfig
     name: NodeName
     host_id: str
     engine: Engine
@@ -68,7 +68,7 @@ def report_too_long(work: AttemptSpec, pool: BlockPool, reporter: CoordinatorRep
 
     Another node may have room for it, so the refusal must not end the request.
     """
-    counts = pool.count_blocks_by_state()
+    counts = pool.ownership.count_blocks_by_state()
     reporter.report_refused(
         work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.config.settings import Config
+from baton.config.node_config import NodeConfig
 from baton.kv.block_hash import BlockHash
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
@@ -71,7 +71,7 @@ class SharedPoolClient(Protocol):
 class PoolClientContext:
     """What a node gives to the factory of its pool client."""
 
-    config: Config
+    config: NodeConfig
     name: str
     host_id: str
     model_digest: bytes
@@ -121,7 +121,7 @@ class NodeAddressSpace:
         )
 
     def build_client_context(
-        self, config: Config, name: str, host_id: str, engine: Engine
+        self, config: NodeConfig, name: str, host_id: str, engine: Engine
     ) -> PoolClientContext:
         return PoolClientContext(
             config,

@@ -20,9 +20,18 @@ own copies of published blocks, so the older answer may lack blocks that are no 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
+from baton.cluster_link.messages import (
+    CacheSnapshotRequest,
+    CancelOrder,
+    DecodeOrder,
+    LedgerQuery,
+    PeerLostNotice,
+    PrefillOrder,
+    TicketOrder,
+)
 from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
 from baton.process.clock import Clock, monotonic_clock
@@ -30,16 +39,7 @@ from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
 from node_engine.core.blocks.copy_cost_model import CopyCostModel
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.node_commands import (
-    CacheSnapshotCommand,
-    CancelCommand,
-    DecodeCommand,
-    LedgerCommand,
-    NodeCommand,
-    PeerLostCommand,
-    PrefillCommand,
-    TicketCommand,
-)
+from node_engine.core.node_commands import NodeCommand, OrderWithPoolHit
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import Sequence, SequenceState
 from node_engine.shared_pool.pool_client import SharedPoolClient
@@ -125,7 +125,7 @@ class PoolConnector:
             self.publication_epoch += 1
             self._emit(PublicationEnded(sequence, label, sources, pins, is_rate_limited, hit))
 
-        pins = tuple(pin.acquire() for pin in sequence.pool_pins)
+        pins = tuple(pin.acquire() for pin in sequence.pool_use.pins)
         self._block_pool.share_blocks(sources, label)
         sequence.is_publishing = True
         first = end - len(sources)
@@ -187,7 +187,7 @@ _MAX_TRIES = 3
 class _PendingLookup:
     """A command that waits for the pool, and the later commands of the same attempt."""
 
-    command: DecodeCommand | PrefillCommand
+    command: DecodeOrder | PrefillOrder
     since: float  # clock time, in seconds
     queued_commands: list[NodeCommand] = field(default_factory=list)
     num_tries: int = 0
@@ -241,11 +241,11 @@ class PoolLookups:
             self._end_affected_lookups(command)
         elif (lookup := self._pending.get(key)) is not None:
             lookup.queued_commands.append(command)
-            if isinstance(command, CancelCommand):
+            if isinstance(command, CancelOrder):
                 self._end_lookup(lookup, None)
             return
         elif (
-            isinstance(command, DecodeCommand | PrefillCommand)
+            isinstance(command, DecodeOrder | PrefillOrder)
             and self._pool_client is not None
             and self._pool_client.is_attached
         ):
@@ -261,18 +261,18 @@ class PoolLookups:
     def _end_affected_lookups(self, command: NodeCommand) -> None:
         """End the look-ups that must not delay a command that is not about one attempt."""
         match command:
-            case LedgerCommand() | CacheSnapshotCommand():
+            case LedgerQuery() | CacheSnapshotRequest():
                 pass
-            case PeerLostCommand(incarnation):
+            case PeerLostNotice(incarnation):
                 for lookup in tuple(self._pending.values()):
-                    if isinstance(lookup.command, DecodeCommand) and _is_writer(
+                    if isinstance(lookup.command, DecodeOrder) and _is_writer(
                         incarnation, lookup.command
                     ):
                         self._end_lookup(lookup, None)
             case _:
                 self.end_all_lookups()
 
-    def _begin_lookup(self, command: DecodeCommand | PrefillCommand) -> None:
+    def _begin_lookup(self, command: DecodeOrder | PrefillOrder) -> None:
         work = command.work
         reusable = (
             0
@@ -334,22 +334,23 @@ class PoolLookups:
         self._hits += found is not None
         self._misses += found is None
         self._seconds += self._clock() - lookup.since
-        self._deliver_command(replace(lookup.command, pool_hit=found))
+        order = lookup.command
+        self._deliver_command(order if found is None else OrderWithPoolHit(order, found))
         for command in lookup.queued_commands:
             self._deliver_command(command)
 
 
-def _is_writer(incarnation: Incarnation, command: DecodeCommand) -> bool:
+def _is_writer(incarnation: Incarnation, command: DecodeOrder) -> bool:
     return command.kv_writer is not None and command.kv_writer.incarnation == incarnation
 
 
 def _attempt_key(command: NodeCommand) -> AttemptKey | None:
     match command:
-        case DecodeCommand(work) | PrefillCommand(work):
+        case DecodeOrder(work) | PrefillOrder(work):
             return work.key
-        case TicketCommand(ticket):
+        case TicketOrder(ticket):
             return ticket.key
-        case CancelCommand(key):
+        case CancelOrder(key):
             return key
         case _:
             return None

@@ -14,7 +14,7 @@ from baton.pb import cluster_pb2
 from baton.process.descriptors import get_descriptor_limit
 from baton.types import SamplingParams
 from coordinator.frontend.grpc.handlers import add_service_handlers
-from coordinator.generation import FinishedEvent, Submission, TokensEvent
+from coordinator.generation import FinishedEvent, TokensEvent
 from coordinator.node_links.cluster_readiness import ClusterReadiness
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.generation_stream import GenerationStream
@@ -24,6 +24,7 @@ from coordinator.operators.cluster_operations import ClusterOperations
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from tests.fake_nodes import FakeNode, FakeTransferPlane, serve_decode, serve_prefill
+from tests.new_requests import make_request
 
 
 class CoordinatorHarness:
@@ -79,7 +80,7 @@ class CoordinatorHarness:
         self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 60.0
     ) -> GenerationStream:
         return await self.dispatcher.submit_request(
-            Submission(prompt, SamplingParams(max_tokens), seconds)
+            make_request(prompt, SamplingParams(max_tokens), seconds)
         )
 
     async def generate(

@@ -13,7 +13,8 @@ from baton.process.clock import FakeClock
 from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenLogprobs
 from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PromptLogprobsComputed,
     SequenceOutcome,
@@ -78,7 +79,7 @@ class ScoringNode:
             self.add_work(job)
         while self.step():
             pass
-        assert self.pool.count_blocks(BlockState.IN_USE) == 0
+        assert self.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
     def output_tokens(self, job: AttemptSpec) -> list[int]:
         return [each.event.token_id for each in self._emitted_tokens(job)]

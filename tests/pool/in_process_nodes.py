@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled
 from baton.types import AttemptKey, AttemptSpec, TicketId
 from decode_node.decode_role import DecodeRole
@@ -16,12 +17,6 @@ from kv_transfer.plane import (
     InboundStarted,
     OutboundAborted,
     OutboundCommitted,
-)
-from node_engine.core.node_commands import (
-    CancelCommand,
-    DecodeCommand,
-    PrefillCommand,
-    TicketCommand,
 )
 from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
 from prefill_node.prefill_role import PrefillRole
@@ -113,15 +108,15 @@ class InProcessHost:
     ) -> list[int]:
         """One request through both legs, to its end. Returns its tokens."""
         sender, receiver = self.prefill[prefill], self.decode[decode]
-        receiver.send_item(DecodeCommand(job, WRITER))
-        sender.send_item(PrefillCommand(job, needs_no_decode=False))
+        receiver.send_item(DecodeOrder(job, WRITER))
+        sender.send_item(PrefillOrder(job, needs_no_decode=False))
         (reserved,) = receiver.pop_messages("reserved")
         if not reserved.HasField("ticket"):
             sender.send_item(_cancel(job))
             sender.drop_aborted()
         else:
             ticket = receiver.plane.granted[TicketId(reserved.ticket.id)]
-            sender.send_item(TicketCommand(ticket))
+            sender.send_item(TicketOrder(ticket))
             while sender.step():
                 pass
             self.land_handoff(sender, receiver, job.key)
@@ -153,7 +148,7 @@ class InProcessHost:
 
 
 def _cancel(job: AttemptSpec) -> Any:
-    return CancelCommand(job.key, Cancelled("decode has all of it"))
+    return CancelOrder(job.key, Cancelled("decode has all of it"))
 
 
 def reference_tokens(job: AttemptSpec) -> list[int]:

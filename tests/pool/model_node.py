@@ -11,7 +11,8 @@ from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Request, RequestId, SamplingParams
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.model.model_engine import ModelEngine
 from node_engine.shared_pool.pool_client import BlockCopier
@@ -67,7 +68,7 @@ class ModelNode:
         while (batch := self.scheduler.schedule_step().batch) is not None:
             outcomes = self.scheduler.update_from_results(batch, self.engine.run(batch))
             tokens += [each.event.token_id for each in outcomes if isinstance(each, TokenEmitted)]
-        self.num_pool_tokens = sequence.num_pool_tokens
+        self.num_pool_tokens = sequence.pool_use.num_tokens
         return tokens
 
     def publish_and_wipe(self, prompt: Sequence[int], blocks: int, partial: int) -> PoolPrefix:

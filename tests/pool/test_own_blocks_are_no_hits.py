@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled
-from node_engine.core.node_commands import (
-    CancelCommand,
-    DecodeCommand,
-    PrefillCommand,
-    TicketCommand,
-)
 from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.pool.in_process_nodes import InProcessHost, reference_tokens
 from tests.pool.pooled_cluster import (
@@ -37,17 +32,17 @@ def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) ->
     """Prefill has computed everything before the decode node hears of the request."""
     sender, receiver = host.prefill[0], host.decode[0]
     job = make_work(PROMPT)
-    sender.send_item(PrefillCommand(job, needs_no_decode=False))
+    sender.send_item(PrefillOrder(job, needs_no_decode=False))
     while sender.step():
         pass
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 0, (
         "nothing is published before the decode node has answered"
     )
-    receiver.send_item(DecodeCommand(job, WRITER))
+    receiver.send_item(DecodeOrder(job, WRITER))
     assert receiver.pop_messages("reserved")[0].held_tokens == 0
     (ticket,) = receiver.plane.granted.values()
-    sender.send_item(TicketCommand(ticket))
+    sender.send_item(TicketOrder(ticket))
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 4, "and then at once"
     host.land_handoff(sender, receiver, job.key)
@@ -63,10 +58,10 @@ def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) ->
 def test_blocks_of_a_failed_handoff_are_published(host: InProcessHost) -> None:
     sender = host.prefill[0]
     job = make_work(PROMPT)
-    sender.send_item(PrefillCommand(job, needs_no_decode=False))
+    sender.send_item(PrefillOrder(job, needs_no_decode=False))
     while sender.step():
         pass
-    sender.send_item(CancelCommand(job.key, Cancelled("the decode node has no room")))
+    sender.send_item(CancelOrder(job.key, Cancelled("the decode node has no room")))
     sender.drop_aborted()
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 4

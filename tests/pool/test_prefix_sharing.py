@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster_link.messages import (
+    CacheSnapshotRequest,
+    CancelOrder,
+    DecodeOrder,
+    LedgerQuery,
+    PeerLostNotice,
+    PrefillOrder,
+    TicketOrder,
+)
 from baton.errors import Cancelled
 from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, AttemptSpec, Incarnation, RequestId
 from node_engine.core.blocks.block_ownership import BlockState
-from node_engine.core.node_commands import (
-    CacheSnapshotCommand,
-    CancelCommand,
-    CoordinatorLost,
-    DecodeCommand,
-    LedgerCommand,
-    PeerLostCommand,
-    PrefillCommand,
-    TicketCommand,
-)
+from node_engine.core.node_commands import CoordinatorLost
 from tests.pool.in_process_nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, make_work
 
@@ -79,7 +79,7 @@ def test_waiting_request_starts_with_a_prefix_published_meanwhile(tmp_path: Path
         make_work((*PROMPT[:48], number), request=str(number), max_tokens=1) for number in range(10)
     ]
     for job in jobs:
-        node.send_item(PrefillCommand(job, needs_no_decode=True))
+        node.send_item(PrefillOrder(job, needs_no_decode=True))
     while node.step():
         host.run_publications()
     computed = [ended.computed_tokens for ended in node.pop_messages("prefill_ended")]
@@ -92,15 +92,13 @@ def test_waiting_request_starts_with_a_prefix_published_meanwhile(tmp_path: Path
 
 def test_lookup_older_than_a_publication_is_repeated(host: InProcessHost) -> None:
     node = host.prefill[0]
-    node.send_item(
-        PrefillCommand(make_work(PROMPT, request="a", max_tokens=1), needs_no_decode=True)
-    )
+    node.send_item(PrefillOrder(make_work(PROMPT, request="a", max_tokens=1), needs_no_decode=True))
     while node.step():
         pass
     assert node.pool_client is not None
     node.pool_client.is_slow = True
     second = make_work((*PROMPT[:48], 1), request="b", max_tokens=1)
-    node.send_item(PrefillCommand(second, needs_no_decode=True))  # asked when the pool has nothing
+    node.send_item(PrefillOrder(second, needs_no_decode=True))  # asked when the pool has nothing
     host.pool.run_publications()
     node.drain_inbox()
     assert len(list(node.pool.iter_full_block_hashes())) == 0
@@ -118,14 +116,14 @@ def test_slow_lookup_delays_only_its_own_attempt(host: InProcessHost) -> None:
     assert node.pool_client is not None
     node.pool_client.is_slow = True
     slow, quick = make_work(PROMPT, request="a"), make_work(PROMPT, request="b")
-    node.send_item(PrefillCommand(slow, needs_no_decode=False))
+    node.send_item(PrefillOrder(slow, needs_no_decode=False))
     assert node.role.num_held_attempts == 0
-    node.send_item(CancelCommand(slow.key, Cancelled("the client left")))
+    node.send_item(CancelOrder(slow.key, Cancelled("the client left")))
     assert slow.key in node.plane.aborted
     node.drop_aborted()
     assert node.role.num_held_attempts == 0
     node.pool_client.is_slow = False
-    node.send_item(PrefillCommand(quick, needs_no_decode=False))
+    node.send_item(PrefillOrder(quick, needs_no_decode=False))
     assert node.role.num_held_attempts == 1
     node.send_item(CoordinatorLost())  # whoever waits is told first, and then dropped with the rest
     assert not node.inbox
@@ -143,14 +141,14 @@ def test_unrelated_commands_do_not_end_a_lookup(host: InProcessHost) -> None:
     node.pool_client.is_slow = True
     job = make_work(PROMPT, request="a")
     order, others = (
-        DecodeCommand(job, WRITER),
-        (LedgerCommand(1), CacheSnapshotCommand(), PeerLostCommand(Incarnation("somebody else"))),
+        DecodeOrder(job, WRITER),
+        (LedgerQuery(1), CacheSnapshotRequest(), PeerLostNotice(Incarnation("somebody else"))),
     )
     for command in (order, *others):
         node.lookups.submit_command(command)
     assert tuple(node.inbox) == others
-    node.lookups.submit_command(PeerLostCommand(WRITER.incarnation))
-    assert tuple(node.inbox)[3:] == (order, PeerLostCommand(WRITER.incarnation)), (
+    node.lookups.submit_command(PeerLostNotice(WRITER.incarnation))
+    assert tuple(node.inbox)[3:] == (order, PeerLostNotice(WRITER.incarnation)), (
         "its writer ends after it was named"
     )
     node.inbox.clear()
@@ -164,16 +162,16 @@ def test_cancelled_reader_releases_its_pins(host: InProcessHost, when: int) -> N
     host.run_publications()
     job = make_work((*PROMPT[:48], *range(300, 380)), request="b", max_tokens=20)
     sender, receiver = host.prefill[1], host.decode[1]
-    receiver.send_item(DecodeCommand(job, WRITER))
-    sender.send_item(PrefillCommand(job, needs_no_decode=False))
+    receiver.send_item(DecodeOrder(job, WRITER))
+    sender.send_item(PrefillOrder(job, needs_no_decode=False))
     assert host.pool.num_pins > 0
     if when > 1:
         (ticket,) = receiver.plane.granted.values()
-        sender.send_item(TicketCommand(ticket))
+        sender.send_item(TicketOrder(ticket))
     for _ in range(when):
         sender.step()
     for node in (sender, receiver):
-        node.send_item(CancelCommand(job.key, Cancelled("the client left")))
+        node.send_item(CancelOrder(job.key, Cancelled("the client left")))
     sender.drop_aborted()
     receiver.drop_revoked()
     host.run_publications()
@@ -183,10 +181,10 @@ def test_cancelled_reader_releases_its_pins(host: InProcessHost, when: int) -> N
 def test_private_blocks_being_sent_outlive_their_publication(host: InProcessHost) -> None:
     sender, receiver = host.prefill[0], host.decode[0]
     job = make_work(PROMPT, request="a")
-    receiver.send_item(DecodeCommand(job, WRITER))
-    sender.send_item(PrefillCommand(job, needs_no_decode=False))
+    receiver.send_item(DecodeOrder(job, WRITER))
+    sender.send_item(PrefillOrder(job, needs_no_decode=False))
     (ticket,) = receiver.plane.granted.values()
-    sender.send_item(TicketCommand(ticket))
+    sender.send_item(TicketOrder(ticket))
     while sender.step():
         pass
     host.run_publications()
@@ -205,7 +203,7 @@ def test_private_blocks_being_sent_outlive_their_publication(host: InProcessHost
 def test_dropped_publication_keeps_the_private_blocks(host: InProcessHost) -> None:
     node = host.prefill[0]
     job = make_work(PROMPT, request="a", max_tokens=1)
-    node.send_item(PrefillCommand(job, needs_no_decode=True))
+    node.send_item(PrefillOrder(job, needs_no_decode=True))
     while node.step():
         pass
     assert node.pool_client is not None
@@ -214,7 +212,7 @@ def test_dropped_publication_keeps_the_private_blocks(host: InProcessHost) -> No
     assert len(list(node.pool.iter_full_block_hashes())) == 3
     host.check()
     again = make_work((*PROMPT, 1, 2), request="b", max_tokens=1)
-    node.send_item(PrefillCommand(again, needs_no_decode=True))
+    node.send_item(PrefillOrder(again, needs_no_decode=True))
     while node.step():
         pass
     host.run_publications()
@@ -225,7 +223,7 @@ def test_dropped_publication_keeps_the_private_blocks(host: InProcessHost) -> No
 def test_identical_blocks_of_two_nodes_are_deduplicated(host: InProcessHost) -> None:
     for number in range(2):
         job = make_work(PROMPT, request=str(number), max_tokens=1)
-        host.prefill[number].send_item(PrefillCommand(job, needs_no_decode=True))
+        host.prefill[number].send_item(PrefillOrder(job, needs_no_decode=True))
         while host.prefill[number].step():
             pass
     host.run_publications()
@@ -239,7 +237,7 @@ def test_scoring_prompt_is_not_looked_up(host: InProcessHost) -> None:
     host.serve_request(make_work(PROMPT, request="a"))
     host.run_publications()
     job = make_work(PROMPT, request="b", max_tokens=1, prompt_logprobs=0)
-    host.prefill[1].send_item(PrefillCommand(job, needs_no_decode=True))
+    host.prefill[1].send_item(PrefillOrder(job, needs_no_decode=True))
     assert host.pool.num_pins == 0
     while host.prefill[1].step():
         pass
@@ -251,7 +249,7 @@ def test_scoring_prompt_is_not_looked_up(host: InProcessHost) -> None:
 def test_resumed_request_finds_blocks_published_by_decode(host: InProcessHost) -> None:
     node = host.decode[0]
     job = make_work(PROMPT, request="a", max_tokens=60)
-    node.send_item(DecodeCommand(job, None))
+    node.send_item(DecodeOrder(job, None))
     for _ in range(41):
         node.step()
         host.run_publications()
@@ -264,13 +262,13 @@ def test_resumed_request_finds_blocks_published_by_decode(host: InProcessHost) -
         identity_digest=job.identity_digest,
     )
     other = host.decode[1]
-    other.send_item(DecodeCommand(resumed, None))
+    other.send_item(DecodeOrder(resumed, None))
     while other.step():
         pass
     admitted = other.pop_messages("admitted")[0]
     assert admitted.computed_tokens <= BLOCK_TOKENS
     assert admitted.pooled_tokens == len(resumed.context_token_ids) - admitted.computed_tokens
-    node.send_item(CancelCommand(job.key, Cancelled("it died")))
+    node.send_item(CancelOrder(job.key, Cancelled("it died")))
     host.run_publications()
     host.check()
 
@@ -298,13 +296,13 @@ def test_sender_keeps_its_pool_pins_until_sent(tmp_path: Path) -> None:
     assert receiver.pool_client is not None
     receiver.pool_client.is_attached = False
     job = make_work(PROMPT, request="b")
-    receiver.send_item(DecodeCommand(job, WRITER))
-    sender.send_item(PrefillCommand(job, needs_no_decode=False))
+    receiver.send_item(DecodeOrder(job, WRITER))
+    sender.send_item(PrefillOrder(job, needs_no_decode=False))
     while sender.step():
         pass
-    assert sender.scheduler.get_sequence(job.key) is None
+    assert sender.scheduler.sequences.get(job.key) is None
     other = make_work(range(300, 360), request="c", max_tokens=1)
-    host.prefill[0].send_item(PrefillCommand(other, needs_no_decode=True))
+    host.prefill[0].send_item(PrefillOrder(other, needs_no_decode=True))
     while host.prefill[0].step():
         pass
     host.run_publications()
@@ -328,13 +326,13 @@ def test_tokens_promoted_from_another_host_are_counted_as_remote(host: InProcess
     assert receiver.pool_client is not None
     sender.pool_client.remote_blocks = receiver.pool_client.remote_blocks = 2
     second = make_work((*PROMPT[:48], 7, 8, 9), request="b")
-    receiver.send_item(DecodeCommand(second, None, remote_prefix=elsewhere))
+    receiver.send_item(DecodeOrder(second, None, remote_prefix=elsewhere))
     while receiver.step():
         pass
     admitted = receiver.pop_messages("admitted")[0]
     assert (admitted.cached_tokens, admitted.pooled_tokens, admitted.remote_tokens) == (48, 48, 32)
     sender.send_item(
-        PrefillCommand(
+        PrefillOrder(
             make_work((*PROMPT[:48], 3), request="c"), needs_no_decode=True, remote_prefix=elsewhere
         )
     )

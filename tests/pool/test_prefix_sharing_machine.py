@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled
 from baton.types import AttemptKey, AttemptSpec, TicketId
-from node_engine.core.node_commands import (
-    CancelCommand,
-    DecodeCommand,
-    PrefillCommand,
-    TicketCommand,
-)
 from tests.pool.in_process_nodes import InProcessDecodeNode, InProcessHost, reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, make_work
 
@@ -56,14 +51,14 @@ class NodesOnOnePool(RuleBasedStateMachine):
     )
     def decode(self, prompt: tuple[int, ...], length: int, node: int, writer: int | None) -> None:
         job = self.make_job(prompt, length)
-        self.host.decode[node].send_item(DecodeCommand(job, None if writer is None else WRITER))
+        self.host.decode[node].send_item(DecodeOrder(job, None if writer is None else WRITER))
         if writer is not None:
-            self.host.prefill[writer].send_item(PrefillCommand(job, needs_no_decode=False))
+            self.host.prefill[writer].send_item(PrefillOrder(job, needs_no_decode=False))
 
     @rule(prompt=prompts, node=st.integers(0, 1))
     def prefill_alone(self, prompt: tuple[int, ...], node: int) -> None:
         self.host.prefill[node].send_item(
-            PrefillCommand(self.make_job(prompt, 1), needs_no_decode=True)
+            PrefillOrder(self.make_job(prompt, 1), needs_no_decode=True)
         )
 
     def make_job(self, prompt: tuple[int, ...], length: int) -> AttemptSpec:
@@ -81,7 +76,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
     def cancel_attempt(self, key: AttemptKey) -> None:
         self.jobs.pop(key, None)
         for node in self.host.nodes:
-            node.send_item(CancelCommand(key, Cancelled("the client left")))
+            node.send_item(CancelOrder(key, Cancelled("the client left")))
         self.answer_planes()
 
     def answer_planes(self) -> None:
@@ -133,11 +128,11 @@ class NodesOnOnePool(RuleBasedStateMachine):
                 key = wire.attempt_key_from_pb(told.key)
                 if key in self.jobs and not told.HasField("ticket"):
                     for sender in self.host.prefill:
-                        sender.send_item(CancelCommand(key, Cancelled("decode has all of it")))
+                        sender.send_item(CancelOrder(key, Cancelled("decode has all of it")))
                 elif key in self.jobs:
                     ticket = receiver.plane.granted[TicketId(told.ticket.id)]
                     next(each for each in self.host.prefill if key in each.plane.opened).send_item(
-                        TicketCommand(ticket)
+                        TicketOrder(ticket)
                     )
         self.answer_planes()
         for sender in self.host.prefill:
@@ -191,13 +186,13 @@ class NodesOnOnePool(RuleBasedStateMachine):
         index = self.host.pool.block_pool.memory.index
         for node in self.host.nodes:
             assert node.pool_client is not None
-            for sequence in node.scheduler.list_sequences():
+            for sequence in node.scheduler.sequences:
                 borrowed = [
                     block for block in sequence.block_table if not node.pool.is_own_block(block)
                 ]
-                assert len(borrowed) == sequence.num_pool_blocks
+                assert len(borrowed) == sequence.pool_use.num_blocks
                 assert self.in_place or not borrowed
-                assert bool(sequence.pool_pins) >= bool(borrowed)
+                assert bool(sequence.pool_use.pins) >= bool(borrowed)
                 for number, block in enumerate(sequence.block_table):
                     if not node.pool.is_own_block(block):
                         assert index.block_hash(

@@ -189,20 +189,18 @@ async def _generate_by_http(cluster: Cluster, prompt: list[int], count: int) -> 
 def _scripted_output(generation: FakeGeneration) -> None:
     """The brain of `front`: at most 24 tokens, single bytes among them, with scores where they are
     asked for."""
-    submission, sampling = generation.submission, generation.submission.sampling
+    request, sampling = generation.request, generation.request.sampling
     if sampling.prompt_logprobs is not None:
-        scores = [
-            _score(token, sampling.prompt_logprobs) for token in submission.prompt_token_ids[1:]
-        ]
+        scores = [_score(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]]
         generation.emit_events(PromptLogprobsEvent(tuple(scores)))
     for step in range(min(sampling.max_tokens, 24)):
-        token = (sampling.seed + 7 * step + submission.choice_index) % VOCAB_SIZE
+        token = (sampling.seed + 7 * step + request.choice_index) % VOCAB_SIZE
         generation.emit_events(
             TokensEvent(
                 (token,), () if sampling.logprobs is None else (_score(token, sampling.logprobs),)
             ),
         )
-    generation.emit_events(finished_event(cached=len(submission.prompt_token_ids) // 2))
+    generation.emit_events(finished_event(cached=len(request.prompt_token_ids) // 2))
 
 
 def _score(token: int, top: int) -> TokenLogprobs:

@@ -17,8 +17,8 @@ from typer.main import get_command
 from baton.cli.common.unavailable import UNAVAILABLE_COMMANDS as UNBUILT
 from baton.cli.main import app
 from baton.cli.up import UNAVAILABLE_OPTIONS as UNBUILT_OPTIONS
-from baton.cluster_link import pb_conversion as wire
-from baton.config.settings import Config
+from baton.cluster_link.messages import PROTOCOL_VERSION
+from baton.config.settings import FIELD_NAMES, Config
 from baton.errors import ERRORS_BY_CODE, HandoffFailed, NodeFailed
 from baton.pb import cluster_pb2
 from baton.process.failpoints import KNOWN_FAILPOINTS
@@ -178,7 +178,7 @@ def test_owners_are_named_once_and_exist() -> None:
 def test_settings_are_documented() -> None:
     text = section(ARCHITECTURE, "Configuration")
     named = [name for row in table_rows(text) for name in re.findall(r"`(\w+)`", row[1])]
-    assert sorted(named) == sorted(Config.__struct_fields__)
+    assert sorted(named) == sorted(FIELD_NAMES)
 
 
 async def test_metrics_are_documented() -> None:
@@ -254,8 +254,8 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
 
 def test_the_protocols_versions_are_documented() -> None:
     (link,) = re.findall(r"The node link speaks version (\d+) ", PROTOCOL)
-    (plane,) = re.findall(r"the transfer plane version (\d+)\s", PROTOCOL)
-    assert (int(link), int(plane)) == (wire.PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
+    (plane,) = re.findall(r"the transfer\s+plane\s+version (\d+) ", PROTOCOL)
+    assert (int(link), int(plane)) == (PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
 
 
 def frame_word(kind: type[frames.Frame]) -> str:
@@ -337,7 +337,7 @@ def test_unimplemented_features_are_documented() -> None:
 
 def test_documented_options_exist() -> None:
     """Of any command or process of ours, or of a tool that the page is about."""
-    known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
+    known = {"--" + field.replace("_", "-") for field in FIELD_NAMES}
     commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
     commands += [
         inner for command in commands for inner in getattr(command, "commands", {}).values()

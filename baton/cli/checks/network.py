@@ -1,6 +1,5 @@
 """Checks of the ports, and of a cluster that may already answer."""
 
-import importlib.metadata
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
@@ -8,6 +7,7 @@ from baton.cli.common.errors import CommandFailed, EndpointUnreachable
 from baton.cli.supervisor.ports import PORT_FIELDS, reserve_port
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from baton.version import package_version
 
 _REFUSED_METRIC = "baton_connections_refused_total"
 
@@ -81,9 +81,11 @@ def check_cluster(endpoint: str, status: Any) -> Finding:
         return warning_finding(
             "cluster", f"{detail}, not ready: {status.reason}", "see `baton status` and the logs"
         )
-    if status.version != _our_version():
+    if status.version != package_version():
         return warning_finding(
-            "cluster", f"{detail}; this is {_our_version()}", "use the same version on both sides"
+            "cluster",
+            f"{detail}; this is {package_version()}",
+            "use the same version on both sides",
         )
     return ok_finding("cluster", f"{detail}, ready")
 
@@ -107,10 +109,3 @@ def check_ports(config: Config, *, occupied: bool) -> Finding:
     return bad_finding(
         "ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)"
     )
-
-
-def _our_version() -> str:
-    try:
-        return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"

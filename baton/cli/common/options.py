@@ -1,16 +1,16 @@
 """Command-line options, generated from the fields of Config or shared by several commands."""
 
+import dataclasses
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from baton.config import flags as config_flags
 from baton.config.resolve import get_field_choices, get_field_help, resolve_config
-from baton.config.settings import Config
+from baton.config.settings import FIELD_NAMES, Config
 
 EndpointOption = Annotated[
     str,
@@ -42,21 +42,109 @@ AdminTokenOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
-# The field that opens each panel of `up --help`; a panel reaches to the next one.
-PANEL_FIRST_FIELDS = {
-    "model": "The model",
-    "prefill": "The cluster",
-    "host": "Where things listen",
-    "api_key": "Who may do what",
-    "segment_dir": "The transfer plane",
-    "heartbeat": "Patience",
-    "paced_prefill_us_per_token": "The paced engine",
-    "log_level": "Logs",
+# The panels of `up --help`, each with its settings.
+PANELS: dict[str, tuple[str, ...]] = {
+    "The model": (
+        "model",
+        "served_model_name",
+        "engine",
+        "load_format",
+        "device",
+        "dtype",
+        "threads",
+    ),
+    "The cluster": (
+        "prefill",
+        "decode",
+        "mode",
+        "max_model_len",
+        "kv_memory",
+        "block_size",
+        "max_num_seqs",
+        "max_batched_tokens",
+        "preemption",
+        "local_prefill_share",
+        "degrade_wait",
+        "degraded_max_tokens",
+        "request_timeout",
+        "unknown_fields",
+        "max_queue",
+        "max_queue_tokens",
+        "placement",
+        "explain_keep",
+        "slo",
+        "ratio_auto",
+    ),
+    "Where things listen": (
+        "host",
+        "port",
+        "grpc_port",
+        "admin_host",
+        "admin_port",
+        "metrics_on_http",
+        "cluster_host",
+        "cluster_port",
+        "max_connections",
+        "max_connections_per_address",
+        "state_dir",
+    ),
+    "Who may do what": (
+        "api_key",
+        "tenants",
+        "cluster_token",
+        "admin_token",
+        "allowed_origins",
+        "insecure",
+        "core_dumps",
+        "failpoints_rpc",
+    ),
+    "The transfer plane": (
+        "segment_dir",
+        "transport",
+        "layers_per_message",
+    ),
+    "The shared pool": (
+        "pool",
+        "pool_memory",
+        "pool_disk",
+        "pool_disk_dir",
+        "pool_port",
+        "pool_eviction",
+        "pool_patience",
+        "pool_publish_rate",
+    ),
+    "Time-outs and retries": (
+        "heartbeat",
+        "silence",
+        "stall",
+        "ticket_ttl",
+        "progress_timeout",
+        "max_attempts",
+        "retry_budget",
+        "drain_timeout",
+        "liveness_timeout",
+        "flip_timeout",
+    ),
+    "The paced engine": (
+        "paced_prefill_us_per_token",
+        "paced_step_ms",
+        "paced_sequence_us",
+        "paced_vocab_size",
+        "paced_reread",
+    ),
+    "Logs": (
+        "log_level",
+        "log_format",
+        "log_max_bytes",
+        "log_backups",
+    ),
 }
 # A node's own settings, which `up` decides for each node.
 PER_NODE_FIELDS = frozenset(
     {"coordinator", "name", "listen", "advertise", "health_port", "host_id"}
 )
+_METAVARS = {int: "N", float: "X"}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
 
 
 def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,9 +172,7 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _resolve_options(values: Mapping[str, Any]) -> Config:
     typed = {
-        key: value
-        for key, value in values.items()
-        if value is not None and key in Config.__struct_fields__
+        key: value for key, value in values.items() if value is not None and key in FIELD_NAMES
     }
     assignments = values["config_assignments"] or []
     return resolve_config(
@@ -115,25 +201,21 @@ def _file_parameters() -> list[inspect.Parameter]:
 
 
 def _field_parameters() -> Iterator[inspect.Parameter]:
-    panel = ""
-    for field in msgspec.structs.fields(Config):
-        panel = PANEL_FIRST_FIELDS.get(field.name, panel)
-        if field.name in PER_NODE_FIELDS:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
-            info = typer.Option(
-                f"{flag}/--no-{flag[2:]}", help=_help_text(field.name, ""), rich_help_panel=panel
-            )
-            yield _keyword_parameter(field.name, bool, info)
-            continue
-        metavar = "|".join(get_field_choices(field.name)) or {int: "N", float: "X"}.get(
-            type(field.default), "TEXT"
-        )
-        text = _help_text(field.name, field.default)
-        yield _keyword_parameter(
-            field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel)
-        )
+    for panel, names in PANELS.items():
+        for name in names:
+            yield _field_parameter(name, _DEFAULTS[name], panel)
+
+
+def _field_parameter(name: str, default: object, panel: str) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(default, bool):
+        text = _help_text(name, "")
+        info = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, rich_help_panel=panel)
+        return _keyword_parameter(name, bool, info)
+    metavar = "|".join(get_field_choices(name)) or _METAVARS.get(type(default), "TEXT")
+    text = _help_text(name, default)
+    info = typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel)
+    return _keyword_parameter(name, str, info)
 
 
 def _help_text(field: str, default: object) -> str:

@@ -4,13 +4,18 @@ Settings travel in the environment only. Secrets never stand on a command line, 
 its settings as a process that was started by hand does.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from baton.cli.supervisor.ports import Endpoints
-from baton.config.settings import ENV_PREFIX, NON_SETTING_VARIABLES, SECRET_FIELDS, Config
+from baton.config.settings import (
+    ENV_PREFIX,
+    FIELD_NAMES,
+    NON_SETTING_VARIABLES,
+    SECRET_FIELDS,
+    Config,
+)
 from baton.errors import ConfigError
 from baton.network.bind_policy import check_coordinator_binds
 from baton.types import Role, mint_id
@@ -38,14 +43,13 @@ def complete_config(config: Config) -> tuple[Config, list[str]]:
     Without prefill nodes the mode becomes colocated, and a missing cluster token is minted. Raises
     ConfigError for a port that other hosts can reach without a key.
     """
-    changed: dict[str, object] = {}
+    mode = config.mode
     notices = []
-    if config.prefill == 0 and config.mode != "colocated":
-        changed["mode"] = "colocated"
-        notices.append(f"--prefill 0: mode {config.mode} becomes colocated")
-    if not config.cluster_token:
-        changed["cluster_token"] = mint_id(256)
-    completed = msgspec.structs.replace(config, **changed)
+    if config.prefill == 0 and mode != "colocated":
+        notices.append(f"--prefill 0: mode {mode} becomes colocated")
+        mode = "colocated"
+    token = config.cluster_token or mint_id(256)
+    completed = dataclasses.replace(config, mode=mode, cluster_token=token)
     check_coordinator_binds(completed)
     return completed, notices
 
@@ -144,7 +148,7 @@ def _inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings_environ(config: Config) -> dict[str, str]:
-    values = {field: getattr(config, field) for field in Config.__struct_fields__}
+    values = {field: getattr(config, field) for field in FIELD_NAMES}
     return {
         _variable_name(field): str(value).lower() if isinstance(value, bool) else str(value)
         for field, value in values.items()

@@ -1,9 +1,8 @@
 """Plan the cache memory of a machine's nodes and pool, for `baton up` and `baton doctor`."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from baton.config.memory_size import AUTO, resolve_memory_size
 from baton.config.settings import Config
@@ -96,18 +95,18 @@ def fit_memory(config: Config) -> tuple[Config, str]:
     shortage = find_memory_shortage(plan, available)
     if shortage is not None:
         raise ConfigError(f"{shortage[0]}: give {shortage[1]}", param="kv_memory")
-    changed = {}
+    kv_memory, pool_memory = config.kv_memory, config.pool_memory
     if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, available):
-        changed["kv_memory"] = str(plan.node_bytes)
+        kv_memory = str(plan.node_bytes)
     if (
         config.has_pool
         and config.pool_memory == AUTO
         and plan.pool_bytes < resolve_memory_size(AUTO, available, "pool_memory")
     ):
-        changed["pool_memory"] = str(plan.pool_bytes)
+        pool_memory = str(plan.pool_bytes)
     qualifier = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
     notice = (
         f"cache memory: {qualifier}{plan} (--kv-memory, --pool-memory) "
         f"of {format_size(available.free_bytes)} {available.limited_by}"
     )
-    return msgspec.structs.replace(config, **changed), notice
+    return dataclasses.replace(config, kv_memory=kv_memory, pool_memory=pool_memory), notice

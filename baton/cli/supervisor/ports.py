@@ -6,11 +6,10 @@ restarts, and nodes can start with the coordinator's address before it listens. 
 coordinator bind the same port, because both sockets set SO_REUSEADDR and only one of them listens.
 """
 
+import dataclasses
 import errno
 import socket
 from dataclasses import dataclass
-
-import msgspec
 
 from baton.config.settings import Config
 from baton.errors import ConfigError
@@ -54,7 +53,7 @@ def reserve_ports(config: Config) -> tuple[Config, list[socket.socket]]:
             reserved.close()
         raise
     ports = {field: reserved.getsockname()[1] for field, reserved in sockets.items()}
-    return msgspec.structs.replace(config, **ports), list(sockets.values())
+    return dataclasses.replace(config, **ports), list(sockets.values())
 
 
 def reserve_port(host: str, port: int, flag: str) -> socket.socket:

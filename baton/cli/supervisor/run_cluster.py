@@ -5,19 +5,18 @@ any time.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import msgspec
 
 from baton.cli.supervisor.child_output import ChildOutput, LineRelay, LogFiles
 from baton.cli.supervisor.daemonize import close_announcement
 from baton.cli.supervisor.ports import Endpoints
 from baton.cli.supervisor.rotating_file import RotatingFile
 from baton.cli.supervisor.supervisor import running_cluster
-from baton.config.settings import Config, get_served_model_name
+from baton.config.settings import Config
 from baton.process import log, log_capture, runtime
 from baton.process.line_writer import DescriptorSink, LineWriter
 
@@ -37,7 +36,7 @@ def run_cluster(config: Config, logs: Path | None, notices: Sequence[str]) -> in
     announce_json = config.log_format == "json"
     if as_text:
         # Children see only a pipe, so they cannot detect the terminal themselves.
-        config = msgspec.structs.replace(config, log_format="console")
+        config = dataclasses.replace(config, log_format="console")
     own_log = logs / "up.log" if logs else None
     sink = (
         RotatingFile(own_log, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
@@ -136,7 +135,7 @@ def _notify_as_json(text: str) -> None:
 def _json_announcement(config: Config, endpoints: Endpoints) -> str:
     cluster = {
         "event": "ready",
-        "model": get_served_model_name(config),
+        "model": config.public_model_name,
         "prefill": config.prefill,
         "decode": config.decode,
     }
@@ -172,4 +171,4 @@ def _describe_cluster(config: Config) -> str:
         if config.prefill
         else f"{config.decode} decode"
     )
-    return f"{get_served_model_name(config)}, {nodes}, {config.mode}"
+    return f"{config.public_model_name}, {nodes}, {config.mode}"

@@ -121,7 +121,7 @@ class AdmissionController:
                 now,
             )
         except Overloaded:
-            self._queue.record_rejection(
+            self._queue.backlog.record_rejection(
                 standing.priority_level, standing.tenant, bid.request_count, now
             )
             raise
@@ -178,17 +178,17 @@ class AdmissionController:
     def _check_queue_place(self, standing: Principal, tenant: Tenant, count: int) -> None:
         limit, waiting = (
             self._limits.max_requests,
-            self._queue.count_waiting(standing.priority_level),
+            self._queue.backlog.count_waiting(standing.priority_level),
         )
         more = f", {count} more would come" if count > 1 else ""
         if waiting + count > limit:
             raise Overloaded(
                 f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
-                retry_after=self._queue.retry_after_seconds(standing.priority_level),
+                retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
             )
         if len(self.tenants.by_name) > 1:
             own, share = (
-                self._queue.count_waiting(standing.priority_level, tenant.name),
+                self._queue.backlog.count_waiting(standing.priority_level, tenant.name),
                 tenant.weight * (limit - waiting),
             )
             if own + count > max(share, 1.0) and own:
@@ -196,21 +196,21 @@ class AdmissionController:
                     f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the"
                     " free places is"
                     f" {share:.0f} (--max-queue)",
-                    retry_after=self._queue.retry_after_seconds(standing.priority_level),
+                    retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
                 )
 
     def _check_queue_tokens(self, standing: Principal, tokens: int) -> None:
         """Bound the memory of waiting prompts. With nothing waiting, any length is admitted."""
         limit, waiting = (
             self._limits.max_tokens,
-            self._queue.count_waiting_tokens(standing.priority_level),
+            self._queue.backlog.count_waiting_tokens(standing.priority_level),
         )
         if waiting and waiting + max(tokens, 1) > limit:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is"
                 f" {limit}"
                 " (--max-queue-tokens)",
-                retry_after=self._queue.retry_after_seconds(standing.priority_level),
+                retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
             )
 
     def _check_predicted_wait(
@@ -226,7 +226,7 @@ class AdmissionController:
             - expected.decode_seconds(standing.tenant, bid.max_output_tokens)
         )
         limit = min(left, self.tenants.max_wait_seconds.get(standing.tenant_class, left))
-        ahead = self._queue.backlog_ahead(
+        ahead = self._queue.backlog.backlog_ahead(
             claim, decode_full=len(self._queue) > 0 and self._latency_estimates.is_decode_full()
         )
         wait = self._queue.service_rate.predict_wait_seconds(

@@ -24,6 +24,7 @@ than it never passes. Requests that are placed again come before all others, the
 
 import heapq
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -76,47 +77,47 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._places) + len(self._requeued)
 
-    def add_request(self, request: RequestId, claim: QueueEntry) -> None:
-        place = (claim.due_at, next(self._serial), request)
-        flow = self._flow(claim)
+    def add_request(self, request: RequestId, entry: QueueEntry) -> None:
+        place = (entry.due_at, next(self._serial), request)
+        flow = self._flow(entry)
         if not flow.entries:
             flow.start_tag = max(flow.start_tag, self._virtual_time - MAX_CREDIT)
         insort(flow.entries, place)
-        flow.backlog_tokens += claim.prompt_tokens
-        if claim.tenant != INTERNAL_CLASS:
-            self._shares.record_arrivals(claim.tenant, 1, claim.arrived_at)
-        self._places[request] = (claim, place)
+        flow.backlog_tokens += entry.prompt_tokens
+        if entry.tenant != INTERNAL_CLASS:
+            self._shares.record_arrivals(entry.tenant, 1, entry.arrived_at)
+        self._places[request] = (entry, place)
 
-    def add_request_front(self, request: RequestId, claim: QueueEntry) -> None:
-        self._requeued[request] = claim
+    def add_request_front(self, request: RequestId, entry: QueueEntry) -> None:
+        self._requeued[request] = entry
 
     def park_request(self, request: RequestId) -> None:
         """Take the request out of all sums until `unpark_request`."""
         found = self._places.get(request)
-        claim, place = found if found is not None else (self._requeued[request], None)
+        entry, place = found if found is not None else (self._requeued[request], None)
         self.remove_request(request)
-        self._parked[request] = claim, place
+        self._parked[request] = entry, place
 
     def unpark_request(self, request: RequestId) -> None:
         """Put a parked request back in its old place, or among those that are placed again."""
-        claim, place = self._parked.pop(request)
+        entry, place = self._parked.pop(request)
         if place is None:
-            self._requeued[request] = claim
+            self._requeued[request] = entry
             return
-        flow = self._flow(claim)
+        flow = self._flow(entry)
         insort(flow.entries, place)
-        flow.backlog_tokens += claim.prompt_tokens
-        self._places[request] = (claim, place)
+        flow.backlog_tokens += entry.prompt_tokens
+        self._places[request] = (entry, place)
 
     def remove_request(self, request: RequestId) -> None:
         """Remove the request without a charge. Idempotent."""
         self._parked.pop(request, None)
         if self._requeued.pop(request, None) is not None or request not in self._places:
             return
-        claim, place = self._places.pop(request)
-        flow = self._flows[claim.tenant]
+        entry, place = self._places.pop(request)
+        flow = self._flows[entry.tenant]
         flow.entries.remove(place)
-        flow.backlog_tokens -= claim.prompt_tokens
+        flow.backlog_tokens -= entry.prompt_tokens
 
     def take_request(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
         """Remove a request that is placed, and charge for its prompt unless it is placed again.
@@ -125,27 +126,27 @@ class FairQueue:
         if request not in self._places:
             self.remove_request(request)
             return
-        claim = self._places[request][0]
+        entry = self._places[request][0]
         waiting = {name: flow for name, flow in self._flows.items() if flow.entries}
         passed = [
-            waiting.pop(name) for name in yielding if name in waiting and name != claim.tenant
+            waiting.pop(name) for name in yielding if name in waiting and name != entry.tenant
         ]
         first = min(flow.start_tag for flow in waiting.values())
         for flow in passed:
             flow.start_tag = max(flow.start_tag, first)
         self._virtual_time = max(self._virtual_time, first)
         self.remove_request(request)
-        self.charge_tenant(claim, claim.prompt_tokens, now, turns=1)
+        self.charge_tenant(entry, entry.prompt_tokens, now, turns=1)
         self._forget_idle()
 
     def charge_tenant(
-        self, claim: QueueEntry, tokens: float, now: float, *, turns: int = 0
+        self, entry: QueueEntry, tokens: float, now: float, *, turns: int = 0
     ) -> None:
         """Charge the tenant `tokens`, for `turns` requests that begin."""
-        flow = self._flow(claim)
-        flow.start_tag += tokens / claim.weight
-        if claim.tenant != INTERNAL_CLASS:
-            self._shares.charge_tenant(claim.tenant, claim.weight, tokens, now, turns=turns)
+        flow = self._flow(entry)
+        flow.start_tag += tokens / entry.weight
+        if entry.tenant != INTERNAL_CLASS:
+            self._shares.charge_tenant(entry.tenant, entry.weight, tokens, now, turns=turns)
 
     def record_rejection(self, tenant: str, count: int, now: float) -> None:
         """Count requests of the tenant that were rejected for lack of room."""
@@ -172,8 +173,8 @@ class FairQueue:
             yield request
             heads[name] += 1
             if heads[name] < len(flow.entries):
-                claim = self._places[request][0]
-                heapq.heappush(lines, (start + claim.prompt_tokens / claim.weight, name))
+                entry = self._places[request][0]
+                heapq.heappush(lines, (start + entry.prompt_tokens / entry.weight, name))
 
     def count_waiting(self, tenant: str) -> int:
         """Count the tenant's requests that were not placed yet."""
@@ -182,14 +183,14 @@ class FairQueue:
 
     def total_backlog(self) -> tuple[int, int]:
         """Return the waiting prompt tokens and requests."""
-        again = sum(claim.prompt_tokens for claim in self._requeued.values())
+        again = sum(entry.prompt_tokens for entry in self._requeued.values())
         return again + sum(flow.backlog_tokens for flow in self._flows.values()), len(self)
 
-    def backlog_ahead(self, claim: QueueEntry) -> tuple[float, float]:
+    def backlog_ahead(self, entry: QueueEntry) -> tuple[float, float]:
         """Return the prompt tokens and requests ahead of one that arrives now, at most: its
         tenant's, and of each other tenant as much as its weight gives it meanwhile. Later arrivals
         are not counted."""
-        mine = self._flows.get(claim.tenant)
+        mine = self._flows.get(entry.tenant)
         own = mine.backlog_tokens if mine else 0
         tokens = float(own + sum(again.prompt_tokens for again in self._requeued.values()))
         requests = float((len(mine.entries) if mine else 0) + len(self._requeued))
@@ -197,19 +198,19 @@ class FairQueue:
             if flow is not mine and flow.backlog_tokens:
                 part = min(
                     1.0,
-                    (own + claim.prompt_tokens) * flow.weight / claim.weight / flow.backlog_tokens,
+                    (own + entry.prompt_tokens) * flow.weight / entry.weight / flow.backlog_tokens,
                 )
                 tokens += part * flow.backlog_tokens
                 requests += part * len(flow.entries)
         return tokens, requests
 
-    def _flow(self, claim: QueueEntry) -> _TenantFlow:
-        flow = self._flows.get(claim.tenant)
+    def _flow(self, entry: QueueEntry) -> _TenantFlow:
+        flow = self._flows.get(entry.tenant)
         if flow is None:
-            flow = self._flows[claim.tenant] = _TenantFlow(
-                self._virtual_time - MAX_CREDIT, claim.weight
+            flow = self._flows[entry.tenant] = _TenantFlow(
+                self._virtual_time - MAX_CREDIT, entry.weight
             )
-        flow.weight = claim.weight
+        flow.weight = entry.weight
         return flow
 
     def _forget_idle(self) -> None:
@@ -229,33 +230,80 @@ _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0  # seconds
 _DEFAULT_ENTRY, _PROBE_ENTRY = QueueEntry(), QueueEntry(INTERNAL_CLASS)
 
 
+class QueueBacklog:
+    """What waits in all classes, and how long it will take."""
+
+    def __init__(self, classes: defaultdict[int, FairQueue], service_rate: ServiceRate) -> None:
+        self._classes = classes
+        self._service_rate = service_rate
+
+    def count_waiting(self, level: int, tenant: str | None = None) -> int:
+        """Count the requests that a class has to wait for, its own and those of higher classes; or
+        one tenant's within the class."""
+        if tenant is not None:
+            return self._classes[level].count_waiting(tenant)
+        return sum(len(queue) for other, queue in self._classes.items() if other <= level)
+
+    def count_waiting_tokens(self, level: int) -> int:
+        """Count the prompt tokens that a class has to wait for."""
+        return sum(
+            queue.total_backlog()[0] for other, queue in self._classes.items() if other <= level
+        )
+
+    @property
+    def total_prompt_tokens(self) -> int:
+        """Prompt tokens of all waiting requests."""
+        return sum(queue.total_backlog()[0] for queue in self._classes.values())
+
+    def backlog_ahead(self, entry: QueueEntry, *, decode_full: bool) -> BacklogAhead:
+        """Return what would be placed before a request that arrives now."""
+        tokens, requests = self._classes[entry.priority_level].backlog_ahead(entry)
+        for level, queue in self._classes.items():
+            if level < entry.priority_level:
+                more = queue.total_backlog()
+                tokens, requests = tokens + more[0], requests + more[1]
+        return BacklogAhead(tokens, requests, decode_full)
+
+    def retry_after_seconds(self, level: int = 0) -> float:
+        """Return the seconds, 1 to 60, in which the class's backlog drains."""
+        rate = self._service_rate.requests_per_second
+        seconds = self.count_waiting(level) / rate if rate else _MIN_RETRY_SECONDS
+        return clamp_retry_after(seconds)
+
+    def record_rejection(self, level: int, tenant: str, count: int, now: float) -> None:
+        """Count requests that were rejected for lack of room: they are demand of the tenant."""
+        self._classes[level].record_rejection(tenant, count, now)
+
+
 class WaitingQueue:
+    """The requests that wait, which of them may be placed next, and what tenants pay for it."""
+
     def __init__(self) -> None:
         self.service_rate = ServiceRate()
-        self._classes: dict[int, FairQueue] = {}
-        self._entries: dict[
-            RequestId, QueueEntry
-        ] = {}  # also of those that were taken, until `forget`
-        self._bypassed: dict[RequestId, int] = {}  # of those that wait
+        self._classes: defaultdict[int, FairQueue] = defaultdict(FairQueue)  # by priority level
+        self.backlog = QueueBacklog(self._classes, self.service_rate)
+        # also of requests that were taken, until they are removed
+        self._entries: dict[RequestId, QueueEntry] = {}
+        # of the requests that wait, how often each was bypassed
+        self._bypassed: dict[RequestId, int] = {}
         self._held: set[RequestId] = set()
-        self._parked: dict[
-            RequestId, int
-        ] = {}  # those that are set aside, and how often they were bypassed
+        # of the parked requests, how often each was bypassed
+        self._parked: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
         return len(self._bypassed)
 
-    def add_request(self, request: RequestId, claim: QueueEntry = _DEFAULT_ENTRY) -> None:
-        self._entries[request] = claim
+    def add_request(self, request: RequestId, entry: QueueEntry = _DEFAULT_ENTRY) -> None:
+        self._entries[request] = entry
         self._bypassed[request] = 0
-        self._class(claim.priority_level).add_request(request, claim)
-        self.service_rate.start_backlog(claim.arrived_at)
+        self._classes[entry.priority_level].add_request(request, entry)
+        self.service_rate.start_backlog(entry.arrived_at)
 
     def add_request_front(self, request: RequestId) -> None:
         """Add a probe, or a request that is to be placed again."""
-        claim = self._entries.setdefault(request, _PROBE_ENTRY)
+        entry = self._entries.setdefault(request, _PROBE_ENTRY)
         self._bypassed[request] = 0
-        self._class(claim.priority_level).add_request_front(request, claim)
+        self._classes[entry.priority_level].add_request_front(request, entry)
 
     def hold_request(self, request: RequestId) -> None:
         """Exclude the request from candidates until `release_request`."""
@@ -266,25 +314,20 @@ class WaitingQueue:
 
     def park_request(self, request: RequestId) -> None:
         """Take a candidate out of all sums until `unpark_request`."""
-        self._class(self._entries[request].priority_level).park_request(request)
+        self._classes[self._entries[request].priority_level].park_request(request)
         self._parked[request] = self._bypassed.pop(request)
         if not self._bypassed:
             self.service_rate.end_backlog()
 
     def unpark_request(self, request: RequestId) -> None:
-        self._class(self._entries[request].priority_level).unpark_request(request)
+        self._classes[self._entries[request].priority_level].unpark_request(request)
         self._bypassed[request] = self._parked.pop(request)
-
-    @property
-    def parked_count(self) -> int:
-        """Number of parked requests."""
-        return len(self._parked)
 
     def remove_request(self, request: RequestId) -> None:
         """Remove the request, wherever it is. Idempotent."""
-        claim = self._entries.pop(request, None)
-        if claim is not None:
-            self._class(claim.priority_level).remove_request(request)
+        entry = self._entries.pop(request, None)
+        if entry is not None:
+            self._classes[entry.priority_level].remove_request(request)
         self._bypassed.pop(request, None)
         self._parked.pop(request, None)
         self._held.discard(request)
@@ -312,72 +355,34 @@ class WaitingQueue:
             if ahead == request:
                 break
             self._bypassed[ahead] += ahead not in self._held
-        claim = self._entries[request]
-        self._class(claim.priority_level).take_request(request, now, yielding)
+        entry = self._entries[request]
+        self._classes[entry.priority_level].take_request(request, now, yielding)
         del self._bypassed[request]
         self._held.discard(request)
-        self.service_rate.record_placement(claim.prompt_tokens, now)
+        self.service_rate.record_placement(entry.prompt_tokens, now)
         if not self._bypassed:
             self.service_rate.end_backlog()
 
     def charge_output(self, request: RequestId, tokens: int, now: float) -> None:
         """Charge the request's tenant for output tokens."""
-        claim = self._entries.get(request)
-        if claim is not None:
-            self._class(claim.priority_level).charge_tenant(claim, OUTPUT_TOKEN_COST * tokens, now)
-
-    def record_rejection(self, level: int, tenant: str, count: int, now: float) -> None:
-        """Count requests that were rejected for lack of room."""
-        self._class(level).record_rejection(tenant, count, now)
+        entry = self._entries.get(request)
+        if entry is not None:
+            self._classes[entry.priority_level].charge_tenant(
+                entry, OUTPUT_TOKEN_COST * tokens, now
+            )
 
     def headroom_share(self, request: RequestId, most: float, now: float) -> float:
         """Return the share of a node that the request must leave to other tenants of its class (see
         `TenantShares`); 0 if it is placed again or must not be bypassed any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
-        return self._class(self._entries[request].priority_level).headroom_share(request, most, now)
-
-    def count_waiting(self, level: int, tenant: str | None = None) -> int:
-        """Count the requests that a class has to wait for, its own and those of higher classes; or
-        one tenant's within the class."""
-        if tenant is not None:
-            return self._class(level).count_waiting(tenant)
-        return sum(len(order) for each, order in self._classes.items() if each <= level)
-
-    def count_waiting_tokens(self, level: int) -> int:
-        """Count the prompt tokens that a class has to wait for."""
-        return sum(
-            order.total_backlog()[0] for each, order in self._classes.items() if each <= level
+        return self._classes[self._entries[request].priority_level].headroom_share(
+            request, most, now
         )
-
-    @property
-    def total_prompt_tokens(self) -> int:
-        """Prompt tokens of all waiting requests."""
-        return sum(order.total_backlog()[0] for order in self._classes.values())
-
-    def backlog_ahead(self, claim: QueueEntry, *, decode_full: bool) -> BacklogAhead:
-        tokens, requests = self._class(claim.priority_level).backlog_ahead(claim)
-        for level, order in self._classes.items():
-            if level < claim.priority_level:
-                more = order.total_backlog()
-                tokens, requests = tokens + more[0], requests + more[1]
-        return BacklogAhead(tokens, requests, decode_full)
-
-    def retry_after_seconds(self, level: int = 0) -> float:
-        """Return the seconds, 1 to 60, in which the class's backlog drains."""
-        rate = self.service_rate.requests_per_second
-        seconds = self.count_waiting(level) / rate if rate else _MIN_RETRY_SECONDS
-        return clamp_retry_after(seconds)
 
     def _in_order(self) -> Iterator[RequestId]:
         for level in sorted(self._classes):
             yield from self._classes[level]
-
-    def _class(self, level: int) -> FairQueue:
-        order = self._classes.get(level)
-        if order is None:
-            order = self._classes[level] = FairQueue()
-        return order
 
 
 def compute_due_time(computing: float, arrived: float, deadline: float) -> float:

@@ -18,7 +18,7 @@ class QueueLimits(NamedTuple):
     max_tokens: int = 2**62  # prompt tokens that may wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BrainSettings:
     """All settings of the pure core; the shell builds it from the configuration."""
 

@@ -1,59 +1,13 @@
-"""What a node announces when it joins, and the checks that a cluster's members must pass."""
+"""The checks that a node must pass when it joins the cluster."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
 from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
-from baton.models.model_identity import UNQUANTIZED, ModelIdentity
-from baton.types import NodeName, Role
-
-
-@dataclass(frozen=True, slots=True)
-class JoinInfo:
-    """One node's announcement."""
-
-    protocol_version: int
-    name: NodeName
-    role: Role
-    host_id: str
-    transfer_endpoint: str
-    pid: int
-    model_digest: str  # hex
-    layout: KVLayout
-    num_blocks: int  # KV blocks
-    max_num_seqs: int  # sequences at once
-    max_batched_tokens: int  # tokens of one step
-    max_model_len: int  # tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    engine: str
-    rejoining: str = ""
-    # random for each process: equal after a rejoin, different for another process
-    process: str = ""
-    implementation: str = ""
-    dtype: str = ""
-    quantization: str = UNQUANTIZED
-    files: ModelFileDigests = UNKNOWN_DIGESTS
-
-    @property
-    def model(self) -> ModelIdentity:
-        return ModelIdentity(
-            implementation=self.implementation,
-            model_digest=self.model_digest,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            layout=self.layout,
-            vocab_size=self.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-        )
-
-    @property
-    def max_context_tokens(self) -> int:
-        """The longest prompt and output that the node can hold, in tokens."""
-        return min(self.max_model_len, self.num_blocks * self.layout.block_size)
+from baton.models.model_identity import ModelIdentity
+from baton.types import NodeName
 
 
 @dataclass(frozen=True, slots=True)

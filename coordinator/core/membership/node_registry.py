@@ -10,17 +10,17 @@ The set is not stored: a coordinator that restarts has forgotten it.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.cluster_link.messages import JoinInfo
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
-    JoinInfo,
     ServedModel,
     require_cluster_model,
     require_free_name,
@@ -189,10 +189,6 @@ class NodeRegistry:
     def by_name(self, name: NodeName) -> NodeMember | None:
         return next((node for node in self.nodes.values() if node.info.name == name), None)
 
-    def list_model_digests(self, *legs: Incarnation | None) -> list[str]:
-        """Return the model digests of these members, in hex."""
-        return [self.nodes[leg].model_digest.hex() for leg in legs if leg is not None]
-
     def why_unavailable(self, role: Role) -> str:
         """Return why no node of the role can be given work, "" if one can."""
         if self.has_serving_node(role):
@@ -204,9 +200,9 @@ class NodeRegistry:
         )
 
     def find_expired(
-        self, now: float, busy: Collection[Incarnation]
+        self, now: float, count_attempts: Callable[[Incarnation], int]
     ) -> list[tuple[NodeMember, NodeFailed]]:
-        """Return the nodes to remove: silent ones, and `busy` ones (with attempts) without
+        """Return the nodes to remove: silent ones, and those that have attempts and make no
         progress."""
         found: list[tuple[NodeMember, NodeFailed]] = []
         self._earliest_silence = math.inf
@@ -226,7 +222,7 @@ class NodeRegistry:
             self._earliest_silence = min(
                 self._earliest_silence, node.heard_at + self.silence_seconds
             )
-            if node.incarnation in busy and node.is_stalled:
+            if node.is_stalled and count_attempts(node.incarnation):
                 age = node.stats.progress_age_seconds if node.stats else 0.0
                 found.append(
                     (

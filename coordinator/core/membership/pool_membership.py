@@ -2,22 +2,21 @@
 
 from collections.abc import Callable
 
-from baton.errors import BatonError, NodeLost
-from baton.types import Incarnation
-from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import (
+from baton.cluster_link.messages import (
     CacheEvents,
     CacheSnapshot,
     CacheSnapshotRequest,
-    Effect,
     Heartbeat,
-    MemberLost,
     NodeLeaving,
     NodeReport,
-    SendOrder,
+    PoolJoinInfo,
 )
+from baton.errors import BatonError, NodeLost
+from baton.types import Incarnation
+from coordinator.core.common.counters import Counters
+from coordinator.core.common.effects import Effect, MemberLost, SendOrder
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.prefix_directory import PoolJoinInfo, PoolRegistry, PrefixDirectory
+from coordinator.core.membership.prefix_directory import PoolRegistry, PrefixDirectory
 
 
 class PoolMembership:

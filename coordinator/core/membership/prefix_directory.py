@@ -25,12 +25,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import PROTOCOL_VERSION, PoolJoinInfo
 from baton.errors import ConfigError, NodeLost
-from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName, PeerAddress
+from baton.types import Incarnation, PeerAddress
 from coordinator.core.membership.join_checks import (
     MAX_NAME_LENGTH,
     require_free_name,
@@ -224,24 +223,6 @@ def _drain_shards(shards: list[set[int]]) -> Iterator[int]:
     """Yield all hashes, and free each shard as soon as it was read."""
     while shards:
         yield from shards.pop()
-
-
-POOL_ROLE = "pool"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolJoinInfo:
-    """One pool's announcement."""
-
-    protocol_version: int
-    name: NodeName
-    host_id: str
-    endpoint: str
-    pid: int
-    model_digest: str  # hex
-    layout: KVLayout
-    num_blocks: int
-    process: str = ""
 
 
 @dataclass(slots=True)

@@ -19,11 +19,10 @@ others.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import JoinInfo
 from baton.limits import ModelBounds
 from baton.types import AttemptKey, Incarnation, NodeName, Role
-from coordinator.core.common.messages import ReservationRefused
 from coordinator.core.estimates.workload import RecentWork
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.placement.interface import NodeView
 from coordinator.core.placement.placement_state import PlaceableRequest
@@ -145,36 +144,26 @@ class NodeLoads:
         if load.closure and room >= load.closure.needed_blocks:
             load.closure = None
 
-    def on_reservation_refused(
-        self, node: Incarnation, message: ReservationRefused, blocks: int
+    def close_node(
+        self, node: Incarnation, blocks: int, needed: int, free_blocks: int | None = None
     ) -> None:
-        """The node refused a demand of `blocks`, and the leg has ended."""
-        self._set_free_blocks(self._load_to_change(node), message.free_blocks)
-        self.close_node(node, blocks, message.needed_blocks)
-
-    def close_node(self, node: Incarnation, blocks: int, needed: int) -> None:
-        """Place no demand of `blocks` or more there until the node has room for `needed` blocks."""
+        """Place no demand of `blocks` or more there until the node has room for `needed` blocks.
+        `free_blocks` is what the node has reported with its refusal, if it has refused."""
         self._serial += 1
         load = self._load_to_change(node)
+        if free_blocks is not None:
+            self._set_free_blocks(load, free_blocks)
         lowest = min(blocks, load.closure.blocks) if load.closure else blocks
         load.closure = _NodeClosure(lowest, needed, self._serial)
 
-    def count_attempts(self, node: Incarnation) -> int:
-        load = self._nodes.get(node)
-        return len(load.legs) if load else 0
-
-    def list_attempts(self, node: Incarnation) -> list[AttemptKey]:
+    def attempts_on(self, node: Incarnation) -> Collection[AttemptKey]:
         """Return the attempts with a leg there, in the order in which they were placed."""
         load = self._nodes.get(node)
-        return list(load.legs) if load else []
+        return load.legs.keys() if load else ()
 
     def count_quiet_reports(self, node: Incarnation) -> int:
         """Return the heartbeats since work last came to the node or ended there."""
         return self._nodes[node].quiet_reports
-
-    def busy_nodes(self) -> set[Incarnation]:
-        """Return the nodes that have a leg."""
-        return {node for node, load in self._nodes.items() if load.legs}
 
     def get_view(self, node: NodeMember) -> NodeView:
         """Return the node's snapshot for placement. Before its first report all blocks count as

@@ -13,12 +13,12 @@ Short hashes of a prompt's full blocks, computed on demand and at most once.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.kv.block_hash import HashChain, root_hash, short_hash
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
-from coordinator.core.common.messages import CacheEvents, CacheSnapshot, DecodeStarted, PrefillEnded
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor
 from coordinator.core.estimates.workload import OutputLengthPredictor, WorkloadMeter
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
@@ -64,13 +64,73 @@ class PromptBlockHashes:
             yield self._hashes[block]
 
 
+class CachedPrefixes:
+    """Finds which nodes and pools seem to have the beginning of a prompt in their caches."""
+
+    def __init__(
+        self, registry: NodeRegistry, directory: PrefixDirectory, pools: PoolRegistry
+    ) -> None:
+        self._registry = registry
+        self._directory = directory
+        self._pools = pools
+
+    def hash_prompt(self, request: Request) -> PromptBlockHashes:
+        """Return the block hashes of the prompt. Valid only after the first join."""
+        model = self._registry.model_identity
+        assert model is not None, "no node has joined"
+        root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
+        return PromptBlockHashes(HashChain(root, request.prompt_token_ids, model.layout.block_size))
+
+    def cached_tokens_by_node(self, block_hashes: PromptBlockHashes) -> dict[Incarnation, int]:
+        """Return the prompt tokens that each node's cache, or its host's pool, seems to have."""
+        held = self._reachable_blocks(self._directory.match_prefix(block_hashes))
+        return {node: blocks * block_hashes.block_size for node, blocks in held.items()}
+
+    def find_remote_prefixes(
+        self, block_hashes: PromptBlockHashes, nodes: Iterable[Incarnation]
+    ) -> dict[Incarnation, tuple[PoolMember, int]]:
+        """For each of `nodes` whose host has a pool and less of the prompt than another host's
+        pool: return that pool and how many tokens it seems to have."""
+        pools, hosts = self._pools.members.values(), self._pools.list_hosts
+        if len(hosts) < 2:
+            return {}
+        found = self._directory.match_prefix(block_hashes)
+        held = self._reachable_blocks(found)
+        remote: dict[Incarnation, tuple[PoolMember, int]] = {}
+        for node in nodes:
+            host = self._registry.nodes[node].info.host_id
+            there = (
+                best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            )
+            if there is not None:
+                remote[node] = (there[0], there[1] * block_hashes.block_size)
+        return remote
+
+    def _reachable_blocks(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
+        """Return the blocks that each node can reach: its own or its host's pool's."""
+        held = dict(found)
+        pooled: dict[str, int] = {}  # by host
+        for pool in self._pools.members.values():
+            blocks = held.pop(pool.incarnation, 0)
+            if blocks:
+                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
+        for node in self._registry.nodes.values() if pooled else ():
+            blocks = pooled.get(node.info.host_id, 0)
+            if blocks > held.get(node.incarnation, 0):
+                held[node.incarnation] = blocks
+        return held
+
+
 class PlacementState:
+    """The learned costs, output lengths and cached prefixes, and the reports they come from."""
+
     def __init__(self, registry: NodeRegistry) -> None:
         self.cost_model = CostModel()
         self.output_lengths = OutputLengthPredictor()
         self.decode_times = DecodeTimePredictor(self.output_lengths)
         self.prefix_directory = PrefixDirectory()
         self.pools = PoolRegistry(registry.silence_seconds)
+        self.prefix_lookup = CachedPrefixes(registry, self.prefix_directory, self.pools)
         self.workload_meter = WorkloadMeter()
         self._registry = registry
         self._first_token_error = MeanRelativeError()
@@ -94,52 +154,6 @@ class PlacementState:
         self.prefix_directory.remove_node(node)
         self.cost_model.node_count = len(self._registry.nodes)
 
-    # what is known of a prompt
-
-    def hash_prompt(self, request: Request) -> PromptBlockHashes:
-        """Return the block hashes of the prompt. Valid only after the first join."""
-        model = self._registry.model_identity
-        assert model is not None, "no node has joined"
-        root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
-        return PromptBlockHashes(HashChain(root, request.prompt_token_ids, model.layout.block_size))
-
-    def cached_tokens_by_node(self, names: PromptBlockHashes) -> dict[Incarnation, int]:
-        """Return the prompt tokens that each node's cache, or its host's pool, seems to have."""
-        held = self._reachable_blocks(self.prefix_directory.match_prefix(names))
-        return {node: blocks * names.block_size for node, blocks in held.items()}
-
-    def find_remote_prefixes(
-        self, names: PromptBlockHashes, nodes: Iterable[Incarnation]
-    ) -> dict[Incarnation, tuple[PoolMember, int]]:
-        """For each of `nodes` whose host has a pool and less of the prompt than another host's
-        pool: return that pool and how many tokens it seems to have."""
-        pools, hosts = self.pools.members.values(), self.pools.list_hosts
-        if len(hosts) < 2:
-            return {}
-        found = self.prefix_directory.match_prefix(names)
-        held, richer = self._reachable_blocks(found), {}
-        for node in nodes:
-            host = self._registry.nodes[node].info.host_id
-            there = (
-                best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
-            )
-            if there is not None:
-                richer[node] = (there[0], there[1] * names.block_size)
-        return richer
-
-    def _reachable_blocks(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
-        """Return the blocks that each node can reach: its own or its host's pool's."""
-        held, pooled = dict(found), dict[str, int]()  # the second by host
-        for pool in self.pools.members.values():
-            blocks = held.pop(pool.incarnation, 0)
-            if blocks:
-                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
-        for node in self._registry.nodes.values() if pooled else ():
-            blocks = pooled.get(node.info.host_id, 0)
-            if blocks > held.get(node.incarnation, 0):
-                held[node.incarnation] = blocks
-        return held
-
     def expected_output_tokens(self, request: Request) -> float:
         """Return the predicted output length of the request."""
         return self.output_lengths.predict_tokens(
@@ -161,15 +175,6 @@ class PlacementState:
         self._first_token_error.add_prediction(prediction.ttft_seconds, seconds)
 
     # what nodes report
-
-    def apply_cache_events(self, node: Incarnation, message: CacheEvents, now: float) -> bool:
-        """Apply the events; return whether to ask the node for a snapshot."""
-        return self.prefix_directory.apply_events(
-            node, message.sequence, message.inserted, message.evicted, now
-        )
-
-    def apply_cache_snapshot(self, node: Incarnation, message: CacheSnapshot) -> None:
-        self.prefix_directory.apply_snapshot(node, message.sequence, message.block_hashes)
 
     def record_decode_steps(
         self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float

@@ -185,7 +185,7 @@ class RequestPlacer:
             self._registry.nodes[computes].info.name
         )
         told = {}
-        for node, (pool, tokens) in self._placement_state.find_remote_prefixes(
+        for node, (pool, tokens) in self._placement_state.prefix_lookup.find_remote_prefixes(
             record.prompt_block_hashes, _chosen_nodes(choice)
         ).items():
             here = demand.cached_tokens_on(node)
@@ -237,8 +237,10 @@ class RequestPlacer:
         if record.awaits_prompt_logprobs:
             return {}
         if record.prompt_block_hashes is None:
-            record.prompt_block_hashes = self._placement_state.hash_prompt(record.request)
-        return self._placement_state.cached_tokens_by_node(record.prompt_block_hashes)
+            record.prompt_block_hashes = self._placement_state.prefix_lookup.hash_prompt(
+                record.request
+            )
+        return self._placement_state.prefix_lookup.cached_tokens_by_node(record.prompt_block_hashes)
 
 
 def _chosen_nodes(choice: NodeChoice) -> Iterator[Incarnation]:

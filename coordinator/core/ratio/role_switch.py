@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.types import Incarnation, NodeName, RequestId, Role
-from coordinator.core.common.messages import RoleSwitchReport
+from coordinator.core.common.effects import RoleSwitchReport
 
 # in which a node that was ordered to switch must have rejoined
 ORDER_TIMEOUT_SECONDS = 30.0

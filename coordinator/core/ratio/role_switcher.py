@@ -7,11 +7,12 @@ joins in. A node that restarts in its first role while there is a target is swit
 from collections import Counter, deque
 from collections.abc import Callable
 
+from baton.cluster_link.messages import SetRoleOrder
 from baton.errors import BatonError, Cancelled, InvalidRequest, NodeDrained, NodeStalled
 from baton.role_split import RoleSplit, format_splits, list_possible_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
-from coordinator.core.common.messages import RoleSwitchReport, SetRoleOrder
+from coordinator.core.common.effects import RoleSwitchReport
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
 from coordinator.core.ratio.role_moves import NodeRoleState, opposite_role, plan_role_moves
 from coordinator.core.ratio.role_switch import (
@@ -149,7 +150,7 @@ class RoleSwitcher:
         for flip in [
             flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.DRAINING
         ]:
-            if not self._table.loads.count_attempts(flip.incarnation):
+            if not self._table.loads.attempts_on(flip.incarnation):
                 self._order_switch(flip, now)
         for flip in [
             flip
@@ -236,7 +237,7 @@ class RoleSwitcher:
 
     def _role_state(self, node: NodeMember, serves: bool) -> NodeRoleState | None:
         """Return the node's state; None if it is leaving the cluster."""
-        name, load = node.info.name, self._table.loads.count_attempts(node.incarnation)
+        name, load = node.info.name, len(self._table.loads.attempts_on(node.incarnation))
         flip = self.pending.get(name)
         if flip is not None:
             leaving, fixed = (

@@ -18,7 +18,7 @@ from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, Prom
 from baton.pb.common_pb2 import HandoffReport, Timeline
 from baton.types import AttemptKey, FinishReason, RequestId
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import EndRequest, FinishedResult
+from coordinator.core.common.effects import EndRequest, FinishedResult
 from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
 from coordinator.core.placement.interface import LatencyPrediction
 from coordinator.core.requests.attempt_trace import ConsideredNode, TimelineStore

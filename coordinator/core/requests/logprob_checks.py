@@ -5,9 +5,9 @@ first token. So the coordinator holds at most one entry for each prompt token of
 that has emitted nothing, and an entry has at most `baton.limits.MAX_LOGPROBS` tokens.
 """
 
+from baton.cluster_link.messages import PromptLogprobsReport
 from baton.errors import StaleMessage
 from baton.types import TokenLogprobs
-from coordinator.core.common.messages import PromptLogprobsReport
 from coordinator.core.requests.record import Attempt, RequestRecord
 
 

@@ -9,9 +9,25 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CacheEvents,
+    CacheSnapshot,
+    CacheSnapshotRequest,
+    DecodeStarted,
+    HandoffCompleted,
+    Heartbeat,
+    NodeLeaving,
+    NodeReport,
+    PrefillEnded,
+    PromptLogprobsReport,
+    ReservationRefused,
+    StepTokens,
+    TicketOrder,
+)
 from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, StaleMessage
 from baton.types import FinishReason, Incarnation, TokenEvent, TokenLogprobs
-from coordinator.core.common import messages as m
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.requests import logprob_checks as scores
 from coordinator.core.requests.record import (
@@ -30,27 +46,25 @@ class NodeReportHandler:
         self._registry = registry
         self._table = table
         self._handlers: dict[type, Callable[[Incarnation, Any, float], None]] = {
-            m.BlocksReserved: self._on_blocks_reserved,
-            m.ReservationRefused: self._on_reservation_refused,
-            m.PromptLogprobsReport: self._on_prompt_logprobs,
-            m.StepTokens: self._on_tokens,
-            m.AttemptFailed: self._on_attempt_failed,
-            m.PrefillEnded: self._on_prefill_ended,
-            m.HandoffCompleted: self._on_handoff_completed,
-            m.DecodeStarted: self._on_decode_started,
-            m.Heartbeat: self._on_heartbeat,
-            m.CacheEvents: self._on_cache_events,
-            m.CacheSnapshot: self._on_cache_snapshot,
-            m.NodeLeaving: self._on_node_leaving,
+            BlocksReserved: self._on_blocks_reserved,
+            ReservationRefused: self._on_reservation_refused,
+            PromptLogprobsReport: self._on_prompt_logprobs,
+            StepTokens: self._on_tokens,
+            AttemptFailed: self._on_attempt_failed,
+            PrefillEnded: self._on_prefill_ended,
+            HandoffCompleted: self._on_handoff_completed,
+            DecodeStarted: self._on_decode_started,
+            Heartbeat: self._on_heartbeat,
+            CacheEvents: self._on_cache_events,
+            CacheSnapshot: self._on_cache_snapshot,
+            NodeLeaving: self._on_node_leaving,
         }
 
-    def handle_message(self, sender: Incarnation, message: m.NodeReport, now: float) -> None:
+    def handle_message(self, sender: Incarnation, message: NodeReport, now: float) -> None:
         """Apply a report of `sender`, which must be a member."""
         self._handlers[type(message)](sender, message, now)
 
-    def _on_blocks_reserved(
-        self, sender: Incarnation, message: m.BlocksReserved, now: float
-    ) -> None:
+    def _on_blocks_reserved(self, sender: Incarnation, message: BlocksReserved, now: float) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
@@ -84,10 +98,10 @@ class NodeReportHandler:
                 record, StaleMessage(f"ticket {ticket.id} is for another attempt or node"), now
             )
         else:
-            self._table.send_ticket(attempt, m.TicketOrder(ticket))
+            self._table.send_ticket(attempt, TicketOrder(ticket))
 
     def _on_reservation_refused(
-        self, sender: Incarnation, message: m.ReservationRefused, now: float
+        self, sender: Incarnation, message: ReservationRefused, now: float
     ) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
@@ -98,12 +112,15 @@ class NodeReportHandler:
             message.free_blocks,
         )
         self._table.close_leg(attempt, sender)
-        self._table.loads.on_reservation_refused(
-            sender, message, self._table.placer.make_demand(record).blocks
+        self._table.loads.close_node(
+            sender,
+            self._table.placer.make_demand(record).blocks,
+            needed=message.needed_blocks,
+            free_blocks=message.free_blocks,
         )
         self._table.replace_attempt(record, None, now)
 
-    def _on_tokens(self, sender: Incarnation, message: m.StepTokens, now: float) -> None:
+    def _on_tokens(self, sender: Incarnation, message: StepTokens, now: float) -> None:
         for key, events in groupby(message.events, key=_key_of):
             found = self._table.find_attempt_of_sender(key, sender)
             if found is not None:
@@ -167,7 +184,7 @@ class NodeReportHandler:
             self._table.replace_attempt(record, error, now)
 
     def _on_prompt_logprobs(
-        self, sender: Incarnation, message: m.PromptLogprobsReport, now: float
+        self, sender: Incarnation, message: PromptLogprobsReport, now: float
     ) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
@@ -220,7 +237,7 @@ class NodeReportHandler:
             f"node {name} has computed the prompt and sent {come} of its {all_of_them} scores"
         )
 
-    def _on_attempt_failed(self, sender: Incarnation, message: m.AttemptFailed, now: float) -> None:
+    def _on_attempt_failed(self, sender: Incarnation, message: AttemptFailed, now: float) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
@@ -251,7 +268,7 @@ class NodeReportHandler:
         ):
             self._table.on_breaker_changed(pair)
 
-    def _on_prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
+    def _on_prefill_ended(self, sender: Incarnation, message: PrefillEnded, now: float) -> None:
         """Accepted as long as the attempt is current: decode's report may arrive first and close
         the prefill leg."""
         found = self._table.find_attempt(message.key)
@@ -275,7 +292,7 @@ class NodeReportHandler:
             self._table.replace_attempt(record, self._missing_logprobs_error(record, attempt), now)
 
     def _on_handoff_completed(
-        self, sender: Incarnation, message: m.HandoffCompleted, now: float
+        self, sender: Incarnation, message: HandoffCompleted, now: float
     ) -> None:
         """Accepted at any time: decode's report often arrives first, and a short answer may have
         ended."""
@@ -312,7 +329,7 @@ class NodeReportHandler:
         else:
             table.counters.dropped_messages["stale"] += 1
 
-    def _on_decode_started(self, sender: Incarnation, message: m.DecodeStarted, now: float) -> None:
+    def _on_decode_started(self, sender: Incarnation, message: DecodeStarted, now: float) -> None:
         found = self._table.find_attempt_of_sender(message.key, sender)
         if found is None:
             return
@@ -329,7 +346,7 @@ class NodeReportHandler:
         count_token_sources(record, attempt, self._table.counters)
         self._table.last_progress_at = now
 
-    def _on_heartbeat(self, sender: Incarnation, message: m.Heartbeat, now: float) -> None:
+    def _on_heartbeat(self, sender: Incarnation, message: Heartbeat, now: float) -> None:
         node = self._registry.nodes[sender]
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._table.last_progress_at = now
@@ -340,14 +357,16 @@ class NodeReportHandler:
         )
         self._table.wake_placement()
 
-    def _on_cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:
-        if self._table.placement_state.apply_cache_events(sender, message, now):
-            self._table.effects.send_order(sender, m.CacheSnapshotRequest())
+    def _on_cache_events(self, sender: Incarnation, message: CacheEvents, now: float) -> None:
+        directory = self._table.placement_state.prefix_directory
+        if directory.apply_events(sender, message.sequence, message.inserted, message.evicted, now):
+            self._table.effects.send_order(sender, CacheSnapshotRequest())
 
-    def _on_cache_snapshot(self, sender: Incarnation, message: m.CacheSnapshot, now: float) -> None:
-        self._table.placement_state.apply_cache_snapshot(sender, message)
+    def _on_cache_snapshot(self, sender: Incarnation, message: CacheSnapshot, now: float) -> None:
+        directory = self._table.placement_state.prefix_directory
+        directory.apply_snapshot(sender, message.sequence, message.block_hashes)
 
-    def _on_node_leaving(self, sender: Incarnation, message: m.NodeLeaving, now: float) -> None:
+    def _on_node_leaving(self, sender: Incarnation, message: NodeLeaving, now: float) -> None:
         self._registry.nodes[sender].is_leaving = True
         self._table.wake_placement()
 

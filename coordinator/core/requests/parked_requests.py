@@ -85,6 +85,9 @@ class OversizedRequests:
         self._limits = limits
         self._held: set[RequestId] = set()
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def hold_request(self, record: RequestRecord) -> BatonError | None:
         """Park a request that is too long (see `ContextCapacity`). If too many are parked, return
         the error with which it must end instead."""

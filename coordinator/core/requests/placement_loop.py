@@ -1,7 +1,8 @@
 """Places waiting requests whenever something has changed for them, in the order of the queue."""
 
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from baton.types import AttemptKey
-from coordinator.core.common.messages import AdmitRequest, DecodeOrder, PrefillOrder
+from coordinator.core.common.effects import AdmitRequest
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.requests.attempt_trace import start_trace
@@ -108,7 +109,11 @@ class PlacementLoop:
         self._table.placer.book_legs(record, key, decision, now)
         self._table.counters.placements[decision.prefill_site.value, decision.reason.value] += 1
         record.set_state(RequestState.PLACED)
-        models = self._registry.list_model_digests(prefill, decode)
+        models = [
+            self._registry.nodes[node].model_digest.hex()
+            for node in (prefill, decode)
+            if node is not None
+        ]
         record.timestamps.mark_placed(
             now, self._table.node_name(prefill), self._table.node_name(decode), models
         )

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.types import (
     AttemptKey,
     AttemptSpec,
@@ -34,7 +35,6 @@ from baton.types import (
     TokenLogprobs,
 )
 from coordinator.core.common.counters import INTERNAL_CLASS, Counters
-from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.placement.breakers import NodePair
 from coordinator.core.placement.placement_state import PromptBlockHashes
 from coordinator.core.requests.attempt_trace import AttemptTrace, Timestamps

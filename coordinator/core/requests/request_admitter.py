@@ -1,7 +1,7 @@
 """Validates submitted requests and adds them to the request table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from baton.errors import (
     InvalidRequest,
@@ -12,22 +12,12 @@ from baton.errors import (
     TenantLimitExceeded,
 )
 from baton.limits import ModelBounds, check_context_length
-from baton.types import Principal, Request, RequestId
+from baton.types import Principal, Request
 from coordinator.core.admission.admission_controller import AdmissionRequest
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.common.counters import INTERNAL_CLASS
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, RequestTable
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedRequest:
-    """A request as submitted to the brain."""
-
-    request: Request
-    # a request with the same prompt, after which it needs no prefill; ignored if that has ended or
-    # cannot share its cache
-    leader_id: RequestId | None = None
 
 
 class RequestAdmitter:
@@ -38,29 +28,23 @@ class RequestAdmitter:
         self._table = table
         self._settings = settings
 
-    def admit_requests(
-        self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool
-    ) -> None:
+    def admit_requests(self, requests: Sequence[Request], now: float, *, internal: bool) -> None:
         """Admit all requests or none: see `Brain.submit_requests`."""
-        first = arrivals[0].request
         try:
-            self._check_room([arrival.request for arrival in arrivals], now)
+            self._check_room(requests, now)
             bounds = self.model_bounds()
-            for request in (arrival.request for arrival in arrivals):
+            for request in requests:
                 check_context_length(
                     len(request.prompt_token_ids), request.sampling.max_tokens, bounds
                 )
         except RequestRejected as error:
             self.count_rejection(
-                error, INTERNAL_CLASS if internal else first.principal.tenant_class, now
+                error, INTERNAL_CLASS if internal else requests[0].principal.tenant_class, now
             )
             raise
         if not internal:
-            arrivals = [self._cap_output(arrival) for arrival in arrivals]
-        records = [
-            self._table.add_request(one.request, now, internal=internal, after=one.leader_id)
-            for one in arrivals
-        ]
+            requests = [self._cap_output(request) for request in requests]
+        records = [self._table.add_request(request, now, internal=internal) for request in requests]
         records[0].sibling_requests = tuple(record.request.id for record in records[1:])
 
     def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
@@ -102,13 +86,13 @@ class RequestAdmitter:
             now,
         )
 
-    def _cap_output(self, arrival: SubmittedRequest) -> SubmittedRequest:
+    def _cap_output(self, request: Request) -> Request:
         """Cap the output length while that degradation step is taken."""
-        most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
+        most, sampling = self._settings.degraded_max_tokens, request.sampling
         if (
             DegradationStep.CAPPED_OUTPUT not in self._table.degradation
             or sampling.max_tokens <= most
         ):
-            return arrival
+            return request
         capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        return replace(arrival, request=replace(arrival.request, sampling=capped))
+        return replace(request, sampling=capped)

@@ -5,6 +5,7 @@ only in `replace_attempt`; a leg is closed only in `close_leg`, or falls with it
 `on_node_lost`.
 """
 
+from baton.cluster_link.messages import CancelOrder, TicketOrder
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -28,13 +29,12 @@ from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.messages import (
+from coordinator.core.common.effects import (
     AttemptReplaced,
     BreakerChanged,
-    CancelOrder,
+    EffectLog,
     EmitPromptLogprobs,
     EmitTokens,
-    TicketOrder,
 )
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.common.timers import RequestTimers
@@ -46,7 +46,6 @@ from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.placement.request_placer import RequestPlacer
 from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps
-from coordinator.core.requests.effects import EffectLog
 from coordinator.core.requests.explain import EndedRequests
 from coordinator.core.requests.parked_requests import OversizedRequests, PrefixFollowers
 from coordinator.core.requests.record import (
@@ -130,10 +129,8 @@ class RequestTable:
             degradation,
         )
 
-    def add_request(
-        self, request: Request, now: float, *, internal: bool, after: RequestId | None = None
-    ) -> RequestRecord:
-        """Add a request that was admitted; `after` names the leader whose prompt it shares."""
+    def add_request(self, request: Request, now: float, *, internal: bool) -> RequestRecord:
+        """Add a request that was admitted. A leader that has ended is ignored."""
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
@@ -154,7 +151,7 @@ class RequestTable:
                 self.placement_state.expected_output_tokens(request),
                 now,
             )
-        leader = self.records.get(after) if after is not None else None
+        leader = self.records.get(request.leader_id) if request.leader_id is not None else None
         if leader is not None:
             self.followers.add_follower(record, leader)
         record.admit_deadline = now + ADMIT_TIMEOUT_SECONDS
@@ -385,7 +382,7 @@ class RequestTable:
 
     def evacuate_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Replace every attempt that has a leg on the node, oldest first."""
-        for key in reversed(self.loads.list_attempts(node)):
+        for key in reversed(list(self.loads.attempts_on(node))):
             record = self.records.get(key.request_id)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 self.replace_attempt(record, error, now)

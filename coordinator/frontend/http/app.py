@@ -1,31 +1,33 @@
 """The HTTP application for clients."""
 
-import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from baton.errors import BatonError
-from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, is_origin_allowed
+from baton.version import package_version
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
 from coordinator.frontend.http import docs_page, errors, metrics_page, openapi
-from coordinator.frontend.http.generation_routes import add_generation_routes
-from coordinator.frontend.http.info_routes import add_info_routes
+from coordinator.frontend.http.generation_endpoints import GenerationEndpoints
+from coordinator.frontend.http.info_routes import build_info_routes
 from coordinator.frontend.http.middleware import (
-    TENANT_KEY,
+    ClientGuard,
+    RequestGuard,
     RequestMiddleware,
-    allow_head_requests,
     check_admin_request,
-    get_authorization,
 )
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.readiness import Readiness
 
 PUBLIC_PATHS = (
-    frozenset({"/health", "/ping", "/version", docs_page.DOCS_PATH, "/openapi.json"})
+    frozenset({"/health", "/ping", "/version", docs_page.DOCS_PATH, docs_page.OPENAPI_PATH})
     | docs_page.DOCS_FILE_PATHS
 )
 
@@ -44,58 +46,60 @@ def build_app(
     client_auth: ClientAuthenticator,
     metrics: MetricsEndpoint | None = None,
     allowed_origins: frozenset[str] = frozenset(),
-) -> FastAPI:
+) -> Starlette:
     """Web pages of `allowed_origins` may call, given as browsers send them."""
-
-    def guard(request: Request) -> None:
-        path = request.scope["path"]  # not request.url, which depends on the Host header
-        if metrics is not None and path == metrics_page.METRICS_PATH:
-            check_admin_request(metrics.authenticator, request)
-            return
-        if not client_auth.is_key_required and not is_origin_allowed(
-            request.headers.get("origin"), request.headers.get("host", ""), allowed_origins
-        ):
-            raise errors.ForeignOrigin(
-                "the call is from a web page of another origin, and no key is required: "
-                "set --api-key, or name the origin in --allowed-origins"
-            )
-        if path not in PUBLIC_PATHS:
-            request.scope["state"][TENANT_KEY] = client_auth.identify_tenant(
-                get_authorization(request)
-            )
-
-    app = FastAPI(
-        title="Baton",
-        version=package_version(),
-        docs_url=None,
-        redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
-        # A redirect would depend on the Host header, and have no body in OpenAI's format.
-        redirect_slashes=False,
-    )
-    app.add_middleware(RequestMiddleware, guard=guard, rejections=intake.rejections)
-    if allowed_origins:  # outermost, because browsers send preflight requests without the key
-        methods, headers = ["GET", "POST"], ["*"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=allowed_origins,
-            allow_methods=methods,
-            allow_headers=headers,
-        )
-    app.add_exception_handler(BatonError, errors.on_baton_error)
-    app.add_exception_handler(HTTPException, errors.on_http_exception)
-    add_generation_routes(app, intake, client_auth)
-    add_info_routes(app, intake, readiness, app.version)
-    docs_page.add_docs_routes(app)
+    guard: RequestGuard = ClientGuard(client_auth, allowed_origins, PUBLIC_PATHS)
+    version = package_version()
+    routes = [
+        *GenerationEndpoints(intake, client_auth).list_routes(),
+        *build_info_routes(intake, readiness, version),
+        *docs_page.build_docs_routes(),
+        _build_openapi_route(version),
+    ]
     if metrics is not None:
-        metrics_page.add_metrics_route(app, metrics.render_metrics)
-    allow_head_requests(app)
-    app.openapi = lambda: openapi.build_openapi_document(app.version)  # type: ignore[method-assign]
+        routes.append(metrics_page.build_metrics_route(metrics.render_metrics))
+        guard = _guard_metrics(metrics.authenticator, guard)
+    middleware = [Middleware(RequestMiddleware, guard=guard, rejections=intake.rejections)]
+    if allowed_origins:  # outermost, because browsers send preflight requests without the key
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=tuple(allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        middleware.insert(0, cors)
+    return make_application(routes, middleware)
+
+
+def make_application(routes: Sequence[Route], middleware: Sequence[Middleware]) -> Starlette:
+    """Make an application that answers every error in OpenAI's format."""
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            BatonError: errors.on_baton_error,
+            HTTPException: errors.on_http_exception,
+        },
+    )
+    # A redirect would depend on the Host header, and have no body in OpenAI's format.
+    app.router.redirect_slashes = False
     return app
 
 
-def package_version() -> str:
-    try:
-        return importlib.metadata.version("baton-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
+def _guard_metrics(authenticator: AdminAuthenticator, other_paths: RequestGuard) -> RequestGuard:
+    """Let only operators read /metrics; `other_paths` guards everything else."""
+
+    def guard(request: Request) -> None:
+        if request.scope["path"] == metrics_page.METRICS_PATH:
+            check_admin_request(authenticator, request)
+        else:
+            other_paths(request)
+
+    return guard
+
+
+def _build_openapi_route(version: str) -> Route:
+    async def document(_: Request) -> Response:
+        return JSONResponse(openapi.build_openapi_document(version))
+
+    return Route(docs_page.OPENAPI_PATH, document)

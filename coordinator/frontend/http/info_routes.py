@@ -1,8 +1,9 @@
 """The GET routes: models, health, version."""
 
 import msgspec
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from baton.errors import ServiceUnavailable
 from coordinator.frontend.request_intake import RequestIntake
@@ -33,32 +34,32 @@ class Version(msgspec.Struct):
     version: str
 
 
-def add_info_routes(
-    app: FastAPI, intake: RequestIntake, readiness: Readiness, version: str
-) -> None:
-    async def models() -> Response:
+def build_info_routes(intake: RequestIntake, readiness: Readiness, version: str) -> list[Route]:
+    async def models(_: Request) -> Response:
         return json_response(
             ModelList([ModelCard(*intake.get_served_model(), *intake.get_model_identity())])
         )
 
-    async def model(model_id: str) -> Response:
-        intake.check_model(model_id)
+    async def model(request: Request) -> Response:
+        intake.check_model(request.path_params["model_id"])
         return json_response(ModelCard(*intake.get_served_model(), *intake.get_model_identity()))
 
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         ready, reason = readiness.state()
         if not ready:
             raise ServiceUnavailable(f"not ready: {reason}", retry_after=1.0)
         return json_response(Health("ok"))
 
-    async def about() -> Response:
+    async def about(_: Request) -> Response:
         return json_response(Version(version))
 
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])  # ids may have slashes
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/ping", health, methods=["GET", "POST"])
-    app.add_api_route("/version", about, methods=["GET"])
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{model_id:path}", model),  # ids may have slashes
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", about),
+    ]
 
 
 def json_response(answer: msgspec.Struct) -> Response:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 METRICS_PATH = "/metrics"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def add_metrics_route(app: FastAPI, render: Callable[[], bytes]) -> None:
-    async def metrics() -> Response:
+def build_metrics_route(render: Callable[[], bytes]) -> Route:
+    async def metrics(_: Request) -> Response:
         return PlainTextResponse(render(), headers={"content-type": _CONTENT_TYPE})
 
-    app.add_api_route(METRICS_PATH, metrics, methods=["GET"])
+    return Route(METRICS_PATH, metrics)

@@ -5,23 +5,18 @@ It is plain ASGI, because a route needs the server's own `receive` to notice a d
 
 from collections.abc import Callable
 
-from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
-from coordinator.frontend.auth import AdminAuthenticator
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, is_origin_allowed
 from coordinator.frontend.http import errors
-from coordinator.frontend.http.request_body import CLOSE_KEY
+from coordinator.frontend.http.request_body import CLOSE_KEY, REQUEST_ID_KEY, TENANT_KEY
 from coordinator.frontend.internal_errors import to_internal_error
 from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.request import check_client_request_id
 
-TENANT_KEY = "tenant"  # of the request's state: the tenant of the caller, set by the guard
-# Of the request's state: the id for the header of the response, also of an error; set by a route.
-REQUEST_ID_KEY = "request_id"
 RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 
@@ -39,11 +34,33 @@ def check_admin_request(authenticator: AdminAuthenticator, request: Request) -> 
     authenticator.check_same_origin(request.headers.get("host", ""), request.headers.get("origin"))
 
 
-def allow_head_requests(app: FastAPI) -> None:
-    """Make every GET route answer HEAD, too. The server leaves the body out."""
-    for route in app.routes:
-        if isinstance(route, Route) and route.methods and "GET" in route.methods:
-            route.methods.add("HEAD")
+class ClientGuard:
+    """Authenticates the callers of the clients' port, and notes each one's tenant."""
+
+    def __init__(
+        self,
+        client_auth: ClientAuthenticator,
+        allowed_origins: frozenset[str],
+        public_paths: frozenset[str],
+    ) -> None:
+        """Web pages of `allowed_origins` may call. `public_paths` need no key."""
+        self._client_auth = client_auth
+        self._allowed_origins = allowed_origins
+        self._public_paths = public_paths
+
+    def __call__(self, request: Request) -> None:
+        """Raises Unauthenticated or ForeignOrigin."""
+        if not self._client_auth.is_key_required and not is_origin_allowed(
+            request.headers.get("origin"), request.headers.get("host", ""), self._allowed_origins
+        ):
+            raise errors.ForeignOrigin(
+                "the call is from a web page of another origin, and no key is required: "
+                "set --api-key, or name the origin in --allowed-origins"
+            )
+        # not request.url, which depends on the Host header
+        if request.scope["path"] not in self._public_paths:
+            tenant = self._client_auth.identify_tenant(get_authorization(request))
+            request.scope["state"][TENANT_KEY] = tenant
 
 
 class RequestMiddleware:

@@ -12,7 +12,10 @@ from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY_BY
 from coordinator.frontend.body_budget import BodyBudgets, IncomingBody
 from coordinator.frontend.http.errors import UnsupportedMediaType
 
-CLOSE_KEY = "close"  # of the request's state: close the connection after the response
+# Keys of a request's state.
+TENANT_KEY = "tenant"  # the tenant of the caller, set before its route is called
+REQUEST_ID_KEY = "request_id"  # for the header of the response, also of an error; set by a route
+CLOSE_KEY = "close"  # whether to close the connection after the response
 
 
 @asynccontextmanager

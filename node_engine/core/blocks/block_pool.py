@@ -4,9 +4,7 @@
     CACHED --match_prefix, share_blocks--> IN_USE
     CACHED --evicted or unindexed--> FREE
 
-    FREE --reserve_for_ticket--> RESERVED --mark_writing--> WRITING --commit_ticket--> IN_USE
-    RESERVED, WRITING --release_ticket--> FREE
-    RESERVED, WRITING --quarantine_ticket--> QUARANTINED --free_quarantined_ticket--> FREE
+ticket_reservations.py has the other states: those of blocks that another node writes.
 
 After its last release a block becomes CACHED if it is in the prefix index (it is full, or holds the
 end of a context) and no other block has the same content; otherwise it becomes FREE. An owner holds
@@ -32,16 +30,16 @@ from heapq import heappop, heappush
 
 from baton.kv.block_hash import BlockHash, HashChain, block_hash
 from baton.kv.cache_journal import CacheJournal
-from baton.types import BlockIndex, TicketId
+from baton.types import BlockIndex
 from node_engine.core.blocks.block_ownership import (
     BlockLedger,
-    BlockLedgerEntry,
     BlockLedgerError,
     BlockOwnership,
     BlockState,
     require_invariant,
 )
 from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex
+from node_engine.core.blocks.ticket_reservations import TicketReservations
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +63,6 @@ class PrefixMatch:
     num_tokens: int  # covered by `blocks` and `partial_hit` together
 
 
-@dataclass(slots=True)
-class _TicketReservation:
-    """The blocks of a ticket that has not committed."""
-
-    owner: str
-    blocks: tuple[BlockIndex, ...]
-    state: BlockState
-    since: float  # clock time, in seconds, of the last change of state
-
-
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only."""
 
@@ -83,12 +71,13 @@ class BlockPool:
         self.block_size = block_size
         self.cache_journal = CacheJournal()
         self.prefix_index = PrefixIndex(self._on_block_indexed, self._on_block_unindexed)
-        self._clock = clock
-        self._ownership = BlockOwnership(num_blocks, clock)
+        self.ownership = BlockOwnership(num_blocks, clock)
+        self.reservations = TicketReservations(
+            self.ownership, clock, self._take_free_blocks, self._return_free_blocks
+        )
         # A heap: taking the lowest first keeps the blocks of a sequence contiguous.
         self._free = [BlockIndex(block) for block in range(num_blocks)]
         self._cached_lru: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
-        self._reservations: dict[TicketId, _TicketReservation] = {}
 
     # queries
 
@@ -96,23 +85,6 @@ class BlockPool:
     def num_available_blocks(self) -> int:
         """Blocks that an allocation can get now, by eviction if necessary."""
         return len(self._free) + len(self._cached_lru)
-
-    def get_block_state(self, block: BlockIndex) -> BlockState:
-        return self._ownership.get_block_state(block)
-
-    def get_ref_count(self, block: BlockIndex) -> int:
-        """Number of owners of a block that is IN_USE, else 0."""
-        return self._ownership.get_ref_count(block)
-
-    def count_blocks(self, state: BlockState) -> int:
-        return self._ownership.count_blocks(state)
-
-    def count_blocks_by_state(self) -> dict[BlockState, int]:
-        return self._ownership.count_blocks_by_state()
-
-    def count_blocks_held_by(self, owner: str) -> int:
-        """Blocks on which `owner` has a reference."""
-        return self._ownership.count_blocks_held_by(owner)
 
     def is_own_block(self, block: BlockIndex) -> bool:
         """Whether `block` belongs to this arena, not to the shared pool."""
@@ -126,27 +98,27 @@ class BlockPool:
         if blocks is None:
             return None
         for block in blocks:
-            self._ownership.change_state(block, BlockState.FREE, BlockState.IN_USE)
-            self._ownership.add_reference(block, owner)
+            self.ownership.change_state(block, BlockState.FREE, BlockState.IN_USE)
+            self.ownership.add_reference(block, owner)
         return blocks
 
     def share_blocks(self, blocks: Iterable[BlockIndex], owner: str) -> None:
         """Add `owner` as an owner of blocks that are IN_USE or CACHED."""
         for block in filter(self.is_own_block, blocks):
-            if self.get_block_state(block) is BlockState.CACHED:
+            if self.ownership.get_block_state(block) is BlockState.CACHED:
                 del self._cached_lru[block]
-                self._ownership.change_state(block, BlockState.CACHED, BlockState.IN_USE)
-            elif self.get_block_state(block) is not BlockState.IN_USE:
+                self.ownership.change_state(block, BlockState.CACHED, BlockState.IN_USE)
+            elif self.ownership.get_block_state(block) is not BlockState.IN_USE:
                 raise BlockLedgerError(
-                    f"block {block} is {self.get_block_state(block).value}:"
+                    f"block {block} is {self.ownership.get_block_state(block).value}:"
                     " only committed blocks can be shared"
                 )
-            self._ownership.add_reference(block, owner)
+            self.ownership.add_reference(block, owner)
 
     def release_blocks(self, blocks: Sequence[BlockIndex], owner: str) -> None:
         """Remove `owner`'s reference on each of `blocks`, which are given in table order."""
         for block in reversed(blocks):
-            if self.is_own_block(block) and self._ownership.remove_reference(block, owner):
+            if self.is_own_block(block) and self.ownership.remove_reference(block, owner):
                 self._retire_block(block)
 
     # prefixes
@@ -188,9 +160,9 @@ class BlockPool:
         them and indexes the block again when it is full. Of blocks with equal content, look-ups
         keep returning the first; a CACHED one is evicted in favour of one in use.
         """
-        if self.get_block_state(block) is not BlockState.IN_USE:
+        if self.ownership.get_block_state(block) is not BlockState.IN_USE:
             raise BlockLedgerError(
-                f"block {block} is {self.get_block_state(block).value}:"
+                f"block {block} is {self.ownership.get_block_state(block).value}:"
                 " only a block in use can be indexed"
             )
         tokens = chain.block_tokens(number)[:length]
@@ -204,7 +176,7 @@ class BlockPool:
             else block_hash(chain.parent_hash(number), tokens)
         )
         duplicates = self.prefix_index.list_blocks_with_hash(content_hash)
-        if duplicates and self.get_block_state(duplicates[0]) is BlockState.CACHED:
+        if duplicates and self.ownership.get_block_state(duplicates[0]) is BlockState.CACHED:
             self._evict_block(duplicates[0])
         self.prefix_index.add_block(
             block, IndexedBlock(content_hash, chain.parent_hash(number), tokens)
@@ -224,7 +196,7 @@ class BlockPool:
 
     def unindex_block(self, block: BlockIndex) -> None:
         """Remove `block` from the prefix index: it is freed now, or with its last release."""
-        if self.get_block_state(block) is BlockState.CACHED:
+        if self.ownership.get_block_state(block) is BlockState.CACHED:
             self._evict_block(block)
         else:
             self.prefix_index.remove_block(block)
@@ -237,99 +209,30 @@ class BlockPool:
             if len(entry.token_ids) == self.block_size
         )
 
-    # hand-offs
-
-    def reserve_for_ticket(
-        self, count: int, ticket: TicketId, owner: str
-    ) -> tuple[BlockIndex, ...] | None:
-        """Set aside `count` blocks, ascending, for the KV writer of `ticket`.
-
-        None if there are too few; nothing changes then.
-        """
-        if ticket in self._reservations or count < 1:
-            raise BlockLedgerError(f"ticket {ticket}: {count} blocks requested, or known already")
-        blocks = self._take_free_blocks(count)
-        if blocks is None:
-            return None
-        for block in blocks:
-            self._ownership.change_state(block, BlockState.FREE, BlockState.RESERVED)
-        self._reservations[ticket] = _TicketReservation(
-            owner, blocks, BlockState.RESERVED, self._clock()
-        )
-        return blocks
-
-    def mark_writing(self, ticket: TicketId) -> None:
-        """The KV writer of `ticket` has begun to write."""
-        self._change_ticket_state(ticket, (BlockState.RESERVED,), BlockState.WRITING)
-
-    def commit_ticket(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
-        """All KV has landed and the writer is fenced off: the owner gets the blocks."""
-        reservation = self._end_reservation(ticket, (BlockState.WRITING,), BlockState.IN_USE)
-        for block in reservation.blocks:
-            self._ownership.add_reference(block, reservation.owner)
-        return reservation.blocks
-
-    def release_ticket(self, ticket: TicketId) -> None:
-        """The hand-off failed and its KV writer is fenced off: free the blocks."""
-        self._free_reserved_blocks(
-            self._end_reservation(
-                ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.FREE
-            )
-        )
-
-    def quarantine_ticket(self, ticket: TicketId) -> None:
-        """The hand-off failed, but its KV writer may still write: keep the blocks out of use."""
-        self._change_ticket_state(
-            ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.QUARANTINED
-        )
-
-    def free_quarantined_ticket(self, ticket: TicketId) -> None:
-        """The KV writer of a quarantined ticket is fenced off: free the blocks."""
-        self._free_reserved_blocks(
-            self._end_reservation(ticket, (BlockState.QUARANTINED,), BlockState.FREE)
-        )
-
     # ledger
 
     def take_ledger(self) -> BlockLedger:
         """A snapshot of all blocks by state and by owner."""
-        now = self._clock()
-        reserved = (
-            BlockLedgerEntry(
-                reservation.owner,
-                reservation.state,
-                len(reservation.blocks),
-                now - reservation.since,
-                ticket,
-            )
-            for ticket, reservation in self._reservations.items()
-        )
         return BlockLedger(
             self.num_blocks,
-            self.count_blocks_by_state(),
-            (*self._ownership.iter_ledger_entries(), *reserved),
+            self.ownership.count_blocks_by_state(),
+            (*self.ownership.iter_ledger_entries(), *self.reservations.iter_ledger_entries()),
         )
 
     def check_invariants(self) -> None:
         """Raise BlockLedgerError unless all counts and cross-references agree. Slow: for tests."""
-        self._ownership.check_invariants()
+        self.ownership.check_invariants()
         self.prefix_index.check_invariants()
+        self.reservations.check_invariants()
         require_invariant(
-            sum(self.count_blocks_by_state().values()) == self.num_blocks,
+            sum(self.ownership.count_blocks_by_state().values()) == self.num_blocks,
             "the counts by state do not add up to all blocks",
         )
-        free, reservations = set(self._free), list(self._reservations.values())
+        free = set(self._free)
         require_invariant(len(free) == len(self._free), "a block is on the free list twice")
-        reserved = {
-            block: reservation.state for reservation in reservations for block in reservation.blocks
-        }
-        require_invariant(
-            len(reserved) == sum(len(reservation.blocks) for reservation in reservations),
-            "a block is reserved twice",
-        )
         for number in range(self.num_blocks):
             block = BlockIndex(number)
-            state = self.get_block_state(block)
+            state = self.ownership.get_block_state(block)
             require_invariant(
                 (block in free) == (state is BlockState.FREE),
                 f"block {block} is {state}: free list",
@@ -338,30 +241,24 @@ class BlockPool:
                 (block in self._cached_lru) == (state is BlockState.CACHED),
                 f"block {block} is {state}: cache",
             )
-            if state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
-                require_invariant(
-                    reserved.pop(block, None) is state, f"block {block} is {state}: no such ticket"
-                )
-            if block in self.prefix_index:
-                duplicates = self.prefix_index.list_blocks_with_hash(
-                    self.prefix_index.get_entry(block).block_hash
-                )
-                require_invariant(
-                    state is BlockState.IN_USE or len(duplicates) == 1,
-                    f"block {block} is {state}: indexed",
-                )
-                require_invariant(
-                    state in (BlockState.IN_USE, BlockState.CACHED),
-                    f"block {block} is {state}: indexed",
-                )
-            else:
-                require_invariant(
-                    state is not BlockState.CACHED,
-                    f"block {block} is cached, but not in the prefix index",
-                )
-        require_invariant(not reserved, "a ticket has blocks in another state")
+            self._check_index_of_block(block, state)
 
     # helpers
+
+    def _check_index_of_block(self, block: BlockIndex, state: BlockState) -> None:
+        if block not in self.prefix_index:
+            require_invariant(
+                state is not BlockState.CACHED,
+                f"block {block} is cached, but not in the prefix index",
+            )
+            return
+        duplicates = self.prefix_index.list_blocks_with_hash(
+            self.prefix_index.get_entry(block).block_hash
+        )
+        require_invariant(
+            state is BlockState.IN_USE or (state is BlockState.CACHED and len(duplicates) == 1),
+            f"block {block} is {state}: indexed",
+        )
 
     def _on_block_indexed(self, entry: IndexedBlock) -> None:
         if len(entry.token_ids) == self.block_size:
@@ -393,10 +290,14 @@ class BlockPool:
             self._evict_block(next(iter(self._cached_lru)))
         return tuple(heappop(self._free) for _ in range(count))
 
+    def _return_free_blocks(self, blocks: Iterable[BlockIndex]) -> None:
+        for block in blocks:
+            heappush(self._free, block)
+
     def _evict_block(self, block: BlockIndex) -> None:
         del self._cached_lru[block]
         self.prefix_index.remove_block(block)
-        self._ownership.change_state(block, BlockState.CACHED, BlockState.FREE)
+        self.ownership.change_state(block, BlockState.CACHED, BlockState.FREE)
         heappush(self._free, block)
 
     def _retire_block(self, block: BlockIndex) -> None:
@@ -410,33 +311,10 @@ class BlockPool:
             )
             == 1
         ):
-            self._ownership.change_state(block, BlockState.IN_USE, BlockState.CACHED)
+            self.ownership.change_state(block, BlockState.IN_USE, BlockState.CACHED)
             self._cached_lru[block] = None
             return
         if block in self.prefix_index:
             self.prefix_index.remove_block(block)
-        self._ownership.change_state(block, BlockState.IN_USE, BlockState.FREE)
+        self.ownership.change_state(block, BlockState.IN_USE, BlockState.FREE)
         heappush(self._free, block)
-
-    def _change_ticket_state(
-        self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState
-    ) -> _TicketReservation:
-        reservation = self._reservations.get(ticket)
-        if reservation is None or reservation.state not in allowed:
-            state = reservation.state.value if reservation else "unknown"
-            raise BlockLedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
-        for block in reservation.blocks:
-            self._ownership.change_state(block, reservation.state, after)
-        reservation.state, reservation.since = after, self._clock()
-        return reservation
-
-    def _end_reservation(
-        self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState
-    ) -> _TicketReservation:
-        reservation = self._change_ticket_state(ticket, allowed, after)
-        del self._reservations[ticket]
-        return reservation
-
-    def _free_reserved_blocks(self, reservation: _TicketReservation) -> None:
-        for block in reservation.blocks:
-            heappush(self._free, block)

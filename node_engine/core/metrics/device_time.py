@@ -5,19 +5,21 @@ in a memory-bound step it charges prompts more than they add to it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.core.step.step_batch import SequenceId, StepBatch
 
 
 class DeviceTime:
+    """Counts the seconds that the device was busy."""
+
     def __init__(self) -> None:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # (phase, class)
         self.busy_seconds = 0.0
 
     def charge_step(
-        self, batch: StepBatch, get_sequence: Callable[[SequenceId], Sequence], seconds: float
+        self, batch: StepBatch, sequences: Mapping[SequenceId, Sequence], seconds: float
     ) -> None:
         """Charge the `seconds` of a step, successful or not, to the classes of its sequences.
 
@@ -25,7 +27,7 @@ class DeviceTime:
         """
         self.busy_seconds += seconds
         for slice_ in batch.slices:
-            sequence = get_sequence(slice_.sequence_id)
+            sequence = sequences[slice_.sequence_id]
             share = seconds * len(slice_.token_ids) / batch.num_tokens
             if slice_.start < sequence.context_len:
                 self._seconds["prefill", sequence.charged_class_at(slice_.start)] += share

@@ -64,8 +64,8 @@ def _swap_blocks(
             replaced.append(table[number])
             table[number] = blocks[number]
     if replaced:
-        sequence.num_pool_blocks += len(replaced)
-        sequence.pool_pins.append(pin.acquire())
+        sequence.pool_use.num_blocks += len(replaced)
+        sequence.pool_use.pins.append(pin.acquire())
         pool.release_blocks(replaced, sequence.owner)
 
 
@@ -86,5 +86,5 @@ def _set_longer_pool_prefix(
         ),
         max_blocks,
     )
-    if shared > (len(sequence.pool_prefix.blocks) if sequence.pool_prefix else 0):
-        sequence.set_pool_prefix(PoolPrefix(blocks[:shared], None, pin.acquire()))
+    if shared > (len(prefix.blocks) if (prefix := sequence.pool_use.prefix) else 0):
+        sequence.pool_use.set_prefix(PoolPrefix(blocks[:shared], None, pin.acquire()))

@@ -1,148 +1,54 @@
-"""Gives KV blocks to sequences and takes them back: prefix reuse, growth, preemption.
-
-When a block is missing, unticketed prefills are requeued first, the lowest class and then the
-newest first; then a running or locally prefilling sequence is preempted (preemption.py selects it).
-Blocks under a ticket or read by a sender are never taken: they are returned when the hand-off ends,
-and the sequence that needs them waits.
+"""Gives KV blocks to sequences: prefix reuse, admission, reservation for a hand-off, growth.
 
 Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
 the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
-blocks are copied into own blocks at once.
+blocks are copied into own blocks at once. How blocks are taken back: preemption.py.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from baton.errors import NodeFailed, OutOfBlocks, Preempted
-from baton.types import AttemptKey, BlockIndex, TicketId
+from baton.types import BlockIndex, TicketId
 from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
-from node_engine.core.blocks.pool_prefix import RefCountedPin
-from node_engine.core.scheduling.preemption import PreemptionPolicy, select_victim
-from node_engine.core.sequences.outcomes import PrefillRequeued, SequenceFailed, SequenceOutcome
-from node_engine.core.sequences.sequence import (
-    Sequence,
-    SequenceState,
-    SequenceTable,
-    handoff_owner_label,
-)
-from node_engine.core.step.step_batch import SequenceId
-
-WAITING, PREFILLING, HANDING_OFF = (
-    SequenceState.WAITING,
-    SequenceState.PREFILLING,
-    SequenceState.HANDING_OFF,
-)
-RUNNING, AWAITING_KV, FINISHED = (
-    SequenceState.RUNNING,
-    SequenceState.AWAITING_KV,
-    SequenceState.FINISHED,
-)
-
+from node_engine.core.scheduling.capacity import AdmissionEstimate, CapacityRefusal, NodeCapacity
+from node_engine.core.scheduling.preemption import Preemptor
+from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
 
 # Copies whole blocks: pairs of source and destination.
 CopyBlocks = Callable[[SequenceOf[tuple[BlockIndex, BlockIndex]]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityRefusal:
-    """Why a sequence cannot be admitted now; nothing was reserved for it."""
-
-    needed_blocks: int
-    free_blocks: int
-    free_slots: int  # room for sequences that compute
-
-
 class KVCacheManager:
-    """Gives blocks to sequences and takes them back; collects the outcomes of preemptions."""
+    """Gives blocks to sequences. Compute thread only."""
 
     def __init__(
         self,
         pool: BlockPool,
-        table: SequenceTable,
-        max_num_seqs: int,
-        preemption_policy: PreemptionPolicy,
+        sequences: SequenceTable,
+        capacity: NodeCapacity,
+        preemptor: Preemptor,
         copy_pool_blocks: CopyBlocks | None = None,
     ) -> None:
         """`copy_pool_blocks` copies pool blocks into own ones; None: they are read in place."""
-        self.outcomes: list[SequenceOutcome] = []
-        self._copy_pool_blocks = copy_pool_blocks
         self._block_pool = pool
-        self._sequences = table
-        self._max_num_seqs = max_num_seqs
-        self._preemption_policy = preemption_policy
-        self._sequences_in_flight: frozenset[SequenceId] = frozenset()
-        self._deferred_releases: list[tuple[str, list[BlockIndex], list[RefCountedPin]]] = []
-        self._requeued: set[AttemptKey] = set()  # their senders may still hold blocks
+        self._sequences = sequences
+        self._capacity = capacity
+        self._preemptor = preemptor
+        self._copy_pool_blocks = copy_pool_blocks
 
-    # queries
-
-    @property
-    def free_slots(self) -> int:
-        """How many more sequences may compute or await KV."""
-        taken = sum(
-            len(self._sequences.get_by_state(state)) for state in (PREFILLING, RUNNING, AWAITING_KV)
-        )
-        return max(0, self._max_num_seqs - taken)
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks for new work; one per running sequence is kept back, so that it can grow."""
-        return max(
-            0, self._block_pool.num_available_blocks - len(self._sequences.get_by_state(RUNNING))
-        )
-
-    @property
-    def unclaimed_slots(self) -> int:
-        """`free_slots` minus those for entitled WAITING sequences (local or ticketed prefills)."""
-        return max(0, self.free_slots - len(self._list_entitled_waiting()))
-
-    @property
-    def unclaimed_blocks(self) -> int:
-        """`free_blocks` minus those that entitled WAITING sequences may need."""
-        return max(
-            0,
-            self.free_blocks
-            - sum(
-                self.count_blocks_for(sequence.context_len)
-                for sequence in self._list_entitled_waiting()
-            ),
-        )
-
-    @property
-    def releasing_blocks(self) -> int:
-        """Blocks of requeued prefills that their senders still read; they become free soon."""
-        self._requeued = {
-            key
-            for key in self._requeued
-            if self._block_pool.count_blocks_held_by(handoff_owner_label(key))
-        }
-        return sum(
-            self._block_pool.count_blocks_held_by(handoff_owner_label(key))
-            for key in self._requeued
-        )
-
-    def pop_outcomes(self) -> list[SequenceOutcome]:
-        outcomes, self.outcomes = self.outcomes, []
-        return outcomes
-
-    def estimate_admission(self, sequence: Sequence) -> tuple[int, CapacityRefusal | None]:
-        """Missing tokens of the context, and why it cannot be admitted now. Changes nothing."""
+    def estimate_admission(self, sequence: Sequence) -> AdmissionEstimate:
+        """What admitting this sequence would take. Changes nothing."""
         match = self._match_prefix(sequence)
-        needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
-        fits = self.unclaimed_slots > 0 and needed <= self.unclaimed_blocks
-        refusal = (
-            None if fits else CapacityRefusal(needed, self.unclaimed_blocks, self.unclaimed_slots)
-        )
+        slots, blocks = self._capacity.unclaimed_slots, self._capacity.unclaimed_blocks
+        needed = self._count_missing_blocks(sequence, match)
+        refusal = None
+        if not slots or needed > blocks:
+            refusal = CapacityRefusal(needed, blocks, slots)
         partial = (match.partial_hit.source_block,) if match.partial_hit else ()
         self._block_pool.release_blocks((*match.blocks, *partial), sequence.owner)
-        return sequence.context_len - match.num_tokens, refusal
-
-    # blocks for a sequence
-
-    def count_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_pool.block_size)
+        return AdmissionEstimate(sequence.context_len - match.num_tokens, refusal)
 
     def admit_sequence(self, sequence: Sequence) -> bool:
         """Give a WAITING sequence all blocks of its context and reuse its cached prefix.
@@ -150,7 +56,7 @@ class KVCacheManager:
         Returns False if there are too few blocks now.
         """
         match = self._match_prefix(sequence)
-        needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
+        needed = self._count_missing_blocks(sequence, match)
         fresh = self._allocate_blocks(sequence, needed)
         covered, partial = match.num_tokens, match.partial_hit
         if partial and fresh is None and self._block_pool.is_own_block(partial.source_block):
@@ -161,7 +67,7 @@ class KVCacheManager:
         if fresh is None:
             self._block_pool.release_blocks(match.blocks, sequence.owner)
             return False
-        self._requeued.discard(sequence.key)
+        self._preemptor.on_admitted(sequence)
         fresh = self._start_block_table(
             sequence, replace(match, partial_hit=partial, num_tokens=covered), fresh
         )
@@ -169,7 +75,7 @@ class KVCacheManager:
         if partial:
             self._copy_partial_block(sequence, partial.source_block, fresh[0])
         self._keep_pool_pin(sequence)
-        self._sequences.change_state(sequence, PREFILLING)
+        self._sequences.change_state(sequence, SequenceState.PREFILLING)
         return True
 
     def reserve_for_handoff(self, sequence: Sequence, ticket: TicketId) -> CapacityRefusal | None:
@@ -177,13 +83,13 @@ class KVCacheManager:
 
         Never waits, and takes no blocks that WAITING sequences are entitled to.
         """
-        slots, limit = self.unclaimed_slots, self.unclaimed_blocks
+        slots, limit = self._capacity.unclaimed_slots, self._capacity.unclaimed_blocks
         match = self._match_prefix(sequence, allow_partial=False)
-        needed = self.count_blocks_for(sequence.context_len) - self._count_ready_blocks(match)
-        limit = min(limit, self.free_blocks)  # matched blocks can no longer be evicted
-        lacking = self.count_blocks_for(sequence.context_len) - len(match.blocks)
+        needed = self._count_missing_blocks(sequence, match)
+        limit = min(limit, self._capacity.free_blocks)  # matched blocks can no longer be evicted
+        lacking = self._capacity.count_blocks_for(sequence.context_len) - len(match.blocks)
         reserved = (
-            self._block_pool.reserve_for_ticket(lacking, ticket, sequence.owner)
+            self._block_pool.reservations.reserve_for_ticket(lacking, ticket, sequence.owner)
             if slots and needed <= limit
             else None
         )
@@ -203,7 +109,7 @@ class KVCacheManager:
         """The reserved blocks are written: the KV of `num_computed` tokens is here."""
         if sequence.ticket_id is None:
             raise BlockLedgerError(f"sequence {sequence.key} has no ticket")
-        sequence.block_table.extend(self._block_pool.commit_ticket(sequence.ticket_id))
+        sequence.block_table.extend(self._block_pool.reservations.commit_ticket(sequence.ticket_id))
         sequence.ticket_id, sequence.reserved_blocks = None, ()
         sequence.num_computed_tokens = num_computed
         self.index_full_blocks(sequence)
@@ -228,70 +134,14 @@ class KVCacheManager:
 
         Returns False if the sequence must wait or has ended.
         """
-        if self.count_blocks_for(sequence.num_computed_tokens + 1) <= len(sequence.block_table):
+        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1)
+        if needed <= len(sequence.block_table):
             return True
         while (fresh := self._block_pool.allocate_blocks(1, sequence.owner)) is None:
-            if self.releasing_blocks:
+            if not self._preemptor.take_block_for(sequence):
                 return False
-            if (victim := self._find_newest_unticketed()) is not None:
-                self.requeue_prefill(victim, sequence)
-            elif (
-                victim := select_victim(sequence, self._list_preemptible(), self._preemption_policy)
-            ) is not sequence:
-                self._fail_sequence(
-                    victim,
-                    Preempted(f"{victim.key} gave its blocks to other work"),
-                    sequence.tenant_class,
-                )
-            else:
-                return self._on_no_victim(sequence)
         sequence.block_table.extend(fresh)
         return True
-
-    def _on_no_victim(self, sequence: Sequence) -> bool:
-        """`sequence` is its own victim: preempt it, fail it, or wait for blocks to be released."""
-        held, total = sequence.num_own_blocks, self._block_pool.num_blocks
-        if held >= total:
-            message = (
-                f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
-            )
-            self._fail_sequence(sequence, OutOfBlocks(message))
-        elif others := [other for other in self._list_preemptible() if other is not sequence]:
-            lowest = max(others, key=lambda other: other.priority_level)
-            above = lowest.tenant_class if lowest.priority_level < sequence.priority_level else ""
-            self._fail_sequence(
-                sequence, Preempted(f"{sequence.key} gave its blocks to other work"), above
-            )
-        return False
-
-    # releasing blocks
-
-    def requeue_prefill(self, sequence: Sequence, taker: Sequence) -> None:
-        """Take the blocks of `sequence`, which `taker` needs; it is WAITING and starts over."""
-        self._give_blocks_back(sequence)
-        sequence.restart_prefill(
-            taker.tenant_class if taker.priority_level < sequence.priority_level else ""
-        )
-        self._sequences.change_state(sequence, WAITING)
-        self._requeued.add(sequence.key)
-        self.outcomes.append(PrefillRequeued(sequence))
-
-    def finish_sequence(self, sequence: Sequence) -> None:
-        """End a sequence in any state and release its blocks and pins."""
-        self._give_blocks_back(sequence)
-        sequence.set_pool_prefix(None)
-        self._sequences.change_state(sequence, FINISHED)
-
-    def on_step_begin(self, computing: frozenset[SequenceId]) -> None:
-        """Until `on_step_end` the engine may write blocks of these sequences."""
-        self._sequences_in_flight = computing
-
-    def on_step_end(self) -> None:
-        """Release the blocks of sequences that ended during the step."""
-        self._sequences_in_flight = frozenset()
-        for owner, blocks, pins in self._deferred_releases:
-            self._release_references(owner, blocks, pins)
-        self._deferred_releases.clear()
 
     def on_copy_done(self, sequence: Sequence) -> None:
         """The step has made the sequence's copy on write: release the source block."""
@@ -303,7 +153,7 @@ class KVCacheManager:
 
     def _match_prefix(self, sequence: Sequence, *, allow_partial: bool = True) -> PrefixMatch:
         """Match the context in own cache and pool; own blocks and the longer partial hit win."""
-        pool_prefix, limit = sequence.pool_prefix, sequence.num_reusable_tokens
+        pool_prefix, limit = sequence.pool_use.prefix, sequence.num_reusable_tokens
         pool_blocks = pool_prefix.blocks if pool_prefix else ()
         match = self._block_pool.match_prefix(
             sequence.chain,
@@ -331,11 +181,10 @@ class KVCacheManager:
     def _count_pool_blocks(self, blocks: SequenceOf[BlockIndex]) -> int:
         return sum(not self._block_pool.is_own_block(block) for block in blocks)
 
-    def _count_ready_blocks(self, match: PrefixMatch) -> int:
-        """Number of matched blocks that can be read where they are."""
-        return len(match.blocks) - (
-            self._count_pool_blocks(match.blocks) if self._copy_pool_blocks else 0
-        )
+    def _count_missing_blocks(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Own blocks that the context needs beside the matched ones that can be read in place."""
+        missing = self._capacity.count_blocks_for(sequence.context_len) - len(match.blocks)
+        return missing + (self._count_pool_blocks(match.blocks) if self._copy_pool_blocks else 0)
 
     def _copy_partial_block(
         self, sequence: Sequence, source: BlockIndex, block: BlockIndex
@@ -348,13 +197,14 @@ class KVCacheManager:
 
     def _keep_pool_pin(self, sequence: Sequence) -> None:
         """After admission: keep the pool's pin if the sequence reads pool blocks."""
-        reads = sequence.num_pool_blocks or (
+        use = sequence.pool_use
+        reads = use.num_blocks or (
             sequence.pending_copy is not None
             and not self._block_pool.is_own_block(sequence.pending_copy[0])
         )
-        if sequence.pool_prefix and reads:
-            sequence.pool_pins.append(sequence.pool_prefix.pin.acquire())
-        sequence.set_pool_prefix(None)
+        if use.prefix and reads:
+            use.pins.append(use.prefix.pin.acquire())
+        use.set_prefix(None)
 
     # helpers
 
@@ -362,107 +212,46 @@ class KVCacheManager:
         self, sequence: Sequence, match: PrefixMatch, fresh: tuple[BlockIndex, ...]
     ) -> tuple[BlockIndex, ...]:
         """Begin the block table with the matched blocks. Returns the unused blocks of `fresh`."""
-        table, size = list(match.blocks), self._block_pool.block_size
-        num_pool_blocks = self._count_pool_blocks(match.blocks)
-        from_pool = match.partial_hit is not None and not self._block_pool.is_own_block(
-            match.partial_hit.source_block
-        )
-        sequence.num_pool_tokens = num_pool_blocks * size + (
-            match.partial_hit.num_tokens if match.partial_hit and from_pool else 0
-        )
-        num_remote = sequence.pool_prefix.num_remote_blocks if sequence.pool_prefix else 0
-        sequence.num_remote_pool_tokens = min(num_pool_blocks, num_remote) * size
-        if self._copy_pool_blocks and num_pool_blocks:
-            places = [
-                number
-                for number, block in enumerate(table)
-                if not self._block_pool.is_own_block(block)
-            ]
-            copies = fresh[:num_pool_blocks]
-            self._copy_pool_blocks(
-                [(table[number], copy) for number, copy in zip(places, copies, strict=True)]
-            )
-            for number, copy in zip(places, copies, strict=True):
-                table[number] = copy
-                self._block_pool.index_block(copy, sequence.chain, number)
-            fresh, num_pool_blocks = fresh[num_pool_blocks:], 0
-        sequence.block_table, sequence.num_pool_blocks = table, num_pool_blocks
-        sequence.num_indexed_blocks = len(table)
+        self._count_pool_use(sequence, match)
+        sequence.block_table = list(match.blocks)
+        if self._copy_pool_blocks and sequence.pool_use.num_blocks:
+            fresh = self._copy_matched_pool_blocks(sequence, fresh)
+        sequence.num_indexed_blocks = len(match.blocks)
         sequence.num_cached_tokens = sequence.num_computed_tokens = match.num_tokens
         return fresh
 
-    def _list_entitled_waiting(self) -> list[Sequence]:
-        return [
-            sequence
-            for sequence in self._sequences.get_by_state(WAITING).values()
-            if not sequence.is_unticketed
+    def _count_pool_use(self, sequence: Sequence, match: PrefixMatch) -> None:
+        use, size = sequence.pool_use, self._block_pool.block_size
+        use.num_blocks = self._count_pool_blocks(match.blocks)
+        use.num_tokens = use.num_blocks * size
+        partial = match.partial_hit
+        if partial is not None and not self._block_pool.is_own_block(partial.source_block):
+            use.num_tokens += partial.num_tokens
+        num_remote_blocks = use.prefix.num_remote_blocks if use.prefix else 0
+        use.num_remote_tokens = min(use.num_blocks, num_remote_blocks) * size
+
+    def _copy_matched_pool_blocks(
+        self, sequence: Sequence, fresh: tuple[BlockIndex, ...]
+    ) -> tuple[BlockIndex, ...]:
+        """Copy pool blocks of the table into the first of `fresh`. Returns the rest of `fresh`."""
+        assert self._copy_pool_blocks is not None
+        table = sequence.block_table
+        places = [
+            number for number, block in enumerate(table) if not self._block_pool.is_own_block(block)
         ]
+        copies, rest = fresh[: len(places)], fresh[len(places) :]
+        self._copy_pool_blocks(
+            [(table[number], copy) for number, copy in zip(places, copies, strict=True)]
+        )
+        for number, copy in zip(places, copies, strict=True):
+            table[number] = copy
+            self._block_pool.index_block(copy, sequence.chain, number)
+        sequence.pool_use.num_blocks = 0
+        return rest
 
     def _allocate_blocks(self, sequence: Sequence, needed: int) -> tuple[BlockIndex, ...] | None:
         if not sequence.is_unticketed:
-            self._requeue_unticketed(sequence, needed)
-        return (
-            self._block_pool.allocate_blocks(needed, sequence.owner)
-            if needed <= self.free_blocks
-            else None
-        )
-
-    def _requeue_unticketed(self, taker: Sequence, needed: int) -> None:
-        """Requeue as many unticketed prefills as needed for `taker` to get `needed` blocks.
-
-        Some blocks may become free only when senders release them. Does nothing if all unticketed
-        prefills together would not be enough.
-        """
-        room = self.free_blocks + self.releasing_blocks
-        victims = [
-            victim for state in (PREFILLING, HANDING_OFF) for victim in self._list_unticketed(state)
-        ]
-        if needed > room + sum(victim.num_own_blocks for victim in victims):
-            return
-        victims.sort(key=lambda victim: (victim.priority_level, victim.id), reverse=True)
-        for victim in victims:
-            if needed <= room:
-                return
-            self.requeue_prefill(victim, taker)
-            room = self.free_blocks + self.releasing_blocks
-
-    def _list_unticketed(self, state: SequenceState) -> list[Sequence]:
-        return [
-            sequence
-            for sequence in self._sequences.get_by_state(state).values()
-            if sequence.is_unticketed
-        ]
-
-    def _find_newest_unticketed(self) -> Sequence | None:
-        victims = (*self._list_unticketed(PREFILLING), *self._list_unticketed(HANDING_OFF))
-        return max(victims, key=lambda victim: (victim.priority_level, victim.id), default=None)
-
-    def _list_preemptible(self) -> list[Sequence]:
-        local = (
-            sequence
-            for sequence in self._sequences.get_by_state(PREFILLING).values()
-            if not sequence.is_prefill_only
-        )
-        return [*self._sequences.get_by_state(RUNNING).values(), *local]
-
-    def _fail_sequence(self, sequence: Sequence, error: NodeFailed, caused_by: str = "") -> None:
-        self.finish_sequence(sequence)
-        self.outcomes.append(SequenceFailed(sequence, error, caused_by))
-
-    def _give_blocks_back(self, sequence: Sequence) -> None:
-        blocks = sequence.block_table
-        if sequence.pending_copy is not None:
-            blocks = [*blocks, sequence.pending_copy[0]]
-        pins, sequence.pool_pins = sequence.pool_pins, []
-        sequence.block_table, sequence.pending_copy, sequence.num_pool_blocks = [], None, 0
-        if sequence.id in self._sequences_in_flight:
-            self._deferred_releases.append((sequence.owner, blocks, pins))
-        else:
-            self._release_references(sequence.owner, blocks, pins)
-
-    def _release_references(
-        self, owner: str, blocks: list[BlockIndex], pins: list[RefCountedPin]
-    ) -> None:
-        self._block_pool.release_blocks(blocks, owner)
-        for pin in pins:
-            pin.release()
+            self._preemptor.requeue_unticketed_for(sequence, needed)
+        if needed > self._capacity.free_blocks:
+            return None
+        return self._block_pool.allocate_blocks(needed, sequence.owner)

@@ -19,19 +19,29 @@ Every other method may be called at any time, also between `schedule_step` and
 in `update_from_results`, because the engine may be writing them until then.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import count
 
-from baton.errors import ConfigError, ContextLengthExceeded, OutOfBlocks
 from baton.kv.block_hash import BlockHash, HashChain
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId, TokenEvent, TokenLogprobs
 from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
+from node_engine.core.scheduling.capacity import (
+    AdmissionEstimate,
+    CapacityRefusal,
+    NodeCapacity,
+    SchedulerLimits,
+)
 from node_engine.core.scheduling.dedup import dedup_to_shared_pool
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal, CopyBlocks, KVCacheManager
-from node_engine.core.scheduling.preemption import MostBlocksFirst, PreemptionPolicy
+from node_engine.core.scheduling.kv_cache_manager import CopyBlocks, KVCacheManager
+from node_engine.core.scheduling.preemption import (
+    BlockReleaser,
+    MostBlocksFirst,
+    PreemptionPolicy,
+    Preemptor,
+)
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -45,48 +55,13 @@ from node_engine.core.sequences.sequence import (
     SequenceState,
     SequenceTable,
     finish_reason,
-    forbidden_token_ids,
 )
-from node_engine.core.step.step_batch import (
-    SampleSpec,
-    SequenceId,
-    SequenceSlice,
-    SliceResult,
-    StepBatch,
-)
+from node_engine.core.step.step_batch import SequenceId, SliceResult, StepBatch
 
-WAITING, PREFILLING, HANDING_OFF = (
-    SequenceState.WAITING,
-    SequenceState.PREFILLING,
-    SequenceState.HANDING_OFF,
-)
-AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
+WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
+HANDING_OFF, AWAITING_KV = SequenceState.HANDING_OFF, SequenceState.AWAITING_KV
+RUNNING = SequenceState.RUNNING
 PREFILL_STRETCH = 4  # tokens of other prompts that may overtake each token of a prompt
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of what a node computes."""
-
-    max_num_seqs: int  # sequences that compute or await KV
-    max_batched_tokens: int  # tokens of a step
-    max_model_len: int  # tokens of prompt and output together
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionEstimate:
-    """What it would take to serve a context on this node."""
-
-    num_missing_tokens: int  # to be computed or received, at least one
-    refusal: CapacityRefusal | None  # why this node cannot compute them now; None if it can
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """The load of a node."""
-
-    num_sequences_by_state: dict[SequenceState, int]
-    queued_tokens: int  # context tokens that are still to be computed here
 
 
 class Scheduler:
@@ -101,61 +76,31 @@ class Scheduler:
         copy_pool_blocks: CopyBlocks | None = None,
     ) -> None:
         """`copy_pool_blocks`: as for KVCacheManager. Raises ConfigError for inconsistent limits."""
-        least = limits.max_num_seqs - 1 + pool.block_size
-        if limits.max_num_seqs < 1 or limits.max_batched_tokens < least:
-            raise ConfigError(
-                f"max_batched_tokens is {limits.max_batched_tokens}, but max_num_seqs"
-                f" {limits.max_num_seqs} with block_size {pool.block_size} needs {least}:"
-                " raise --max-batched-tokens or lower --max-num-seqs"
-            )
+        limits.check(pool.block_size)
         self.block_pool = pool
         self.limits = limits
         self.prefill_budget = PrefillTokenBudget(pool.block_size)
         self._eos_token_ids = eos_token_ids
         self._arrival_counter = count()
-        self._sequences = SequenceTable()
-        self._cache_manager = KVCacheManager(
+        self.sequences = SequenceTable()  # every live one
+        self.capacity = NodeCapacity(pool, self.sequences, limits)
+        self._releaser = BlockReleaser(pool, self.sequences)
+        self._preemptor = Preemptor(
             pool,
-            self._sequences,
-            limits.max_num_seqs,
+            self.sequences,
+            self.capacity,
+            self._releaser,
             preemption_policy or MostBlocksFirst(),
-            copy_pool_blocks,
+        )
+        self._cache_manager = KVCacheManager(
+            pool, self.sequences, self.capacity, self._preemptor, copy_pool_blocks
         )
         self._num_prefilled_tokens = 0  # prompt tokens computed so far: the virtual time
         self._batch_in_flight: StepBatch | None = None
-        self._sequences_in_flight: dict[SequenceId, Sequence] = {}  # of the step in flight
+        # Of the step in flight, also those that have ended since it began.
+        self.sequences_in_flight: Mapping[SequenceId, Sequence] = {}
 
-    # queries
-
-    def get_sequence(self, key: AttemptKey) -> Sequence | None:
-        return self._sequences.get(key)
-
-    def list_sequences(self) -> tuple[Sequence, ...]:
-        return tuple(self._sequences)
-
-    def get_sequence_in_flight(self, sequence: SequenceId) -> Sequence:
-        """The sequence of a slice of the step in flight."""
-        return self._sequences_in_flight[sequence]
-
-    @property
-    def free_slots(self) -> int:
-        """Number of sequences that `reserve_for_handoff` would accept now."""
-        return self._cache_manager.unclaimed_slots
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that `reserve_for_handoff` would give now."""
-        return self._cache_manager.unclaimed_blocks
-
-    def get_load(self) -> SchedulerLoad:
-        queued = sum(
-            sequence.context_len - sequence.num_computed_tokens
-            for state in (WAITING, PREFILLING)
-            for sequence in self._sequences.get_by_state(state).values()
-        )
-        return SchedulerLoad(
-            {state: len(self._sequences.get_by_state(state)) for state in SequenceState}, queued
-        )
+    # adding and ending sequences
 
     def estimate_admission(
         self, work: AttemptSpec, root_hash: BlockHash, pool_prefix: PoolPrefix | None = None
@@ -165,11 +110,8 @@ class Scheduler:
         Raises ContextLengthExceeded or OutOfBlocks if the context can never fit.
         """
         sequence = self._create_sequence(work, root_hash, is_prefill_only=False)
-        sequence.pool_prefix = pool_prefix
-        missing, refusal = self._cache_manager.estimate_admission(sequence)
-        return AdmissionEstimate(missing, refusal)
-
-    # adding and ending sequences
+        sequence.pool_use.prefix = pool_prefix
+        return self._cache_manager.estimate_admission(sequence)
 
     def add_sequence(
         self,
@@ -186,8 +128,8 @@ class Scheduler:
         OutOfBlocks if the context can never fit; nothing is then kept.
         """
         sequence = self._create_sequence(work, root_hash, is_prefill_only)
-        sequence.pool_prefix = pool_prefix.acquire() if pool_prefix else None
-        self._sequences.add_sequence(sequence)
+        sequence.pool_use.prefix = pool_prefix.acquire() if pool_prefix else None
+        self.sequences.add_sequence(sequence)
         return sequence
 
     def reserve_for_handoff(
@@ -204,13 +146,13 @@ class Scheduler:
         nothing is then kept.
         """
         sequence = self._create_sequence(work, root_hash, is_prefill_only=False)
-        sequence.pool_prefix = pool_prefix.acquire() if pool_prefix else None
+        sequence.pool_use.prefix = pool_prefix.acquire() if pool_prefix else None
         refusal = self._cache_manager.reserve_for_handoff(sequence, ticket)
         if refusal is not None:
-            sequence.set_pool_prefix(None)
+            sequence.pool_use.set_prefix(None)
             return refusal
-        self._sequences.add_sequence(sequence)
-        self._sequences.change_state(sequence, AWAITING_KV)
+        self.sequences.add_sequence(sequence)
+        self.sequences.change_state(sequence, AWAITING_KV)
         return sequence
 
     def commit_handoff(
@@ -221,40 +163,40 @@ class Scheduler:
         `sampled` has the first token and `score` its logprobs, if the other node has sampled it.
         Without it, the last token of the context is computed here.
         """
-        sequence = self._sequences.require_sequence(key, AWAITING_KV)
+        sequence = self.sequences.require_sequence(key, AWAITING_KV)
         if len(sampled) > 1:
             raise BlockLedgerError(
                 f"sequence {key}: {len(sampled)} tokens sampled by prefill, at most 1 is possible"
             )
         self._cache_manager.commit_handoff(sequence, sequence.context_len + len(sampled) - 1)
-        self._sequences.change_state(sequence, RUNNING)
+        self.sequences.change_state(sequence, RUNNING)
         return [self._accept_token(sequence, token, score) for token in sampled]
 
     def mark_ticketed(self, key: AttemptKey) -> None:
         """A decode node has granted a ticket for this prefill: it is unticketed no longer."""
-        sequence = self._sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
+        sequence = self.sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
         if not sequence.has_ticket:
             sequence.has_ticket, sequence.arrival_order = True, next(self._arrival_counter)
 
     def stop_prefill(self, key: AttemptKey) -> None:
         """Stop a prefill whose blocks a sender may read: HANDING_OFF until `finish_handoff`."""
-        sequence = self._sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
+        sequence = self.sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
         sequence.is_stopped = True
         if sequence.state is not HANDING_OFF:
-            self._sequences.change_state(sequence, HANDING_OFF)
+            self.sequences.change_state(sequence, HANDING_OFF)
 
     def finish_handoff(self, key: AttemptKey) -> None:
         """The sender no longer reads the blocks of this HANDING_OFF sequence: end it."""
-        self._cache_manager.finish_sequence(self._sequences.require_sequence(key, HANDING_OFF))
+        self._releaser.finish_sequence(self.sequences.require_sequence(key, HANDING_OFF))
 
     def cancel_sequence(self, key: AttemptKey) -> bool:
         """End a sequence in any state and release its blocks; returns False if there is none.
 
         `reserved_blocks` belong to the ticket and are released when its writer is fenced off.
         """
-        sequence = self._sequences.get(key)
+        sequence = self.sequences.get(key)
         if sequence is not None:
-            self._cache_manager.finish_sequence(sequence)
+            self._releaser.finish_sequence(sequence)
         return sequence is not None
 
     def dedup_to_shared_pool(
@@ -267,7 +209,7 @@ class Scheduler:
         """
         if self._batch_in_flight is not None:
             raise BlockLedgerError("block tables may change only between two steps")
-        return dedup_to_shared_pool(self.block_pool, self._sequences, chain, blocks, pin)
+        return dedup_to_shared_pool(self.block_pool, self.sequences, chain, blocks, pin)
 
     # steps
 
@@ -283,7 +225,7 @@ class Scheduler:
         budget = self._prefill_tokens_allowed(growing)
         self._admit_waiting_sequences(budget)
         prefilling = sorted(
-            self._sequences.get_by_state(PREFILLING).values(),
+            self.sequences.get_by_state(PREFILLING).values(),
             key=lambda sequence: sequence.priority_key,
         )
         oldest = min(
@@ -303,7 +245,7 @@ class Scheduler:
             if length:
                 chosen.append((sequence, length))
                 budget -= length
-        outcomes = tuple(self._cache_manager.pop_outcomes())
+        outcomes = self._preemptor.pop_outcomes()
         return ScheduledStep(self._build_batch(chosen) if chosen else None, outcomes)
 
     def update_from_results(
@@ -313,7 +255,7 @@ class Scheduler:
         self._require_in_flight(batch)
         outcomes: list[SequenceOutcome] = []
         for slice_, result in zip(batch.slices, results, strict=True):
-            sequence = self._sequences_in_flight[slice_.sequence_id]
+            sequence = self.sequences_in_flight[slice_.sequence_id]
             if sequence.state not in (PREFILLING, RUNNING):
                 continue  # cancelled or stopped meanwhile
             self._num_prefilled_tokens += (
@@ -344,21 +286,11 @@ class Scheduler:
         self, work: AttemptSpec, root_hash: BlockHash, is_prefill_only: bool
     ) -> Sequence:
         tokens = list(work.context_token_ids)
-        if not tokens or self._sequences.get(work.key) is not None:
+        if not tokens or self.sequences.get(work.key) is not None:
             raise BlockLedgerError(
                 f"sequence {work.key} has {len(tokens)} tokens, or exists already"
             )
-        if len(tokens) >= self.limits.max_model_len:
-            raise ContextLengthExceeded(
-                f"{work.key} has {len(tokens)} tokens, max_model_len is"
-                f" {self.limits.max_model_len}: raise --max-model-len or shorten the prompt"
-            )
-        needed = self._cache_manager.count_blocks_for(len(tokens))
-        if needed > self.block_pool.num_blocks:
-            raise OutOfBlocks(
-                f"{work.key} needs {needed} blocks, the cache has {self.block_pool.num_blocks}:"
-                " raise --kv-memory"
-            )
+        self.capacity.check_context(work.key, len(tokens))
         chain = HashChain(root_hash, tokens, self.block_pool.block_size)
         sequence_id = SequenceId(next(self._arrival_counter))
         sequence = Sequence(sequence_id, work, tokens, chain, is_prefill_only)
@@ -370,7 +302,7 @@ class Scheduler:
 
         Returns those that take part in the step.
         """
-        running = self._sequences.get_by_state(RUNNING)
+        running = self.sequences.get_by_state(RUNNING)
         ready: list[Sequence] = []
         for sequence_id in sorted(running):
             sequence = running.get(sequence_id)
@@ -382,14 +314,14 @@ class Scheduler:
         """Prompt tokens that the step may compute beside the decoding sequences."""
         left = self.limits.max_batched_tokens - len(growing)
         if self.prefill_budget.prefill_step_share is None or not (
-            self._sequences.get_by_state(WAITING) or self._sequences.get_by_state(PREFILLING)
+            self.sequences.get_by_state(WAITING) or self.sequences.get_by_state(PREFILLING)
         ):
             return left
         context_tokens = sum(len(sequence.token_ids) for sequence in growing)
         computed_tokens = max(
             (
                 sequence.num_computed_tokens
-                for sequence in self._sequences.get_by_state(PREFILLING).values()
+                for sequence in self.sequences.get_by_state(PREFILLING).values()
             ),
             default=0,
         )
@@ -401,10 +333,10 @@ class Scheduler:
     def _admit_waiting_sequences(self, budget: int) -> None:
         """Admit WAITING sequences in order, while the step has tokens left for the next one."""
         waiting, prefilling = (
-            self._sequences.get_by_state(WAITING),
-            self._sequences.get_by_state(PREFILLING),
+            self.sequences.get_by_state(WAITING),
+            self.sequences.get_by_state(PREFILLING),
         )
-        while waiting and self._cache_manager.free_slots:
+        while waiting and self.capacity.free_slots:
             head = min(waiting.values(), key=lambda sequence: sequence.priority_key)
             left = budget - sum(
                 sequence.context_len - sequence.num_computed_tokens
@@ -427,34 +359,13 @@ class Scheduler:
         copies = tuple(
             sequence.pending_copy for sequence, _ in chosen if sequence.pending_copy is not None
         )
-        batch = StepBatch(
-            tuple(self._build_slice(sequence, length) for sequence, length in chosen), copies
+        slices = tuple(
+            sequence.build_slice(length, self._eos_token_ids) for sequence, length in chosen
         )
-        self._batch_in_flight = batch
-        self._sequences_in_flight = {sequence.id: sequence for sequence, _ in chosen}
-        self._cache_manager.on_step_begin(frozenset(self._sequences_in_flight))
+        self._batch_in_flight = batch = StepBatch(slices, copies)
+        self.sequences_in_flight = {sequence.id: sequence for sequence, _ in chosen}
+        self._releaser.begin_step(self.sequences_in_flight.keys())
         return batch
-
-    def _build_slice(self, sequence: Sequence, length: int) -> SequenceSlice:
-        start = sequence.num_computed_tokens
-        end = start + length
-        sample = None
-        if end == len(sequence.token_ids):
-            params = sequence.work.request.sampling
-            forbidden = forbidden_token_ids(params, self._eos_token_ids, sequence.num_output_tokens)
-            counts = sequence.update_token_counts() if sequence.has_penalties else None
-            sample = SampleSpec(params, sequence.key.choice_index, end, forbidden, counts)
-        scoring = (
-            sequence.build_logprobs_spec(start, end) if sequence.needs_prompt_logprobs else None
-        )
-        return SequenceSlice(
-            sequence.id,
-            tuple(sequence.token_ids[start:end]),
-            start,
-            sequence.block_table,
-            sample,
-            scoring,
-        )
 
     def _accept_token(
         self, sequence: Sequence, token: int, score: TokenLogprobs | None
@@ -471,18 +382,17 @@ class Scheduler:
         )
         event = TokenEvent(sequence.key, sequence.num_output_tokens - 1, token, finish, score)
         if sequence.is_prefill_only:
-            self._sequences.change_state(sequence, HANDING_OFF)
+            self.sequences.change_state(sequence, HANDING_OFF)
             return PrefillCompleted(sequence, event)
         if finish is not None:
-            self._cache_manager.finish_sequence(sequence)
+            self._releaser.finish_sequence(sequence)
         elif sequence.state is PREFILLING:
-            self._sequences.change_state(sequence, RUNNING)
+            self.sequences.change_state(sequence, RUNNING)
         return TokenEmitted(sequence, event)
 
     def _clear_step_in_flight(self) -> None:
-        self._batch_in_flight = None
-        self._sequences_in_flight = {}
-        self._cache_manager.on_step_end()
+        self._batch_in_flight, self.sequences_in_flight = None, {}
+        self._releaser.end_step()
 
     def _require_in_flight(self, batch: StepBatch) -> None:
         if batch is not self._batch_in_flight:

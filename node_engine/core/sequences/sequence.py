@@ -29,7 +29,9 @@ from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
+    SampleSpec,
     SequenceId,
+    SequenceSlice,
     TokenCounts,
     has_penalties,
 )
@@ -73,6 +75,23 @@ def handoff_owner_label(key: AttemptKey) -> str:
     return f"handoff {key}"
 
 
+@dataclass(slots=True)
+class PoolUse:
+    """What a sequence has of the host's shared pool."""
+
+    prefix: PoolPrefix | None = None  # result of the look-up, until admission
+    pins: list[RefCountedPin] = field(default_factory=list)  # its pool blocks are read under these
+    num_blocks: int = 0  # blocks of its block table that belong to the pool
+    num_tokens: int = 0  # context tokens found in the pool
+    num_remote_tokens: int = 0  # of these, sent by another host's pool for this sequence
+
+    def set_prefix(self, prefix: PoolPrefix | None) -> None:
+        """Replace the result of the look-up, and release the previous one."""
+        if self.prefix is not None:
+            self.prefix.release()
+        self.prefix = prefix
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of one sequence. Its block table only grows until the sequence ends or is requeued."""
@@ -90,12 +109,7 @@ class Sequence:
     block_table: list[BlockIndex] = field(default_factory=list)
     num_computed_tokens: int = 0  # leading tokens whose KV is in the blocks of `block_table`
     num_cached_tokens: int = 0  # context tokens found in this node's cache or in the pool
-    num_pool_tokens: int = 0  # of these, found in the pool
-    num_remote_pool_tokens: int = 0  # of these, sent by another host's pool for this sequence
-    num_pool_blocks: int = 0  # blocks of the table that belong to the pool
-    pool_prefix: PoolPrefix | None = None  # result of the pool look-up, until admission
-    # Pins under which the pool blocks of the table are read.
-    pool_pins: list[RefCountedPin] = field(default_factory=list)
+    pool_use: PoolUse = field(default_factory=PoolUse)
     num_indexed_blocks: int = 0  # leading blocks that were added to the prefix index
     num_published_blocks: int = 0  # leading blocks that were offered to the shared pool
     is_publishing: bool = False  # a publication to the shared pool is in progress
@@ -103,29 +117,33 @@ class Sequence:
     pending_copy: tuple[BlockIndex, BlockIndex] | None = None
     recomputed_until: int = 0  # leading tokens that are computed again after a requeue
     recompute_charged_class: str = ""  # the tenant class that is charged for them
-    owner: str = ""  # label of its references in the block pool
     arrival_order: int = 0  # position in the common order of arrivals and tickets
     virtual_deadline: int = 0  # in tokens computed by this node; see the scheduler
-    has_penalties: bool = False
-    needs_prompt_logprobs: bool = False
     token_counts: TokenCounts | None = None  # only with penalties; as of the last sampled token
 
+    # What follows from `work`.
+    key: AttemptKey = field(init=False)
+    owner: str = field(init=False)  # label of its references in the block pool
+    context_len: int = field(init=False)  # tokens whose KV the first sampled token needs
+    # Leading context tokens whose KV may come from a cache: all but the last token, whose logits
+    # give the next one. With prompt logprobs 0, because they need the logits of every position.
+    num_reusable_tokens: int = field(init=False)
+    priority_level: int = field(init=False)  # of its tenant class; 0 is served first
+    tenant_class: str = field(init=False)
+    has_penalties: bool = field(init=False)
+    needs_prompt_logprobs: bool = field(init=False)
+
     def __post_init__(self) -> None:
-        self.owner, self.arrival_order = str(self.work.key), self.id
-        params = self.work.request.sampling
-        self.has_penalties, self.needs_prompt_logprobs = (
-            has_penalties(params),
-            params.prompt_logprobs is not None,
-        )
-
-    @property
-    def key(self) -> AttemptKey:
-        return self.work.key
-
-    @property
-    def context_len(self) -> int:
-        """Number of tokens whose KV must exist before the first token can be sampled."""
-        return len(self.work.request.prompt_token_ids) + len(self.work.emitted_token_ids)
+        request = self.work.request
+        self.key = self.work.key
+        self.owner = str(self.key)
+        self.arrival_order = self.id
+        self.context_len = len(request.prompt_token_ids) + len(self.work.emitted_token_ids)
+        self.priority_level = request.principal.priority_level
+        self.tenant_class = request.principal.tenant_class
+        self.has_penalties = has_penalties(request.sampling)
+        self.needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        self.num_reusable_tokens = 0 if self.needs_prompt_logprobs else self.context_len - 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -140,7 +158,7 @@ class Sequence:
     @property
     def num_own_blocks(self) -> int:
         """Number of blocks of the table that belong to this node's arena."""
-        return len(self.block_table) - self.num_pool_blocks
+        return len(self.block_table) - self.pool_use.num_blocks
 
     @property
     def is_unticketed(self) -> bool:
@@ -151,15 +169,6 @@ class Sequence:
     def priority_key(self) -> tuple[bool, int, int, int]:
         """Sort key of prefills: unticketed ones last, then by class, then by virtual deadline."""
         return self.is_unticketed, self.priority_level, self.virtual_deadline, self.arrival_order
-
-    @property
-    def priority_level(self) -> int:
-        """Position of its tenant class in the strict priority order: 0 is served first."""
-        return self.work.request.principal.priority_level
-
-    @property
-    def tenant_class(self) -> str:
-        return self.work.request.principal.tenant_class
 
     def charged_class_at(self, position: int) -> str:
         """The class that is charged for computing the context at `position`.
@@ -180,21 +189,6 @@ class Sequence:
         """Whether some of its context has been computed here."""
         return self.num_computed_tokens > self.num_cached_tokens
 
-    @property
-    def num_reusable_tokens(self) -> int:
-        """Number of leading context tokens whose KV may come from a cache.
-
-        All but the last token, whose logits give the next one. With prompt logprobs 0, because they
-        need the logits of every position.
-        """
-        return 0 if self.needs_prompt_logprobs else self.context_len - 1
-
-    def set_pool_prefix(self, pool_prefix: PoolPrefix | None) -> None:
-        """Replace the result of the pool look-up, and release the previous one."""
-        if self.pool_prefix is not None:
-            self.pool_prefix.release()
-        self.pool_prefix = pool_prefix
-
     def update_token_counts(self) -> TokenCounts:
         """Add the tokens sampled since the last call to the token counts; returns the counts."""
         request = self.work.request
@@ -207,13 +201,35 @@ class Sequence:
         )
         return self.token_counts
 
-    def build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:
+    def build_slice(self, length: int, eos_token_ids: Collection[int]) -> SequenceSlice:
+        """Its next `length` tokens for a step, with a sample if they are the last ones it has."""
+        start = self.num_computed_tokens
+        end = start + length
+        sample = self._build_sample_spec(eos_token_ids) if end == len(self.token_ids) else None
+        return SequenceSlice(
+            self.id,
+            tuple(self.token_ids[start:end]),
+            start,
+            self.block_table,
+            sample,
+            self._build_logprobs_spec(start, end) if self.needs_prompt_logprobs else None,
+        )
+
+    def _build_sample_spec(self, eos_token_ids: Collection[int]) -> SampleSpec:
+        params = self.work.request.sampling
+        return SampleSpec(
+            params,
+            self.key.choice_index,
+            len(self.token_ids),
+            forbidden_token_ids(params, eos_token_ids, self.num_output_tokens),
+            self.update_token_counts() if self.has_penalties else None,
+        )
+
+    def _build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:
         """The logprobs to compute in a slice of positions [start, end); None without any."""
         request = self.work.request
-        top, targets = (
-            request.sampling.prompt_logprobs,
-            request.prompt_token_ids[start + 1 : end + 1],
-        )
+        top = request.sampling.prompt_logprobs
+        targets = request.prompt_token_ids[start + 1 : end + 1]
         return PromptLogprobsSpec(targets, top) if top is not None and targets else None
 
     def restart_prefill(self, charged_class: str = "") -> None:
@@ -225,9 +241,8 @@ class Sequence:
             self.recomputed_until = max(self.recomputed_until, self.num_computed_tokens)
             self.recompute_charged_class = charged_class
         del self.token_ids[self.context_len :]
-        self.num_computed_tokens = self.num_cached_tokens = self.num_pool_tokens = (
-            self.num_remote_pool_tokens
-        ) = 0
+        self.num_computed_tokens = self.num_cached_tokens = 0
+        self.pool_use.num_tokens = self.pool_use.num_remote_tokens = 0
         self.num_indexed_blocks = self.num_published_blocks = 0
         self.token_counts = None
 
@@ -250,6 +265,9 @@ class SequenceTable:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(tuple(self._by_key.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_key)
 
     def get(self, key: AttemptKey) -> Sequence | None:
         return self._by_key.get(key)

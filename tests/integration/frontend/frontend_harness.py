@@ -30,7 +30,7 @@ from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.process.descriptors import get_descriptor_limit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from baton.types import FinishReason, Principal, RequestId, mint_id
+from baton.types import FinishReason, Principal, Request
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
 from coordinator.frontend.body_budget import BodyBudgets
@@ -44,7 +44,6 @@ from coordinator.generation import (
     FinishedEvent,
     GenerationEvent,
     PromptLogprobsEvent,
-    Submission,
     TokensEvent,
 )
 from coordinator.operators import admin_app
@@ -63,9 +62,9 @@ class FakeGeneration:
     """A generation that a test steers: `emit_events` puts events in its bounded buffer, `cancelled`
     tells of its cancel."""
 
-    def __init__(self, submission: Submission) -> None:
-        self.id = RequestId(mint_id())
-        self.submission = submission
+    def __init__(self, request: Request) -> None:
+        self.id = request.id
+        self.request = request
         self.cancelled = asyncio.Event()
         self.stopped = asyncio.Event()
         self.is_ended = False
@@ -113,19 +112,19 @@ def finished_event(reason: FinishReason = FinishReason.LENGTH, cached: int = 0) 
 
 def emit_counting_tokens(generation: FakeGeneration) -> None:
     """The default script: max_tokens tokens 1, 2, 3, ..., one a step."""
-    tokens = range(1, generation.submission.sampling.max_tokens + 1)
+    tokens = range(1, generation.request.sampling.max_tokens + 1)
     generation.emit_events(*(TokensEvent((token,)) for token in tokens), finished_event(cached=3))
 
 
 @dataclass
 class FakeBackend:
-    """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps submissions
+    """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps requests
     waiting."""
 
     script: Script = emit_counting_tokens
     refusal: Exception | None = None
     has_no_nodes: bool = False
-    submissions: list[Submission] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     admission_checks: list[Principal] = field(default_factory=list)
     generations: "asyncio.Queue[FakeGeneration]" = field(default_factory=asyncio.Queue)
     submit_gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,12 +145,12 @@ class FakeBackend:
     def require_admission(self, principal: Principal, count: int, timeout: float) -> None:
         self.admission_checks.append(principal)
 
-    async def submit_request(self, submission: Submission) -> FakeGeneration:
-        (generation,) = await self.submit_requests([submission])
+    async def submit_request(self, request: Request) -> FakeGeneration:
+        (generation,) = await self.submit_requests([request])
         return generation
 
-    async def submit_requests(self, submissions: Sequence[Submission]) -> list[FakeGeneration]:
-        self.submissions += submissions
+    async def submit_requests(self, requests: Sequence[Request]) -> list[FakeGeneration]:
+        self.requests += requests
         self.submit_started.set()
         try:
             await self.submit_gate.wait()
@@ -160,7 +159,7 @@ class FakeBackend:
             raise
         if self.refusal is not None:
             raise self.refusal
-        generations = [FakeGeneration(submission) for submission in submissions]
+        generations = [FakeGeneration(request) for request in requests]
         for generation in generations:
             self.generations.put_nowait(generation)
             self.script(generation)

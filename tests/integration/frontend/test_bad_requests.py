@@ -308,7 +308,7 @@ async def test_http_refuses_bad_request_with_status_and_field(
         bad.expected_param,
     )
     assert bad.expected_message in error["message"]
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
     assert front.refused_codes[before:] == [bad.expected_code]
 
 
@@ -328,7 +328,7 @@ async def test_grpc_refuses_bad_request_with_status_and_field(
     assert trailing.get("baton-error-code") == bad.expected_code
     assert trailing.get("baton-error-param") == bad.expected_param
     assert bad.expected_message in details
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
     assert front.refused_codes[before:] == [bad.expected_code]
 
 
@@ -348,7 +348,7 @@ async def test_grpc_bounds_the_size_of_a_message(front: FrontendHarness) -> None
     request = pb.GenerateRequest(text="x" * (MAX_BODY_BYTES + 1))
     code, _, _ = await grpc_refusal(front, request, streaming=False)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
 
 
 async def test_unsupported_fields_may_be_null_or_default(front: FrontendHarness) -> None:
@@ -395,8 +395,8 @@ async def test_unsupported_fields_may_be_null_or_default(front: FrontendHarness)
     for fields in (dict.fromkeys([*nothing, "return_token_ids"]), defaults):
         response = await front.http.post("/v1/completions", json=GOOD_BODY | fields)
         assert response.status_code == 200, response.text
-    assert front.backend.submissions[0].sampling.max_tokens == 16
-    front.backend.submissions.clear()
+    assert front.backend.requests[0].sampling.max_tokens == 16
+    front.backend.requests.clear()
 
 
 def grpc_request(body: dict[str, Any] | bytes) -> pb.GenerateRequest:

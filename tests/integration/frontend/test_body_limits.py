@@ -57,7 +57,7 @@ async def test_body_without_json_content_type_is_refused(path: str, kind: str) -
         assert answer.status_code == 415
         assert answer.json()["error"]["code"] == "unsupported_media_type"
         assert (kind or "missing") in answer.json()["error"]["message"]
-        assert front.backend.submissions == []
+        assert front.backend.requests == []
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ async def shared() -> AsyncIterator[FrontendHarness]:
 @pytest.fixture
 def front(shared: FrontendHarness) -> FrontendHarness:
     shared.backend.script = emit_counting_tokens
-    shared.backend.submissions.clear()
+    shared.backend.requests.clear()
     return shared
 
 
@@ -108,10 +108,10 @@ async def test_prompt_is_rendered_and_max_tokens_defaults_to_the_rest_of_the_con
         {"add_generation_prompt": False},
     ):
         assert (await post_chat(front, talk, **fields)).status_code == 200
-    prompts = [submission.prompt_token_ids for submission in front.backend.submissions]
+    prompts = [request.prompt_token_ids for request in front.backend.requests]
     rendered = "<developer>a\nb<user>Ann: c<assistant>d"
     assert prompts == [expected_ids(f"{rendered}<assistant>")] * 3 + [expected_ids(rendered)]
-    limits = [submission.sampling.max_tokens for submission in front.backend.submissions]
+    limits = [request.sampling.max_tokens for request in front.backend.requests]
     assert limits == [
         MODEL_BOUNDS.max_context - len(prompts[0]),
         3,
@@ -134,9 +134,7 @@ async def test_chat_template_kwargs_reach_the_template(front: FrontendHarness, v
     assert (await post_chat(front, chat_template_kwargs={"opening": value})).status_code == 200
     await front.stub.GenerateOnce(pb.GenerateRequest(chat=conversation))
     expected = expected_ids(f"{value}<user>hello<assistant>")
-    assert [submission.prompt_token_ids for submission in front.backend.submissions] == [
-        expected
-    ] * 2
+    assert [request.prompt_token_ids for request in front.backend.requests] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ async def test_invalid_chat_template_kwargs_are_refused(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
     assert told in error["message"]
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
 
 
 async def test_chat_stream(front: FrontendHarness) -> None:
@@ -204,10 +202,10 @@ async def test_chat_logprobs(front: FrontendHarness) -> None:
     ]
     whole = (await post_chat(front, logprobs=True, top_logprobs=2)).json()["choices"][0]
     assert whole["logprobs"] == {"content": expected, "refusal": None}
-    assert front.backend.submissions[-1].sampling.logprobs == 2
+    assert front.backend.requests[-1].sampling.logprobs == 2
     parts = [part["choices"][0]["logprobs"] for part in await stream_chat(front, logprobs=True)]
     assert [entry for part in parts if part for entry in part["content"]] == expected
-    assert front.backend.submissions[-1].sampling.logprobs == 0
+    assert front.backend.requests[-1].sampling.logprobs == 0
     assert {first, second} == set(byte_tokens("é".encode()))
 
 
@@ -309,7 +307,7 @@ async def test_bad_chat_requests_are_refused(
     assert (response.status_code, error["param"]) == (400, param), error
     assert told in error["message"]
     assert "hello" not in error["message"]
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
 
 
 async def test_missing_template_or_tokenizer_is_reported() -> None:

@@ -18,7 +18,7 @@ from coordinator.frontend.output import (
     OutputProcessor,
     ResponseStream,
 )
-from coordinator.generation import PromptLogprobsEvent, Submission, TokensEvent
+from coordinator.generation import PromptLogprobsEvent, TokensEvent
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     FrontendHarness,
@@ -27,6 +27,7 @@ from tests.integration.frontend.frontend_harness import (
     finished_event,
     running_frontend,
 )
+from tests.new_requests import make_choices
 from tests.small_tokenizers import byte_level_tokenizer, byte_tokens, expected_ids, hello_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,7 +44,7 @@ async def shared() -> AsyncIterator[FrontendHarness]:
 def front(shared: FrontendHarness) -> FrontendHarness:
     brain = shared.backend
     brain.script, brain.refusal, brain.generations = scored_script, None, asyncio.Queue()
-    brain.submissions.clear()
+    brain.requests.clear()
     return shared
 
 
@@ -58,16 +59,16 @@ def expected_score(token: int, top: int | None) -> TokenLogprobs:
 
 def scored_script(generation: FakeGeneration) -> None:
     """As a model: scores where they are asked for, and tokens that tell the choice and the step."""
-    submission = generation.submission
-    sampling = submission.sampling
+    request = generation.request
+    sampling = request.sampling
     if sampling.prompt_logprobs is not None:
         scores = tuple(
             expected_score(token, sampling.prompt_logprobs)
-            for token in submission.prompt_token_ids[1:]
+            for token in request.prompt_token_ids[1:]
         )
         generation.emit_events(PromptLogprobsEvent(scores))
     for step in range(sampling.max_tokens):
-        token = expected_token(submission.choice_index, step)
+        token = expected_token(request.choice_index, step)
         generation.emit_events(
             TokensEvent(
                 (token,),
@@ -139,13 +140,11 @@ async def test_choices_are_numbered_by_prompt_then_choice(front: FrontendHarness
         "prompt_tokens_details": details,
     }
     submitted = {
-        (submission.prompt_token_ids, submission.choice_index)
-        for submission in front.backend.submissions
+        (request.prompt_token_ids, request.choice_index) for request in front.backend.requests
     }
     assert submitted == {(prompt, number) for prompt in ((1, 2), (3,)) for number in (4, 5, 6)}
     seeds = {
-        (submission.prompt_token_ids, submission.sampling.seed)
-        for submission in front.backend.submissions
+        (request.prompt_token_ids, request.sampling.seed) for request in front.backend.requests
     }
     assert len(seeds) == 2
     assert len({seed for _, seed in seeds}) == 2
@@ -161,7 +160,7 @@ async def test_first_choice_repeats_a_single_choice(front: FrontendHarness) -> N
         for number in range(4)
     ]
     assert [choice["token_ids"] for choice in together] == [choice["token_ids"] for choice in alone]
-    first, again = front.backend.submissions[:4], front.backend.submissions[4:]
+    first, again = front.backend.requests[:4], front.backend.requests[4:]
     assert [(one.choice_index, one.sampling) for one in first] == [
         (one.choice_index, one.sampling) for one in again
     ]
@@ -169,9 +168,9 @@ async def test_first_choice_repeats_a_single_choice(front: FrontendHarness) -> N
 
 async def test_each_choice_has_its_own_stop_string(front: FrontendHarness) -> None:
     def script(generation: FakeGeneration) -> None:
-        words = [b"one stop two", b"three"][generation.submission.choice_index]
+        words = [b"one stop two", b"three"][generation.request.choice_index]
         generation.emit_events(*(TokensEvent((token,)) for token in byte_tokens(words)))
-        if generation.submission.choice_index:
+        if generation.request.choice_index:
             generation.emit_events(finished_event())
 
     front.backend.script = script
@@ -189,7 +188,7 @@ async def test_each_choice_has_its_own_stop_string(front: FrontendHarness) -> No
 
 async def test_failure_of_one_choice_fails_the_request(front: FrontendHarness) -> None:
     def script(generation: FakeGeneration) -> None:
-        if generation.submission.choice_index != 1:
+        if generation.request.choice_index != 1:
             generation.emit_events(TokensEvent((1,)))
         else:
             generation.emit_events(TokensEvent((1,)), NodeLost("node d0 is gone"))
@@ -239,8 +238,8 @@ async def test_logprobs(front: FrontendHarness) -> None:
     assert merge_chunks(await stream_completion(front, prompt=[1], max_tokens=2, logprobs=1)) == [
         answer
     ]
-    for submission in front.backend.submissions:
-        assert (submission.sampling.logprobs, submission.sampling.prompt_logprobs) == (1, None)
+    for request in front.backend.requests:
+        assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (1, None)
 
 
 async def test_echo(front: FrontendHarness) -> None:
@@ -297,7 +296,7 @@ async def test_echo_with_logprobs_as_lm_eval_sends_it(front: FrontendHarness) ->
             for place in shown:
                 assert choice["text"].startswith(told["tokens"][place], told["text_offset"][place])
         assert merge_chunks(await stream_completion(front, **fields)) == answer["choices"]
-    assert all(submission.sampling.max_tokens == 1 for submission in front.backend.submissions)
+    assert all(request.sampling.max_tokens == 1 for request in front.backend.requests)
 
 
 async def test_prompt_logprobs_are_computed_once_for_all_choices(front: FrontendHarness) -> None:
@@ -305,7 +304,7 @@ async def test_prompt_logprobs_are_computed_once_for_all_choices(front: Frontend
     held: list[FakeGeneration] = []
 
     def script(generation: FakeGeneration) -> None:
-        if generation.submission.sampling.prompt_logprobs is None:
+        if generation.request.sampling.prompt_logprobs is None:
             scored_script(generation)
             for first in held:
                 scored_script(first)
@@ -319,7 +318,7 @@ async def test_prompt_logprobs_are_computed_once_for_all_choices(front: Frontend
     first, second = (choice["logprobs"]["token_logprobs"] for choice in answer)
     assert first[:-1] == second[:-1]
     assert len(first) == len(expected_ids("hello world")) + 1
-    assert [one.sampling.prompt_logprobs for one in front.backend.submissions] == [0, None]
+    assert [one.sampling.prompt_logprobs for one in front.backend.requests] == [0, None]
 
 
 async def test_missing_prompt_logprobs_are_an_internal_error(front: FrontendHarness) -> None:
@@ -388,7 +387,7 @@ async def test_prompt_logprobs_are_bounded(front: FrontendHarness) -> None:
     assert response.json()["error"]["param"] == "logprobs"
     for part in ("logprobs is 20", "64000 tokens", str(64000 * 21), str(MAX_PROMPT_LOGPROBS)):
         assert part in response.json()["error"]["message"]
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
     assert (await front.http.post("/v1/completions", json=fields)).status_code == 200
 
 
@@ -454,7 +453,7 @@ async def test_failure_of_one_choice_cancels_the_others_before_the_client_reads(
     """The others must not run on until the client has taken the error."""
     front.backend.script = lambda generation: generation.emit_events(TokensEvent((1,)))
     generations = await front.backend.submit_requests(
-        [Submission((1,), SamplingParams(4), 9.0, choice_index=n) for n in range(3)]
+        make_choices((1,), SamplingParams(4), 9.0, count=3)
     )
     choices = [
         ChoiceStream(one, OutputProcessor(n, hello_tokenizer().create_detokenizer()), 0)

@@ -92,7 +92,7 @@ async def test_client_disconnect_cancels_the_request(kind: str, phase: Disconnec
                     await front.backend.submit_cancelled.wait()
                 case _:
                     await generation.cancelled.wait()
-        assert len(front.backend.submissions) == (phase is not DisconnectPhase.TOKENIZING)
+        assert len(front.backend.requests) == (phase is not DisconnectPhase.TOKENIZING)
 
 
 async def test_disconnect_before_the_body_is_complete() -> None:
@@ -101,7 +101,7 @@ async def test_disconnect_before_the_body_is_complete() -> None:
         writer.write(COMPLETIONS_HEAD + b"content-length: 100\r\n\r\n{")
         writer.close()
         assert (await front.http.post("/v1/completions", json={"prompt": [1]})).status_code == 200
-        assert len(front.backend.submissions) == 1
+        assert len(front.backend.requests) == 1
         await writer.wait_closed()
         assert await reader.read() == b""
 
@@ -130,7 +130,7 @@ async def test_grpc_deadline_cancels_the_request() -> None:
         ]
         for _ in calls:
             generation = await front.backend.generations.get()
-            assert 0 < generation.submission.timeout_seconds <= 5.2, "gRPC rounds up on the wire"
+            assert 0 < generation.request.timeout_seconds <= 5.2, "gRPC rounds up on the wire"
             async with asyncio.timeout(30):
                 await generation.cancelled.wait()
         for call in calls:

@@ -130,7 +130,7 @@ async def test_http_and_grpc_submit_and_answer_the_same() -> None:
             )
         ]
 
-        first, *others = front.backend.submissions
+        first, *others = front.backend.requests
         assert first.sampling.seed == -3
         assert all(
             (other.prompt_token_ids, other.sampling) == (first.prompt_token_ids, first.sampling)
@@ -158,7 +158,7 @@ async def test_default_sampling_parameters() -> None:
                 "/v1/completions", json={"prompt": [1] * (MODEL_BOUNDS.max_context - 5)}
             )
         once = await front.stub.GenerateOnce(pb.GenerateRequest(token_ids={"ids": [1]}))
-        short, again, other = (submission.sampling for submission in front.backend.submissions)
+        short, again, other = (request.sampling for request in front.backend.requests)
         assert short.max_tokens == 5  # what the context leaves of 16
         assert other.max_tokens == len(once.token_ids) == 16
         assert (other.temperature, other.top_k, other.top_p, other.min_tokens) == (1.0, 0, 1.0, 0)
@@ -183,9 +183,7 @@ async def test_generation_config_defaults() -> None:
             "max_tokens": 3,
         }
         await front.http.post("/v1/chat/completions", json={"messages": talk, **said})
-        plain, chat, over_grpc, told = (
-            submission.sampling for submission in front.backend.submissions
-        )
+        plain, chat, over_grpc, told = (request.sampling for request in front.backend.requests)
         for sampling in (plain, chat, over_grpc):
             assert (sampling.temperature, sampling.top_k, sampling.top_p) == (
                 0.6,

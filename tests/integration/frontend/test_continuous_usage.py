@@ -9,12 +9,13 @@ import pytest
 from baton.types import SamplingParams
 from coordinator.frontend.http.responses.usage import partial_usage
 from coordinator.frontend.output import ChoiceStream, OutputProcessor, ResponseStream
-from coordinator.generation import Submission, TokensEvent
+from coordinator.generation import TokensEvent
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     finished_event,
     running_frontend,
 )
+from tests.new_requests import make_choices
 from tests.small_tokenizers import byte_tokens, chat_tokenizer, hello_tokenizer
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,8 +100,8 @@ async def test_usage_cost_per_event_does_not_grow_with_prompts_and_choices(
     passes = set()
     for steps in (1, 20):
         generations = [
-            FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice_index=n))
-            for n in range(2)
+            FakeGeneration(request)
+            for request in make_choices((1,), SamplingParams(steps), 9.0, count=2)
         ]
         for generation in generations:
             generation.emit_events(*[TokensEvent((65, 66))] * steps, finished_event())

@@ -2,6 +2,7 @@
 ends."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ import grpc.aio
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from msgspec import structs
 
 from baton.config.settings import Config
 from baton.errors import ConfigError
@@ -134,7 +134,7 @@ async def test_a_port_in_use_is_named(field: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            Coordinator(structs.replace(NO_PORTS, **{field: port}))
+            Coordinator(dataclasses.replace(NO_PORTS, **{field: port}))
     assert str(caught.value).startswith(f"cannot listen on 127.0.0.1:{port}")
     assert f"--{field.replace('_', '-')}" in str(caught.value)
 

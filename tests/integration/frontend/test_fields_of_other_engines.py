@@ -58,27 +58,27 @@ async def test_every_field_of_an_engine_is_known(engine: str) -> None:
 async def test_neutral_values_change_nothing(front: FrontendHarness, route: str) -> None:
     path, kind, good = BODIES[route]
     fixed = {"seed": 1} if route in GOOD_BODIES else {}
-    front.backend.submissions.clear()
+    front.backend.requests.clear()
     plain = await front.http.post(path, json=good | fixed)
-    expected = sampled_requests(front.backend.submissions)
+    expected = sampled_requests(front.backend.requests)
     assert plain.status_code == 200
     for name, accepted in kind.no_ops.items():
         for value in (None, *accepted):
-            front.backend.submissions.clear()
+            front.backend.requests.clear()
             response = await front.http.post(path, json=good | fixed | {name: value})
             assert response.status_code == 200, (name, value, response.text)
-            assert sampled_requests(front.backend.submissions) == expected
+            assert sampled_requests(front.backend.requests) == expected
 
 
 @pytest.mark.parametrize("route", list(BODIES))
 async def test_unsupported_values_are_refused_by_name(front: FrontendHarness, route: str) -> None:
     path, kind, good = BODIES[route]
-    front.backend.submissions.clear()
+    front.backend.requests.clear()
     for name in kind.no_ops:
         response = await front.http.post(path, json=good | {name: UNSUPPORTED_VALUE})
         assert response.status_code == 400, name
         assert response.json()["error"]["param"] == name
-    assert front.backend.submissions == []
+    assert front.backend.requests == []
 
 
 async def test_extra_fields_of_a_message(front: FrontendHarness) -> None:
@@ -95,11 +95,11 @@ async def test_extra_fields_of_a_message(front: FrontendHarness) -> None:
 
 @pytest.mark.parametrize(("given", "used"), [(-1, 0), (0, 0), (5, 5)])
 async def test_top_k_is_off_at_minus_one(front: FrontendHarness, given: int, used: int) -> None:
-    front.backend.submissions.clear()
+    front.backend.requests.clear()
     response = await front.http.post(
         "/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": given}
     )
-    assert (response.status_code, front.backend.submissions[0].sampling.top_k) == (200, used)
+    assert (response.status_code, front.backend.requests[0].sampling.top_k) == (200, used)
     refused = await front.http.post(
         "/v1/completions", json=GOOD_BODIES["completions"] | {"top_k": -2}
     )
@@ -110,10 +110,10 @@ async def test_message_without_text_is_an_empty_one(front: FrontendHarness) -> N
     asked = {"role": "user", "content": "a"}
     prompts = []
     for content in (None, ""):
-        front.backend.submissions.clear()
+        front.backend.requests.clear()
         body = {"messages": [asked, {"role": "assistant", "content": content}, asked]}
         assert (await front.http.post("/v1/chat/completions", json=body)).status_code == 200
-        prompts.append(front.backend.submissions[0].prompt_token_ids)
+        prompts.append(front.backend.requests[0].prompt_token_ids)
     assert prompts[0] == prompts[1]
     silent = await front.http.post(
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": None}]}

@@ -40,7 +40,7 @@ async def test_chat_messages_over_grpc(front: FrontendHarness) -> None:
     await front.stub.GenerateOnce(
         pb.GenerateRequest(chat=CHAT_MESSAGES | {"add_generation_prompt": False}, max_tokens=3)
     )
-    first, second = front.backend.submissions
+    first, second = front.backend.requests
     assert (first.prompt_token_ids, second.prompt_token_ids) == (
         expected_ids(f"{RENDERED}<assistant>"),
         expected_ids(RENDERED),

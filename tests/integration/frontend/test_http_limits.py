@@ -10,7 +10,7 @@ import pytest
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.http import generation_routes
+from coordinator.frontend.http import generation_endpoints
 from coordinator.frontend.http.server import bounded_protocol
 from coordinator.generation import TokensEvent
 from tests.integration.frontend.frontend_harness import (
@@ -208,7 +208,7 @@ async def test_deadline_reaches_the_backend(told: str | None, most: float) -> No
     async with running_frontend(longest=60.0) as front:
         headers = {"x-request-timeout": told} if told else {}
         await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
-        assert most - 1 < front.backend.submissions[0].timeout_seconds <= most
+        assert most - 1 < front.backend.requests[0].timeout_seconds <= most
 
 
 async def test_incomplete_body_ends_at_the_deadline() -> None:
@@ -220,7 +220,7 @@ async def test_incomplete_body_ends_at_the_deadline() -> None:
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with running_frontend() as front:
         front.backend.script = lambda generation: generation.emit_events(
-            TokensEvent((generation.submission.sampling.max_tokens,)), finished_event()
+            TokensEvent((generation.request.sampling.max_tokens,)), finished_event()
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         for wanted in (2, 3):
@@ -290,10 +290,10 @@ async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(
         now += 10.0
         return then(body)
 
-    monkeypatch.setattr(generation_routes, "monotonic_clock", lambda: now)
-    monkeypatch.setattr(generation_routes, "receive_body", arriving)
+    monkeypatch.setattr(generation_endpoints, "monotonic_clock", lambda: now)
+    monkeypatch.setattr(generation_endpoints, "receive_body", arriving)
     request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_and_apply=decode_and_apply)
     intake.effective_timeout.return_value = 60.0
     assert (
-        await generation_routes._read_body(request, intake, decoder, lambda _, left: left) == 49.0
+        await generation_endpoints.read_body(request, intake, decoder, lambda _, left: left) == 49.0
     )

@@ -39,7 +39,7 @@ async def shared() -> AsyncIterator[FrontendHarness]:
 @pytest.fixture
 def front(shared: FrontendHarness) -> FrontendHarness:
     shared.backend.refusal, shared.backend.script = None, text_script
-    shared.backend.submissions.clear()
+    shared.backend.requests.clear()
     return shared
 
 
@@ -55,7 +55,7 @@ def url(front: FrontendHarness) -> str:
 
 def text_script(generation: FakeGeneration) -> None:
     """One token for each byte, so that characters come in parts."""
-    wanted = generation.submission.sampling.logprobs
+    wanted = generation.request.sampling.logprobs
     for token in byte_tokens(OUTPUT_TEXT.encode()):
         generation.emit_events(
             TokensEvent(
@@ -95,7 +95,7 @@ async def test_openai_client_chat(user: Any, front: FrontendHarness) -> None:
     scores = whole.choices[1].logprobs.content
     assert bytes(byte for score in scores for byte in score.bytes).decode() == OUTPUT_TEXT
     assert scores[0].top_logprobs[0].logprob == -0.5
-    assert front.backend.submissions[0].prompt_token_ids == expected_ids(
+    assert front.backend.requests[0].prompt_token_ids == expected_ids(
         "<developer>Be brief.<user>hello<assistant>"
     )
     stream = await user.chat.completions.create(

@@ -11,10 +11,9 @@ import pytest
 import pytest_asyncio
 
 from baton.pb import generation_pb2 as pb
-from baton.types import FinishReason
+from baton.types import FinishReason, Request
 from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
-from coordinator.generation import Submission
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     FrontendHarness,
@@ -129,7 +128,7 @@ async def test_field_tables_cover_the_openai_schemas(route: str) -> None:
 
 
 async def post(front: FrontendHarness, route: str, fields: dict[str, Any]) -> Any:
-    front.backend.submissions.clear()
+    front.backend.requests.clear()
     return await front.http.post(PATHS[route], json=GOOD_BODIES[route] | fields)
 
 
@@ -139,7 +138,7 @@ async def test_openai_field_is_honoured_accepted_or_refused(
 ) -> None:
     field = FIELD_TABLES[route][name]
     plain = (
-        sampled_requests(front.backend.submissions)
+        sampled_requests(front.backend.requests)
         if (await post(front, route, {"seed": 1})).status_code == 200
         else ()
     )
@@ -147,28 +146,28 @@ async def test_openai_field_is_honoured_accepted_or_refused(
         response = await post(front, route, {"seed": 1, name: value})
         assert response.status_code == 200, response.text
         if name not in ("max_tokens", "max_completion_tokens", "seed"):
-            assert sampled_requests(front.backend.submissions) == plain
+            assert sampled_requests(front.backend.requests) == plain
     for value in field.refused_values:
         response = await post(front, route, {name: value})
         assert response.status_code == 400, f"{name}={value!r} was accepted"
         assert name in response.json()["error"]["message"]
-        assert front.backend.submissions == []
+        assert front.backend.requests == []
     if field.honoured_value is not None:
         value, where, expected = field.honoured_value
         response = await post(front, route, {name: value})
         assert response.status_code == 200, response.text
-        assert find_value(where, front.backend.submissions, response.json()) == expected
+        assert find_value(where, front.backend.requests, response.json()) == expected
 
 
-def sampled_requests(submissions: list[Submission]) -> tuple[object, ...]:
-    return tuple((one.prompt_token_ids, one.sampling, one.choice_index) for one in submissions)
+def sampled_requests(requests: list[Request]) -> tuple[object, ...]:
+    return tuple((one.prompt_token_ids, one.sampling, one.choice_index) for one in requests)
 
 
-def find_value(where: str, submissions: list[Submission], told: Any) -> object:
+def find_value(where: str, requests: list[Request], told: Any) -> object:
     if where == "choices":
         return len(told["choices"])
     first, *rest = where.split(".")
-    found: Any = told if first == "told" else submissions[0]
+    found: Any = told if first == "told" else requests[0]
     for part in rest if first == "told" else [first, *rest]:
         found = (
             getattr(found, part)

@@ -4,7 +4,7 @@ asked for, and /docs, which needs no other host."""
 import re
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coordinator.frontend.http.app import PUBLIC_PATHS
 from tests.integration.frontend.frontend_harness import FrontendHarness, running_frontend
@@ -33,7 +33,7 @@ async def test_model_lookup_without_nodes_is_unavailable() -> None:
         assert (await front.http.get("/v1/models/demo")).status_code == 503
 
 
-def list_get_routes(app: FastAPI) -> list[str]:
+def list_get_routes(app: Starlette) -> list[str]:
     """Paths that answer GET and have nothing to be filled in."""
     found = [route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())]
     return [path for path in found if "{" not in path]

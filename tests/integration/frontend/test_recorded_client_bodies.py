@@ -37,12 +37,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def scored_script(generation: FakeGeneration) -> None:
     """Tokens of the model's vocabulary, scored where the request asks for it."""
-    sampling = generation.submission.sampling
+    sampling = generation.request.sampling
     scored = sampling.logprobs is not None
     score = TokenLogprobs(-0.5, ((100, -0.5),))
     if sampling.prompt_logprobs is not None:
         generation.emit_events(
-            PromptLogprobsEvent((score,) * (len(generation.submission.prompt_token_ids) - 1))
+            PromptLogprobsEvent((score,) * (len(generation.request.prompt_token_ids) - 1))
         )
     for token in range(100, 100 + sampling.max_tokens):
         generation.emit_events(TokensEvent((token,), (score,) if scored else ()))

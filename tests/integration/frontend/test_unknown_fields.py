@@ -70,7 +70,7 @@ async def test_known_fields_are_still_checked() -> None:
         for body, field in bad:
             response = await front.http.post("/v1/completions", content=body)
             assert (response.status_code, response.json()["error"]["param"]) == (400, field)
-        assert front.backend.submissions == []
+        assert front.backend.requests == []
         unfinished = await front.http.post("/v1/completions", content=b'{"prompt": [1], "x": 1')
         assert unfinished.status_code == 400
         logit_bias = {
@@ -79,7 +79,7 @@ async def test_known_fields_are_still_checked() -> None:
             "logit_bias": {"5": -3},
         }  # a table of the client's own keys
         assert (await front.http.post("/v1/completions", json=logit_bias)).status_code == 200
-        assert front.backend.submissions[0].sampling.logit_bias == ((5, -3.0),)
+        assert front.backend.requests[0].sampling.logit_bias == ((5, -3.0),)
 
 
 async def test_grpc_has_the_same_policy() -> None:

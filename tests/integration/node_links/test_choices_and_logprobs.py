@@ -20,8 +20,16 @@ from baton.cluster_link import pb_conversion as wire
 from baton.config.settings import Config
 from baton.errors import Overloaded, ServiceUnavailable
 from baton.pb import cluster_pb2 as pb
-from baton.types import FinishReason, Incarnation, SamplingParams, TokenEvent, TokenLogprobs
-from coordinator.generation import FinishedEvent, PromptLogprobsEvent, Submission, TokensEvent
+from baton.types import (
+    FinishReason,
+    Incarnation,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    mint_id,
+)
+from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from tests.fake_nodes import FakeNode
 from tests.integration.coordinator_harness import (
     CoordinatorHarness,
@@ -29,6 +37,7 @@ from tests.integration.coordinator_harness import (
     running_coordinator,
 )
 from tests.models import build_model
+from tests.new_requests import make_choices, make_request
 
 TOKEN = "of-this-cluster"
 PROMPT = tuple(range(3, 123))
@@ -85,7 +94,7 @@ async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
         running_coordinator(model=str(model), cluster_token=TOKEN) as coordinator,
         node_processes(coordinator, tmp_path, model=str(model)),
     ):
-        choices = [Submission(PROMPT, SAMPLED, 30.0, choice_index=choice) for choice in range(4)]
+        choices = make_choices(PROMPT, SAMPLED, 30.0, count=4)
         answers = await asyncio.gather(
             *map(collect_stream, await coordinator.dispatcher.submit_requests(choices))
         )
@@ -97,7 +106,8 @@ async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
         alone = [
             await collect_stream(
                 await coordinator.dispatcher.submit_request(
-                    replace(one, cache_salt=b"cold"), internal=True
+                    replace(one, id=RequestId(mint_id()), leader_id=None, cache_salt=b"cold"),
+                    internal=True,
                 )
             )
             for one in choices
@@ -108,17 +118,13 @@ async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
 
 async def test_several_prompts_with_several_choices_are_all_answered(tmp_path: Path) -> None:
     prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
-    submissions = [
-        Submission(prompt, SAMPLED, 30.0, choice_index=choice)
-        for prompt in prompts
-        for choice in range(3)
-    ]
+    requests = [one for prompt in prompts for one in make_choices(prompt, SAMPLED, 30.0, count=3)]
     async with (
         running_coordinator(engine="paced", model="paced", cluster_token=TOKEN) as coordinator,
         node_processes(coordinator, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
     ):
         answers = await asyncio.gather(
-            *map(collect_stream, await coordinator.dispatcher.submit_requests(submissions))
+            *map(collect_stream, await coordinator.dispatcher.submit_requests(requests))
         )
         assert [len(tokens) for tokens, _ in answers] == [12] * 9
         assert coordinator.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(
@@ -137,10 +143,13 @@ async def test_request_group_is_admitted_as_a_whole_or_not_at_all() -> None:
         coordinator.make_node("p0", "prefill"),
         coordinator.make_node("d0", "decode") as decode,
     ):
-        ask = [Submission(PROMPT, SAMPLED, 5.0, choice_index=choice) for choice in range(4)]
-        streams = await coordinator.dispatcher.submit_requests(ask)
+        streams = await coordinator.dispatcher.submit_requests(
+            make_choices(PROMPT, SAMPLED, 5.0, count=4)
+        )
         with pytest.raises(Overloaded):
-            await coordinator.dispatcher.submit_requests(ask[:2])
+            await coordinator.dispatcher.submit_requests(
+                make_choices(PROMPT, SAMPLED, 5.0, count=2)
+            )
         assert coordinator.dispatcher.brain.list_active_requests() == [
             stream.id for stream in streams
         ]
@@ -150,14 +159,18 @@ async def test_request_group_is_admitted_as_a_whole_or_not_at_all() -> None:
         )
         for stream in streams:
             stream.cancel()
-        waiting = asyncio.create_task(coordinator.dispatcher.submit_requests(ask))
+        waiting = asyncio.create_task(
+            coordinator.dispatcher.submit_requests(make_choices(PROMPT, SAMPLED, 5.0, count=4))
+        )
         await asyncio.sleep(0)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
         assert coordinator.dispatcher.brain.list_active_requests() == []
         with pytest.raises(ServiceUnavailable):
-            await coordinator.dispatcher.submit_requests(ask)
+            await coordinator.dispatcher.submit_requests(
+                make_choices(PROMPT, SAMPLED, 5.0, count=4)
+            )
         assert coordinator.dispatcher.brain.list_active_requests() == []
 
 
@@ -193,7 +206,9 @@ async def test_logprobs_arrive_unchanged() -> None:
     ):
         prefill.run_script(answer_with_scores(coordinator, prefill, decode))
         sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
-        stream = await coordinator.dispatcher.submit_request(Submission((4, 5, 6), sampling, 60.0))
+        stream = await coordinator.dispatcher.submit_request(
+            make_request((4, 5, 6), sampling, 60.0)
+        )
         events = [event async for event in stream]
         assert events[:2] == [
             PromptLogprobsEvent((FIRST_SCORE, SECOND_SCORE)),
@@ -210,7 +225,7 @@ async def test_malformed_logprobs_end_the_nodes_stream() -> None:
         coordinator.make_node("d0", "decode"),
     ):
         sampling = SamplingParams(max_tokens=2, prompt_logprobs=2)
-        await coordinator.dispatcher.submit_request(Submission((4, 5), sampling, 10.0))
+        await coordinator.dispatcher.submit_request(make_request((4, 5), sampling, 10.0))
         key = (await prefill.next_order("prefill")).work.key
         scores = wire.logprobs_to_pb(FIRST_SCORE)
         scores.top_ids.append(9)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from baton.cluster_link.messages import Ping
 from baton.cluster_link.pb_conversion import attempt_key_from_pb
 from baton.cluster_link.stream import SequenceNumbers
 from baton.errors import (
@@ -182,7 +183,7 @@ async def test_node_that_does_not_read_is_dropped(
     async with coordinator.make_node("d0", "decode") as decode:
         link = coordinator.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
         for _ in range(5):  # in one turn of the loop: nothing can leave meanwhile
-            link.send_message(pb.CoordinatorMessage(ping=pb.Ping()))
+            link.send_order(Ping())
         await decode.wait_stream_end()
         assert coordinator.dispatcher.node_connections == {}
 
@@ -344,7 +345,7 @@ async def test_pending_write_is_finished_before_the_stream_closes(
 ) -> None:
     monkeypatch.setattr(node_link, "_LAST_WRITE_SECONDS", 30.0 if takes else 0.01)
     context, stream = BlockedStreamContext(), NodeStream(60.0)
-    stream.send_message(pb.CoordinatorMessage(ping=pb.Ping()))
+    stream.send_order(Ping())
     draining = asyncio.create_task(stream.write_messages(context))
     await context.write_started.wait()
     draining.cancel()

@@ -13,14 +13,15 @@ import pytest
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_codec
 from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
 from baton.errors import ConfigError
+from baton.kv.kv_layout import KVLayout
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
-from baton.types import Incarnation
+from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
-from node_engine.host.command_codec import command_from_pb
 from tests.fault_proxy import FaultProxy
 
 TIMEOUT_SECONDS = 30.0
@@ -41,7 +42,10 @@ def welcome_message(number: int) -> CoordinatorMessage:
 class FakeLinkMember:
     """The member that is linked."""
 
-    build_join, build_stats = pb.Join, pb.NodeStats
+    build_stats = pb.NodeStats
+
+    def build_join(self) -> PoolJoinInfo:
+        return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
 
     def __init__(self, deliver: Callable[[object], None]) -> None:
         self._deliver = deliver
@@ -52,10 +56,8 @@ class FakeLinkMember:
     def on_coordinator_lost(self) -> None:
         self._deliver(CoordinatorLost())
 
-    def on_message(self, message: CoordinatorMessage) -> None:
-        command = command_from_pb(message)
-        if command is not None:
-            self._deliver(command)
+    def on_order(self, order: NodeOrder) -> None:
+        self._deliver(order)
 
 
 @dataclass

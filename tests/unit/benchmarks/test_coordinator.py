@@ -9,8 +9,8 @@ from baton.types import SamplingParams
 from benchmarks.clusters.instant_nodes import run_instant_nodes
 from benchmarks.coordinator import CoordinatorFigures, to_rows
 from benchmarks.figures.process_time import cpu_seconds
-from coordinator.generation import Submission
 from tests.integration.coordinator_harness import collect_stream, running_coordinator
+from tests.new_requests import make_request
 
 
 def test_rows() -> None:
@@ -48,7 +48,7 @@ async def test_instant_nodes_serve(step: float) -> None:
         nodes = asyncio.create_task(run_instant_nodes(bench.cluster_port_address, "", 100, step))
         await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 2)
         for count in (1, 2, 30):
-            asked = [Submission((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
+            asked = [make_request((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
             answers = await asyncio.gather(
                 *map(collect_stream, await bench.dispatcher.submit_requests(asked))
             )

@@ -270,7 +270,7 @@ def test_the_client_is_thin() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     ).stdout
-    heavy = {"torch", "transformers", "grpc", "uvloop", "numpy", "fastapi", "zmq", "structlog"}
+    heavy = {"torch", "transformers", "grpc", "uvloop", "numpy", "starlette", "zmq", "structlog"}
     ours = {
         "coordinator",
         "prefill_node",

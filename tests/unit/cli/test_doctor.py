@@ -297,7 +297,7 @@ def test_the_cluster_that_answers(coordinator: FakeCoordinatorServer) -> None:
         "version 9",
         "the same version",
     )
-    coordinator.status.version = network._our_version()
+    coordinator.status.version = network.package_version()
     assert_finding(network.check_network(config, coordinator.endpoint)[0], "ok", "ready")
 
 

@@ -6,9 +6,10 @@ import importlib
 import pytest
 import typer
 
+from baton.cli.common.options import PANELS, PER_NODE_FIELDS
 from baton.cli.main import app
 from baton.config.resolve import get_field_help
-from baton.config.settings import Config
+from baton.config.settings import FIELD_NAMES
 from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
 from benchmarks.__main__ import make_parser
 
@@ -23,7 +24,12 @@ def test_commands_and_their_options(command: str) -> None:
 
 
 def test_settings_of_every_process() -> None:
-    assert [field for field in Config.__struct_fields__ if len(get_field_help(field)) < 10] == []
+    assert [field for field in FIELD_NAMES if len(get_field_help(field)) < 10] == []
+
+
+def test_every_setting_of_up_is_in_one_panel_of_its_help() -> None:
+    shown = [field for fields in PANELS.values() for field in fields]
+    assert sorted(shown) == sorted(set(FIELD_NAMES) - PER_NODE_FIELDS)
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))

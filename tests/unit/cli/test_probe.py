@@ -1,13 +1,13 @@
 """The health check of containers: exit codes, and why not."""
 
 import asyncio
+import dataclasses
 import http.server
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
-from msgspec import structs
 
 from baton.cli import probe
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable
@@ -67,7 +67,7 @@ def test_a_coordinator_that_is_not_ready_says_why(body: bytes, told: str) -> Non
 
 def test_a_wrong_token_is_not_healthy() -> None:
     with admin_port(200) as config, pytest.raises(CommandFailed, match="401"):
-        probe.probe_coordinator(structs.replace(config, admin_token="other"))
+        probe.probe_coordinator(dataclasses.replace(config, admin_token="other"))
 
 
 def test_a_coordinator_that_is_gone() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from baton.config.settings import Config
+from baton.config.settings import FIELD_NAMES, Config
 from tests import dockerfile
 from tests.compose_file import (
     ComposeFile,
@@ -124,7 +124,7 @@ def test_gpu_nodes_reserve_a_gpu() -> None:
 
 
 def test_environments_hold_settings_only() -> None:
-    fields = {f"BATON_{field.upper()}" for field in Config.__struct_fields__}
+    fields = {f"BATON_{field.upper()}" for field in FIELD_NAMES}
     for service in our_services():
         named = {name for name in service.raw["environment"] if name.startswith("BATON_")}
         assert named <= fields, service.name

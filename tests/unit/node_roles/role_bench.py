@@ -31,7 +31,8 @@ from kv_transfer.plane import SealInfo
 from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand, NodeJoined
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
@@ -256,7 +257,7 @@ class RoleBench:
         idle = {BlockState.FREE, BlockState.CACHED}
         return {
             state: count
-            for state, count in self.pool.count_blocks_by_state().items()
+            for state, count in self.pool.ownership.count_blocks_by_state().items()
             if count and state not in idle
         }
 

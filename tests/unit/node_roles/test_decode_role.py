@@ -6,18 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
 from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
 from baton.types import AttemptSpec, Incarnation, PeerAddress, Ticket, TicketId
 from decode_node.decode_role import DecodeRole
 from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
 from node_engine.core.blocks.block_ownership import BlockState
-from node_engine.core.node_commands import (
-    CancelCommand,
-    CoordinatorLost,
-    DecodeCommand,
-    NodeJoined,
-    PeerLostCommand,
-)
+from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.paced.paced_engine import (
@@ -93,7 +88,7 @@ def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
 
 
 def hand_over(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)
@@ -140,7 +135,7 @@ def test_a_full_hit_computes_its_last_token_here() -> None:
     run(node, make_work(whole))
     node.sent_messages.clear()
     job = make_work(whole, request="b")
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     assert not node.pop_messages("reserved")[0].HasField("ticket")
     assert run(node, job) == paced_reference_tokens(whole, 4, 1000)
     admitted = node.pop_messages("admitted")[0]
@@ -158,7 +153,7 @@ def test_a_request_that_is_bound_to_another_model_is_not_continued(
     writer: PeerAddress | None, bound_to: bytes
 ) -> None:
     node, job = DecodeBench(), replace(make_work([1, 2, 3], emitted=(4,)), identity_digest=bound_to)
-    node.send_item(DecodeCommand(job, writer))
+    node.send_item(DecodeOrder(job, writer))
     assert node.pop_messages("failed")[0].error.code == "wrong_model"
     assert not node.step()
     assert node.count_held_blocks() == {}
@@ -167,7 +162,7 @@ def test_a_request_that_is_bound_to_another_model_is_not_continued(
 @pytest.mark.parametrize("writer", [None, WRITER])
 def test_a_request_that_is_too_long_is_refused_and_no_error(writer: PeerAddress | None) -> None:
     node, job = DecodeBench(), make_work(range(1, 101), max_tokens=4096)
-    node.send_item(DecodeCommand(job, writer))
+    node.send_item(DecodeOrder(job, writer))
     (refused,) = node.pop_messages("refused")
     assert (refused.needed, refused.free) == (33, 32)
     assert node.pop_messages("failed") == []
@@ -176,7 +171,7 @@ def test_a_request_that_is_too_long_is_refused_and_no_error(writer: PeerAddress 
 
 def test_colocated() -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, None))
+    node.send_item(DecodeOrder(job, None))
     assert run(node, job) == paced_reference_tokens(PROMPT, 4, 1000)
     assert node.pop_messages("admitted")[0].computed_tokens == 40
 
@@ -191,26 +186,26 @@ def test_a_resumed_attempt_goes_on_where_the_client_is() -> None:
 
 def test_refusal_is_immediate_and_holds_nothing() -> None:
     node = DecodeBench(num_blocks=4)
-    node.send_item(DecodeCommand(make_work(PROMPT, request="a"), WRITER))
-    node.send_item(DecodeCommand(make_work((7, *PROMPT), request="b"), WRITER))
+    node.send_item(DecodeOrder(make_work(PROMPT, request="a"), WRITER))
+    node.send_item(DecodeOrder(make_work((7, *PROMPT), request="b"), WRITER))
     refused = node.pop_messages("refused")[0]
     assert (refused.needed, refused.free) == (3, 1)
-    node.send_item(DecodeCommand(make_work((7, *PROMPT), request="c"), None))
+    node.send_item(DecodeOrder(make_work((7, *PROMPT), request="c"), None))
     assert node.pop_messages("refused")[0].needed == 3
     assert node.count_held_blocks() == {BlockState.RESERVED: 3}
 
 
 def drive_waiting(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeCommand(job, None))
+    node.send_item(DecodeOrder(job, None))
 
 
 def drive_prefilling(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeCommand(job, None))
+    node.send_item(DecodeOrder(job, None))
     node.step()
 
 
 def drive_awaiting_kv(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     node.send_item(InboundStarted(node.ticket.id))
 
 
@@ -228,7 +223,7 @@ DRIVERS_BY_STATE: dict[SequenceState, Callable[[DecodeBench, AttemptSpec], None]
     SequenceState.FINISHED: None,  # nothing is left to end
 }
 ENDS: dict[str, Callable[[DecodeBench, AttemptSpec], None]] = {
-    "cancel": lambda node, job: node.send_item(CancelCommand(job.key, Cancelled("client gone"))),
+    "cancel": lambda node, job: node.send_item(CancelOrder(job.key, Cancelled("client gone"))),
     "coordinator lost": lambda node, job: node.send_item(CoordinatorLost()),
     "joined anew": lambda node, job: node.send_item(NodeJoined(Incarnation("again"))),
 }
@@ -260,7 +255,7 @@ def test_every_end_in_every_state_returns_every_block(state: SequenceState, end:
 
 def test_a_lost_hand_off_is_reported_once_and_its_blocks_return() -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     node.send_item(InboundLost(node.ticket.id, ChecksumMismatch("layer 2"), is_fenced=True))
     assert [failed.error.code for failed in node.pop_messages("failed")] == ["checksum_mismatch"]
     assert node.count_held_blocks() == {}
@@ -268,7 +263,7 @@ def test_a_lost_hand_off_is_reported_once_and_its_blocks_return() -> None:
 
 def test_blocks_of_an_unfenced_writer_stay_quarantined() -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket.id
     node.send_item(InboundStarted(ticket))
     node.send_item(InboundLost(ticket, LeaseExpired("10 s"), is_fenced=False))
@@ -285,7 +280,7 @@ def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
     emitted: tuple[int, ...],
 ) -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket.id
     node.send_item(InboundStarted(ticket))
     node.send_item(InboundSealed(ticket, SealInfo(emitted), 1))
@@ -297,9 +292,9 @@ def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
 
 def test_a_seal_that_crosses_its_cancel_is_ignored() -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket.id
-    node.send_item(CancelCommand(job.key, Cancelled("client gone")))
+    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
     node.send_item(InboundStarted(ticket))
     node.send_item(InboundSealed(ticket, make_seal(job), 1))
     node.report_lost_tickets()
@@ -312,7 +307,7 @@ def test_corrupted_kv_would_give_another_token() -> None:
     """The paced engine reads the KV itself: that the tests above see the right tokens proves the
     right bytes."""
     node, job = DecodeBench(), make_work(PROMPT, max_tokens=3)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)
@@ -323,7 +318,7 @@ def test_corrupted_kv_would_give_another_token() -> None:
 
 def test_peer_gone_is_passed_to_the_plane() -> None:
     node = DecodeBench()
-    node.send_item(PeerLostCommand(Incarnation("writer")))
+    node.send_item(PeerLostNotice(Incarnation("writer")))
     assert node.plane.gone == [Incarnation("writer")]
     assert node.plane.incarnation == INCARNATION
     assert TicketId("x") not in node.plane.granted
@@ -331,14 +326,14 @@ def test_peer_gone_is_passed_to_the_plane() -> None:
 
 def test_repeated_command_changes_nothing() -> None:
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     assert len(node.plane.granted) == 1
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)
     node.send_item(InboundSealed(ticket.id, make_seal(job), 1))
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     assert run(node, job) == paced_reference_tokens(PROMPT, 4, 1000)
     assert node.count_held_blocks() == {}
 
@@ -347,7 +342,7 @@ def test_handoff_cancelled_by_its_writer_is_no_failure() -> None:
     """The first token may end a request: prefill answers it, and its word must not race with one of
     ours."""
     node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     node.pop_messages("reserved")
     node.send_item(
         InboundLost(node.ticket.id, Cancelled("the first token ends the request"), is_fenced=True)

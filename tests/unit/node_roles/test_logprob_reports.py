@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder
 from baton.errors import Cancelled
 from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.core.node_commands import CancelCommand, DecodeCommand, PrefillCommand
 from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, RoleBench
 from tests.unit.node_roles.role_bench import make_work as plain_work
@@ -58,11 +58,11 @@ def kinds(node: RoleBench) -> list[str]:
 def disaggregated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
     """Prompt scores and scores of tokens, from a prefill node and then a decode node."""
     prefill, decode = PrefillNode(), DecodeNode()
-    prefill.send_item(PrefillCommand(job, needs_no_decode=False))
+    prefill.send_item(PrefillOrder(job, needs_no_decode=False))
     while prefill.step():
         pass
     assert kinds(prefill)[-1] == "prefill_ended"
-    decode.send_item(DecodeCommand(job, WRITER))
+    decode.send_item(DecodeOrder(job, WRITER))
     ticket = decode.ticket
     decode.send_item(InboundStarted(ticket.id))
     decode.land_handoff(ticket, job)
@@ -74,7 +74,7 @@ def disaggregated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogp
 
 def colocated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
     node = DecodeNode()
-    node.send_item(DecodeCommand(job, None))
+    node.send_item(DecodeOrder(job, None))
     while node.step():
         pass
     assert "prompt_scores" not in kinds(node)[kinds(node).index("admitted") :], (
@@ -104,7 +104,7 @@ def test_a_resumed_attempt_scores_the_rest() -> None:
 
 def test_prefill_without_decode_reports_the_score() -> None:
     node, job = PrefillNode(), work(max_tokens=1, logprobs=1, prompt_logprobs=1)
-    node.send_item(PrefillCommand(job, needs_no_decode=True))
+    node.send_item(PrefillOrder(job, needs_no_decode=True))
     while node.step():
         pass
     assert kinds(node)[-2:] == ["prefill_ended", "tokens"]
@@ -115,10 +115,10 @@ def test_prefill_without_decode_reports_the_score() -> None:
 
 def test_cancelled_attempt_reports_no_scores() -> None:
     node, job = PrefillNode(), work(prompt_logprobs=1)
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     node.step()
     assert len(sent_prompt_scores(node, job)) == 64
-    node.send_item(CancelCommand(job.key, Cancelled("client gone")))
+    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
     assert not node.step()
     assert node.sent_messages == []
 
@@ -149,7 +149,7 @@ WRONG = {
 
 
 def sealed_with(node: DecodeNode, job: AttemptSpec, score: TokenLogprobs | None) -> TicketId:
-    node.send_item(DecodeCommand(job, WRITER))
+    node.send_item(DecodeOrder(job, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
     node.land_handoff(ticket, job)
@@ -201,8 +201,8 @@ def test_the_right_score_goes_on_with_its_token() -> None:
 def test_fields_out_of_bounds_fail_their_attempt_alone(fields: dict[str, Any]) -> None:
     job = work(**fields)
     prefill, decode = PrefillNode(), DecodeNode()
-    prefill.send_item(PrefillCommand(job, needs_no_decode=False))
-    decode.send_item(DecodeCommand(job, None))
+    prefill.send_item(PrefillOrder(job, needs_no_decode=False))
+    decode.send_item(DecodeOrder(job, None))
     for node in (prefill, decode):
         assert [failed.error.code for failed in node.pop_messages("failed")] == ["invalid_request"]
         assert not node.step()
@@ -221,7 +221,7 @@ def test_a_second_choice_needs_no_writer(length: int, steps: int) -> None:
     for _ in range(steps):
         node.step()
     node.sent_messages.clear()
-    node.send_item(DecodeCommand(second, WRITER))
+    node.send_item(DecodeOrder(second, WRITER))
     reserved = node.pop_messages("reserved")[0]
     assert (reserved.HasField("ticket"), reserved.held_tokens) == (False, length - 1)
     while node.step():
@@ -247,6 +247,6 @@ def test_scored_prompt_is_handed_off() -> None:
     hand_over_to(node, work(prompt))
     run(node, work(prompt))
     node.sent_messages.clear()
-    node.send_item(DecodeCommand(work(prompt, request="b", prompt_logprobs=0), WRITER))
+    node.send_item(DecodeOrder(work(prompt, request="b", prompt_logprobs=0), WRITER))
     reserved = node.pop_messages("reserved")[0]
     assert (reserved.held_tokens, len(reserved.ticket.offsets)) == (0, 2)

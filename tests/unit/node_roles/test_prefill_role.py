@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.cluster_link.messages import CancelOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled, NodeFailed, PeerUnreachable
 from baton.types import (
     AttemptSpec,
@@ -18,13 +19,7 @@ from baton.types import (
 )
 from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_ownership import BlockState
-from node_engine.core.node_commands import (
-    CancelCommand,
-    CoordinatorLost,
-    NodeJoined,
-    PrefillCommand,
-    TicketCommand,
-)
+from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
 from prefill_node.prefill_role import PrefillRole
@@ -65,7 +60,7 @@ def make_ticket(job: AttemptSpec) -> Ticket:
 
 def test_every_layer_of_every_block_is_announced_once_and_then_sealed() -> None:
     node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     assert node.plane.opened == {job.key: 150}
     while node.step():
         pass
@@ -96,7 +91,7 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
         make_work([*range(1, 65), 900, 901], request="b"),
     )
     for job in (first, second):
-        node.send_item(PrefillCommand(job, needs_no_decode=False))
+        node.send_item(PrefillOrder(job, needs_no_decode=False))
         while node.step():
             pass
         node.send_item(OutboundCommitted(job.key, REPORT))
@@ -111,7 +106,7 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
 
 def test_prefill_without_decode_answers_itself() -> None:
     node, job = PrefillBench(), make_work(range(1, 20), max_tokens=1)
-    node.send_item(PrefillCommand(job, needs_no_decode=True))
+    node.send_item(PrefillOrder(job, needs_no_decode=True))
     node.step()
     assert tokens_of(node.pop_messages("tokens")[0]) == [
         (0, paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)[0])
@@ -122,18 +117,18 @@ def test_prefill_without_decode_answers_itself() -> None:
 
 
 def drive_waiting(node: PrefillBench, job: AttemptSpec) -> None:
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
 
 
 def drive_prefilling(node: PrefillBench, job: AttemptSpec) -> None:
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     node.step()
 
 
 def drive_handing_off(node: PrefillBench, job: AttemptSpec) -> None:
     """Computed and sealed: the sequence itself has ended, and only the pins are left."""
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
-    node.send_item(TicketCommand(make_ticket(job)))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node.send_item(TicketOrder(make_ticket(job)))
     while node.step():
         pass
 
@@ -153,7 +148,7 @@ def test_every_state_is_covered() -> None:
 
 
 ENDS: dict[str, Callable[[PrefillBench, AttemptSpec], None]] = {
-    "cancel": lambda node, job: node.send_item(CancelCommand(job.key, Cancelled("client gone"))),
+    "cancel": lambda node, job: node.send_item(CancelOrder(job.key, Cancelled("client gone"))),
     "peer gone": lambda node, job: node.send_item(
         OutboundAborted(job.key, PeerUnreachable("decode is gone"))
     ),
@@ -188,7 +183,7 @@ def test_every_end_in_every_state_returns_every_block(state: SequenceState, end:
 def test_what_the_plane_may_still_read_stays_pinned_after_a_cancel() -> None:
     node, job = PrefillBench(), make_work(range(1, 151))
     drive_prefilling(node, job)
-    node.send_item(CancelCommand(job.key, Cancelled("client gone")))
+    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
     assert node.count_held_blocks() == {BlockState.IN_USE: 4}
     node.answer_aborts()
     assert node.count_held_blocks() == {}
@@ -197,7 +192,7 @@ def test_what_the_plane_may_still_read_stays_pinned_after_a_cancel() -> None:
 @pytest.mark.parametrize("alone", [False, True])
 def test_layers_are_announced_only_for_a_hand_off(alone: bool) -> None:
     node = PrefillBench()
-    node.send_item(PrefillCommand(make_work(range(1, 151)), needs_no_decode=alone))
+    node.send_item(PrefillOrder(make_work(range(1, 151)), needs_no_decode=alone))
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     assert (node.role.before_step(plan.batch) is None) == alone
@@ -205,7 +200,7 @@ def test_layers_are_announced_only_for_a_hand_off(alone: bool) -> None:
 
 def test_a_failed_step_ends_its_attempts() -> None:
     node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     node.role.before_step(plan.batch)
@@ -217,9 +212,9 @@ def test_a_failed_step_ends_its_attempts() -> None:
 
 def test_handoff_aborted_before_its_command() -> None:
     node, job = PrefillBench(), make_work(range(1, 40))
-    node.role.preview_command(PrefillCommand(job, needs_no_decode=False))
+    node.role.preview_command(PrefillOrder(job, needs_no_decode=False))
     node.role.handle_item(OutboundAborted(job.key, PeerUnreachable("decode is gone")))
-    node.role.handle_item(PrefillCommand(job, needs_no_decode=False))
+    node.role.handle_item(PrefillOrder(job, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "peer_gone"
     assert node.count_held_blocks() == {}
     assert not node.step()
@@ -227,7 +222,7 @@ def test_handoff_aborted_before_its_command() -> None:
 
 def test_a_token_out_of_range_is_refused() -> None:
     node, job = PrefillBench(), make_work([1, 2, 1000])
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "invalid_request"
     node.answer_aborts()
     assert node.count_held_blocks() == {}
@@ -236,7 +231,7 @@ def test_a_token_out_of_range_is_refused() -> None:
 @pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
 def test_a_request_that_is_bound_to_another_model_is_not_computed(bound_to: bytes) -> None:
     node, job = PrefillBench(), replace(make_work([1, 2, 3]), identity_digest=bound_to)
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "wrong_model"
     node.answer_aborts()
     assert not node.step()
@@ -246,7 +241,7 @@ def test_a_request_that_is_bound_to_another_model_is_not_computed(bound_to: byte
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_context_that_is_too_long_is_refused_and_no_error(alone: bool) -> None:
     node, job = PrefillBench(num_blocks=300), make_work([1] * 4096, max_tokens=1)
-    node.send_item(PrefillCommand(job, needs_no_decode=alone))
+    node.send_item(PrefillOrder(job, needs_no_decode=alone))
     (refused,) = node.pop_messages("refused")
     assert (refused.needed, refused.free) == (301, 300)
     assert node.pop_messages("failed") == []
@@ -256,15 +251,15 @@ def test_a_context_that_is_too_long_is_refused_and_no_error(alone: bool) -> None
 
 def test_prefill_needs_no_room_for_the_output() -> None:
     node = PrefillBench()
-    node.send_item(PrefillCommand(make_work([1, 2, 3], max_tokens=5000), needs_no_decode=False))
+    node.send_item(PrefillOrder(make_work([1, 2, 3], max_tokens=5000), needs_no_decode=False))
     assert node.pop_messages("refused") == node.pop_messages("failed") == []
 
 
 def test_repeated_command_changes_nothing() -> None:
     node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     node.step()
-    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(job, needs_no_decode=False))
     while node.step():
         pass
     assert len(node.pop_messages("prefill_ended")) == 1

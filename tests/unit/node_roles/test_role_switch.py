@@ -5,6 +5,13 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+    SetRoleOrder,
+)
 from baton.errors import Cancelled, ConfigError
 from baton.pb import cluster_pb2
 from baton.types import Incarnation, Role, Ticket
@@ -18,15 +25,7 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.block_ownership import BlockState
-from node_engine.core.node_commands import (
-    CancelCommand,
-    CoordinatorLost,
-    DecodeCommand,
-    NodeJoined,
-    PeerLostCommand,
-    PrefillCommand,
-    SetRoleCommand,
-)
+from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.host.compute_thread import CallWhenIdle
 from node_engine.host.role_switch import RoleEvent, SwitchableRole
 from node_engine.roles.role_policy import RoleContext, RolePolicy
@@ -91,7 +90,7 @@ class SwitchingBench:
                 self.switch.handle_item(event)
 
     def switch_role(self, role: Role, incarnation: Incarnation = AGAIN) -> None:
-        self.bench.send_item(SetRoleCommand(role))
+        self.bench.send_item(SetRoleOrder(role))
         self.drain_events()
         assert self.switch.role is role
         self.bench.send_item(NodeJoined(incarnation))
@@ -99,7 +98,7 @@ class SwitchingBench:
     def prefill_prompt(self, request: str = "r") -> None:
         """Compute a prompt, hand it off, and be told that decode has it."""
         given = make_work(PROMPT, request=request)
-        self.bench.send_item(PrefillCommand(given, needs_no_decode=False))
+        self.bench.send_item(PrefillOrder(given, needs_no_decode=False))
         while self.bench.step():
             pass
         report = HandoffStats("memory", 1, 1, 0, 0.0, 0.0)
@@ -114,14 +113,14 @@ def kinds(sent: list[cluster_pb2.NodeMessage]) -> list[str]:
 def test_cache_survives_a_role_switch() -> None:
     host = SwitchingBench(Role.PREFILL)
     host.prefill_prompt()
-    cached = host.bench.pool.count_blocks_by_state()[BlockState.CACHED]
+    cached = host.bench.pool.ownership.count_blocks_by_state()[BlockState.CACHED]
     assert cached == 4
     host.switch_role(Role.DECODE)
     assert (host.built_roles, host.rejoins) == ([Role.PREFILL, Role.DECODE], 1)
-    assert host.bench.pool.count_blocks_by_state()[BlockState.CACHED] == cached
+    assert host.bench.pool.ownership.count_blocks_by_state()[BlockState.CACHED] == cached
     assert host.inbound.incarnation == AGAIN
     host.bench.sent_messages.clear()
-    host.bench.send_item(DecodeCommand(make_work(PROMPT, request="s", max_tokens=2), WRITER))
+    host.bench.send_item(DecodeOrder(make_work(PROMPT, request="s", max_tokens=2), WRITER))
     [reserved] = host.bench.pop_messages("reserved")
     assert (reserved.held_tokens, reserved.HasField("ticket")) == (len(PROMPT) - 1, False)
     while host.bench.step():
@@ -136,8 +135,8 @@ def test_cache_survives_a_role_switch() -> None:
 
 def test_role_switch_waits_until_nothing_is_held() -> None:
     host = SwitchingBench(Role.PREFILL)
-    host.bench.send_item(PrefillCommand(make_work(PROMPT), needs_no_decode=False))
-    host.bench.send_item(SetRoleCommand(Role.DECODE))
+    host.bench.send_item(PrefillOrder(make_work(PROMPT), needs_no_decode=False))
+    host.bench.send_item(SetRoleOrder(Role.DECODE))
     host.drain_events()
     assert (host.switch.role, host.rejoins) == (Role.PREFILL, 0)
     host.prefill_prompt()
@@ -148,8 +147,8 @@ def test_role_switch_waits_until_nothing_is_held() -> None:
 @pytest.mark.parametrize("ends", [NodeJoined(AGAIN), CoordinatorLost()])
 def test_new_incarnation_voids_a_role_switch(ends: Any) -> None:
     host = SwitchingBench(Role.PREFILL)
-    host.bench.send_item(PrefillCommand(make_work(PROMPT), needs_no_decode=False))
-    host.bench.send_item(SetRoleCommand(Role.DECODE))
+    host.bench.send_item(PrefillOrder(make_work(PROMPT), needs_no_decode=False))
+    host.bench.send_item(SetRoleOrder(Role.DECODE))
     host.drain_events()
     host.bench.send_item(ends)
     host.prefill_prompt()
@@ -159,9 +158,9 @@ def test_new_incarnation_voids_a_role_switch(ends: Any) -> None:
 def test_roles_and_planes_are_built_once() -> None:
     """The fences of the arena outlive every switch: no ticket ever gets a byte that another had."""
     host = SwitchingBench(Role.DECODE)
-    host.bench.send_item(DecodeCommand(make_work(PROMPT, request="a"), WRITER))
+    host.bench.send_item(DecodeOrder(make_work(PROMPT, request="a"), WRITER))
     [first] = host.inbound.granted.values()
-    host.bench.send_item(CancelCommand(first.key, Cancelled("by the test")))
+    host.bench.send_item(CancelOrder(first.key, Cancelled("by the test")))
     host.decode_parts.emit(InboundLost(first.id, Cancelled("by the test"), is_fenced=True))
     host.drain_events()
     host.switch_role(Role.PREFILL, Incarnation("two"))
@@ -170,7 +169,7 @@ def test_roles_and_planes_are_built_once() -> None:
     host.switch_role(Role.DECODE, Incarnation("three"))
     assert host.built_roles == [Role.DECODE, Role.PREFILL]
     assert (host.outbound.incarnation, host.inbound.incarnation) == ("three", "three")
-    host.bench.send_item(DecodeCommand(make_work(tuple(range(500, 560)), request="b"), WRITER))
+    host.bench.send_item(DecodeOrder(make_work(tuple(range(500, 560)), request="b"), WRITER))
     tickets: list[Ticket] = list(host.inbound.granted.values())
     assert len({ticket.fence_byte for ticket in tickets}) == len(tickets) == 2
     assert tickets[-1].decode_peer.incarnation == "three"
@@ -178,23 +177,23 @@ def test_roles_and_planes_are_built_once() -> None:
 
 def test_both_planes_hear_of_peers_and_events_find_their_own_role() -> None:
     host = SwitchingBench(Role.DECODE)
-    host.bench.send_item(DecodeCommand(make_work(PROMPT), WRITER))
+    host.bench.send_item(DecodeOrder(make_work(PROMPT), WRITER))
     [ticket] = host.inbound.granted.values()
     host.decode_parts.emit(InboundStarted(ticket.id))
     host.decode_parts.emit(InboundSealed(ticket.id, SealInfo((7,), None), 0))
     assert [type(event) for event in host.bench.events] == [RoleEvent, RoleEvent]
     host.drain_events()
     assert host.inbound.committed == [ticket.id]
-    host.bench.send_item(CancelCommand(ticket.key, Cancelled("by the test")))
+    host.bench.send_item(CancelOrder(ticket.key, Cancelled("by the test")))
     host.switch_role(Role.PREFILL)
-    host.bench.send_item(PeerLostCommand(WRITER.incarnation))
+    host.bench.send_item(PeerLostNotice(WRITER.incarnation))
     assert host.inbound.gone == [WRITER.incarnation]
 
 
 def test_failed_role_switch_keeps_the_role() -> None:
     host = SwitchingBench(Role.PREFILL)
     host.unbuildable = {Role.DECODE}
-    host.bench.send_item(SetRoleCommand(Role.DECODE))
+    host.bench.send_item(SetRoleOrder(Role.DECODE))
     host.drain_events()
     assert (host.switch.role, host.rejoins) == (Role.PREFILL, 1)
     host.bench.send_item(NodeJoined(AGAIN))

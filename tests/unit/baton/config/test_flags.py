@@ -1,25 +1,28 @@
 """Flags are made from the settings table and leave no trace unless typed."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from baton.config import flags as config_flags
+from baton.config.common import ProcessConfig
+from baton.config.coordinator_config import CoordinatorConfig
+from baton.config.node_config import NodeConfig
+from baton.config.pool_config import PoolConfig
 from baton.config.resolve import resolve_config
-from baton.config.settings import Config
+from baton.config.settings import FIELD_NAMES, Config
 from baton.errors import ConfigError
-from coordinator.__main__ import COORDINATOR_FIELDS
 from coordinator.node_links.dispatcher import Dispatcher
-from node_engine.host.launch import NODE_CONFIG_FIELDS
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in Config.__struct_fields__:
+    for field in FIELD_NAMES:
         monkeypatch.delenv(f"BATON_{field.upper()}", raising=False)
 
 
@@ -30,33 +33,45 @@ def parse(*argv: str, fields: list[str] | None = None) -> argparse.Namespace:
 
 
 def load(*argv: str) -> Config:
-    return config_flags.load_config(argv, prog="baton", description="")
+    return config_flags.load_config(argv, Config, prog="baton", description="")
 
 
 def test_every_setting_has_a_flag() -> None:
     text = argparse.ArgumentParser(allow_abbrev=False)
     config_flags.add_config_flags(text)
     shown = text.format_help()
-    for field in Config.__struct_fields__:
+    for field in FIELD_NAMES:
         assert f"--{field.replace('_', '-')}" in shown
 
 
 READERS = {
-    "coordinator": (COORDINATOR_FIELDS, ("coordinator",)),
-    "node": (NODE_CONFIG_FIELDS, ("prefill_node", "decode_node", "node_engine", "kv_transfer")),
+    "coordinator": (CoordinatorConfig, ("coordinator",)),
+    "node": (NodeConfig, ("prefill_node", "decode_node", "node_engine", "kv_transfer")),
 }
 
 
 @pytest.mark.parametrize("process", READERS)
 def test_every_setting_that_a_process_reads_is_a_flag_of_it(process: str) -> None:
-    fields, folders = READERS[process]
+    config_class, folders = READERS[process]
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     read = {
         name
         for path in files
         for name in re.findall(r"\b_?(?:config|settings)\.([a-z_]+)", path.read_text())
     }
-    assert read & set(Config.__struct_fields__) <= set(fields)
+    assert read & set(FIELD_NAMES) <= {field.name for field in dataclasses.fields(config_class)}
+
+
+@pytest.mark.parametrize("config_class", [CoordinatorConfig, NodeConfig, PoolConfig])
+def test_a_process_takes_its_own_settings_from_those_of_the_cluster(
+    config_class: type[ProcessConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_SILENCE", "7")
+    monkeypatch.setenv("BATON_LIVENESS_TIMEOUT", "9")
+    config = config_flags.load_config([], config_class, prog="baton", description="")
+    assert type(config) is config_class
+    assert config.silence == 7.0
+    assert not hasattr(config, "liveness_timeout")
 
 
 def test_no_flags_give_no_settings() -> None:

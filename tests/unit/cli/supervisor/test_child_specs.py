@@ -1,6 +1,5 @@
 import dataclasses
 
-import msgspec
 import pytest
 
 from baton.cli.supervisor import child_specs as plan
@@ -47,7 +46,7 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
     )
     coordinator, node, *_ = children(config)
     assert resolve_config({}, environ=coordinator.environ) == config
-    for_node = msgspec.structs.replace(
+    for_node = dataclasses.replace(
         config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key=""
     )
     assert resolve_config({}, environ=node.environ) == for_node

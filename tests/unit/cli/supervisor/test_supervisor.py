@@ -1,6 +1,7 @@
 """The supervisor with fake children: starting, stopping and restarting them."""
 
 import asyncio
+import dataclasses
 import os
 import resource
 import signal
@@ -10,7 +11,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.cli.common.errors import innermost_error
@@ -187,7 +187,7 @@ async def test_pool_that_always_fails_does_not_stop_the_cluster(
 async def test_zero_pool_memory_starts_no_pool(
     write_child_programs: WriteChildPrograms, config: Config
 ) -> None:
-    async with cluster(msgspec.structs.replace(config, pool_memory="0")) as (started, _):
+    async with cluster(dataclasses.replace(config, pool_memory="0")) as (started, _):
         await started.wait_until_ready()
         assert "pool-0" not in started.get_pids()
 
@@ -270,7 +270,7 @@ async def test_child_that_ignores_sigterm_is_killed(
 ) -> None:
     monkeypatch.setattr(supervisor, "TERM_GRACE_SECONDS", 0.2)
     write_child_programs(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
-    async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, notices):
+    async with cluster(dataclasses.replace(config, drain_timeout=0.1)) as (started, notices):
         await started.wait_until_ready()
         await wait_until(lambda: "deaf decode-0" in read_events())
         pid = started.get_pids()["decode-0"]
@@ -320,7 +320,7 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     goes_on += "note('goes on')\nwhile True:\n os.write(pipe, b'.')\n time.sleep(0.005)\n"
     write_child_programs(decode=signs + hangs + goes_on)
     lines: list[str] = []
-    patient = msgspec.structs.replace(config, liveness_timeout=1.0)
+    patient = dataclasses.replace(config, liveness_timeout=1.0)
     async with cluster(patient, LineRelay(lambda _, line: lines.append(line))) as (_, notices):
         await wait_until(lambda: "goes on decode-0" in read_events())
         assert notices == [
@@ -340,7 +340,7 @@ async def test_child_without_a_first_sign_of_life_is_left_alone(
     monkeypatch.setattr(
         ChildProcess, "abort_if_unresponsive", lambda *given: (next(looks), look(*given))
     )
-    async with cluster(msgspec.structs.replace(config, liveness_timeout=0.01)) as (
+    async with cluster(dataclasses.replace(config, liveness_timeout=0.01)) as (
         started,
         notices,
     ):

@@ -4,7 +4,21 @@ recorded."""
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    AttemptFailed,
+    BlocksReserved,
+    DecodeOrder,
+    HandoffCompleted,
+    Heartbeat,
+    JoinInfo,
+    NodeOrder,
+    NodeReport,
+    PrefillEnded,
+    PrefillOrder,
+    PromptLogprobsReport,
+    StepTokens,
+)
 from baton.errors import BatonError, Cancelled, NodeLost
 from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -28,18 +42,22 @@ from baton.types import (
     TokenLogprobs,
 )
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import (
+    Effect,
+    EmitPromptLogprobs,
+    EmitTokens,
+    EndRequest,
+    SendOrder,
+)
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
-from coordinator.core.requests.request_admitter import SubmittedRequest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
-OrderT = TypeVar("OrderT", bound=m.NodeOrder)
+OrderT = TypeVar("OrderT", bound=NodeOrder)
 
 
 def make_join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
@@ -83,18 +101,18 @@ class BrainHarness:
         max_queue_tokens: int = 2**23,
     ) -> None:
         settings = BrainSettings(
-            mode,  # type: ignore[arg-type]
-            max_queue,
-            max_attempts,
-            STALL,
-            explain_keep,
+            mode=mode,  # type: ignore[arg-type]
+            max_queue=max_queue,
+            max_attempts=max_attempts,
+            reserve_timeout=STALL,
+            explain_keep=explain_keep,
             local_prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
         )
         self.brain = Brain(NodeRegistry(SILENCE, STALL), placement or LeastLoadedPolicy(), settings)
         self.now = 100.0
-        self.effects: list[m.Effect] = []
+        self.effects: list[Effect] = []
         self._joins = 0
         self._requests = 0
 
@@ -118,12 +136,12 @@ class BrainHarness:
         **fields: Any,
     ) -> RequestId:
         """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
-        arrival = self.make_request(prompt, max_tokens, timeout, **fields)
-        self._record_effects(self.brain.submit_requests([arrival], self.now, internal=internal))
-        return arrival.request.id
+        request = self.make_request(prompt, max_tokens, timeout, **fields)
+        self._record_effects(self.brain.submit_requests([request], self.now, internal=internal))
+        return request.id
 
-    def submit_all(self, *arrivals: SubmittedRequest) -> None:
-        self._record_effects(self.brain.submit_requests(arrivals, self.now))
+    def submit_all(self, *requests: Request) -> None:
+        self._record_effects(self.brain.submit_requests(requests, self.now))
 
     def make_request(
         self,
@@ -136,9 +154,9 @@ class BrainHarness:
         cache_salt: bytes = b"",
         standing: Principal = DEFAULT_PRINCIPAL,
         **sampling: Any,
-    ) -> SubmittedRequest:
+    ) -> Request:
         self._requests += 1
-        request = Request(
+        return Request(
             id=RequestId(f"r{self._requests}"),
             prompt_token_ids=tuple(range(1, prompt + 1)),
             sampling=SamplingParams(max_tokens, **sampling),
@@ -146,29 +164,29 @@ class BrainHarness:
             cache_salt=cache_salt,
             choice_index=choice,
             principal=standing,
+            leader_id=after,
         )
-        return SubmittedRequest(request, after)
 
-    def send_from_node(self, node: Incarnation, message: m.NodeReport) -> list[m.Effect]:
+    def send_from_node(self, node: Incarnation, message: NodeReport) -> list[Effect]:
         return self._record_effects(self.brain.receive_report(node, message, self.now))
 
-    def send_heartbeat(self, node: Incarnation, room: int = 32, **fields: Any) -> list[m.Effect]:
-        return self.send_from_node(node, m.Heartbeat(make_stats(room, **fields)))
+    def send_heartbeat(self, node: Incarnation, room: int = 32, **fields: Any) -> list[Effect]:
+        return self.send_from_node(node, Heartbeat(make_stats(room, **fields)))
 
-    def lose_node(self, node: Incarnation) -> list[m.Effect]:
+    def lose_node(self, node: Incarnation) -> list[Effect]:
         return self._record_effects(
             self.brain.remove_member(node, NodeLost(f"{node} died"), self.now)
         )
 
-    def cancel(self, request: RequestId, error: BatonError | None = None) -> list[m.Effect]:
+    def cancel(self, request: RequestId, error: BatonError | None = None) -> list[Effect]:
         return self._record_effects(
             self.brain.cancel_request(request, error or Cancelled("by the test"), self.now)
         )
 
-    def stop(self, request: RequestId) -> list[m.Effect]:
+    def stop(self, request: RequestId) -> list[Effect]:
         return self._record_effects(self.brain.stop_request(request, self.now))
 
-    def advance(self, seconds: float, *, beating: bool = True) -> list[m.Effect]:
+    def advance(self, seconds: float, *, beating: bool = True) -> list[Effect]:
         """Turn the clock; with `beating`, nodes are heard just before."""
         self.now += seconds
         if beating:
@@ -180,9 +198,9 @@ class BrainHarness:
 
     def report_reserved(
         self, node: Incarnation, key: AttemptKey, writer: Incarnation | None
-    ) -> list[m.Effect]:
+    ) -> list[Effect]:
         ticket = make_ticket(node, key, writer) if writer is not None else None
-        return self.send_from_node(node, m.BlocksReserved(key, ticket, 0))
+        return self.send_from_node(node, BlocksReserved(key, ticket, 0))
 
     def report_token(
         self,
@@ -192,30 +210,28 @@ class BrainHarness:
         token: int = 7,
         finish: FinishReason | None = None,
         score: TokenLogprobs | None = None,
-    ) -> list[m.Effect]:
+    ) -> list[Effect]:
         return self.send_from_node(
-            node, m.StepTokens((TokenEvent(key, index, token, finish, score),))
+            node, StepTokens((TokenEvent(key, index, token, finish, score),))
         )
 
     def report_prompt_logprobs(
         self, node: Incarnation, key: AttemptKey, first: int, *scores: TokenLogprobs
-    ) -> list[m.Effect]:
-        return self.send_from_node(node, m.PromptLogprobsReport(key, first, scores))
+    ) -> list[Effect]:
+        return self.send_from_node(node, PromptLogprobsReport(key, first, scores))
 
     def report_prefill_ended(
         self, node: Incarnation, key: AttemptKey, computed: int = 20, cached: int = 0
     ) -> None:
-        self.send_from_node(node, m.PrefillEnded(key, computed, cached))
+        self.send_from_node(node, PrefillEnded(key, computed, cached))
 
-    def report_handed_off(self, node: Incarnation, key: AttemptKey) -> list[m.Effect]:
+    def report_handed_off(self, node: Incarnation, key: AttemptKey) -> list[Effect]:
         return self.send_from_node(
-            node, m.HandoffCompleted(key, HandoffReport(transport="shm", bytes=10))
+            node, HandoffCompleted(key, HandoffReport(transport="shm", bytes=10))
         )
 
-    def report_failure(
-        self, node: Incarnation, key: AttemptKey, error: BatonError
-    ) -> list[m.Effect]:
-        return self.send_from_node(node, m.AttemptFailed(key, error))
+    def report_failure(self, node: Incarnation, key: AttemptKey, error: BatonError) -> list[Effect]:
+        return self.send_from_node(node, AttemptFailed(key, error))
 
     # what came of it
 
@@ -223,7 +239,7 @@ class BrainHarness:
         return [
             effect.order
             for effect in self.effects
-            if isinstance(effect, m.SendOrder)
+            if isinstance(effect, SendOrder)
             and effect.incarnation == node
             and isinstance(effect.order, kind)
         ]
@@ -233,9 +249,9 @@ class BrainHarness:
         placed = [
             effect.order.work.key
             for effect in self.effects
-            if isinstance(effect, m.SendOrder)
+            if isinstance(effect, SendOrder)
             and effect.incarnation == node
-            and isinstance(effect.order, m.DecodeOrder | m.PrefillOrder)
+            and isinstance(effect.order, DecodeOrder | PrefillOrder)
         ]
         return placed[-1]
 
@@ -243,27 +259,25 @@ class BrainHarness:
         return [
             token
             for effect in self.effects
-            if isinstance(effect, m.EmitTokens) and effect.request_id == request
+            if isinstance(effect, EmitTokens) and effect.request_id == request
             for token in effect.token_ids
         ]
 
-    def client_events(self, request: RequestId) -> list[m.EmitTokens | m.EmitPromptLogprobs]:
+    def client_events(self, request: RequestId) -> list[EmitTokens | EmitPromptLogprobs]:
         """What its client was sent, in order."""
         sent = [
-            effect
-            for effect in self.effects
-            if isinstance(effect, m.EmitTokens | m.EmitPromptLogprobs)
+            effect for effect in self.effects if isinstance(effect, EmitTokens | EmitPromptLogprobs)
         ]
         return [effect for effect in sent if effect.request_id == request]
 
-    def end_events(self, request: RequestId) -> list[m.EndRequest]:
+    def end_events(self, request: RequestId) -> list[EndRequest]:
         return [
             effect
             for effect in self.effects
-            if isinstance(effect, m.EndRequest) and effect.request_id == request
+            if isinstance(effect, EndRequest) and effect.request_id == request
         ]
 
-    def end_event(self, request: RequestId) -> m.EndRequest:
+    def end_event(self, request: RequestId) -> EndRequest:
         (end,) = self.end_events(request)
         return end
 
@@ -275,7 +289,7 @@ class BrainHarness:
     def count_placed(self) -> int:
         return sum(self.brain.count_attempts(node) for node in self.brain.node_registry.nodes)
 
-    def _record_effects(self, effects: list[m.Effect]) -> list[m.Effect]:
+    def _record_effects(self, effects: list[Effect]) -> list[Effect]:
         self.effects += effects
         return effects
 

@@ -145,7 +145,7 @@ def test_hard_linked_file_is_refused(tmp_path: Path, name: str) -> None:
         ConfigError, match="without other hard links: choose another folder with --pool-disk-dir"
     ):
         mount_disk(
-            DiskSettings(tmp_path, SIZE),
+            DiskSettings(folder=tmp_path, size_bytes=SIZE),
             EVICTION_POLICIES["lru"],
             DIGEST,
             LAYOUT,

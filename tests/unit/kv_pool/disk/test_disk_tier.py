@@ -111,7 +111,9 @@ async def open_rig(
     """Memory of 512 blocks, which evicts the least recently used."""
     segments = folder / "segments"
     segments.mkdir(exist_ok=True)
-    terms = DiskSettings(folder / "disk", HEADER_BYTES + slots * LAYOUT.block_bytes)
+    terms = DiskSettings(
+        folder=folder / "disk", size_bytes=HEADER_BYTES + slots * LAYOUT.block_bytes
+    )
     host = PoolManager(
         segments, 2 << 20, EVICTION_POLICIES["lru"], clock.monotonic_clock, disk_settings=terms
     )

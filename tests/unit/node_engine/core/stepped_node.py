@@ -15,7 +15,8 @@ from baton.types import (
     TicketId,
 )
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     SequenceFailed,
@@ -123,7 +124,9 @@ class SteppedNode:
         for _ in range(max_steps):
             if self.step() is None:
                 return
-        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.get_load()}")
+        raise AssertionError(
+            f"no end after {max_steps} steps: {self.scheduler.capacity.get_load()}"
+        )
 
     def check_batch(self, batch: StepBatch) -> None:
         limits = self.scheduler.limits
@@ -139,11 +142,11 @@ class SteppedNode:
         written: dict[BlockIndex, int] = {}  # and the first token of the block that is
         copied = [
             each.pending_copy[0]
-            for each in self.scheduler.list_sequences()
+            for each in self.scheduler.sequences
             if each.pending_copy is not None
         ]
         for piece in batch.slices:
-            sequence = self.scheduler.get_sequence_in_flight(piece.sequence_id)
+            sequence = self.scheduler.sequences_in_flight[piece.sequence_id]
             end = piece.start + len(piece.token_ids)
             assert piece.token_ids == tuple(sequence.token_ids[piece.start : end])
             assert len(piece.block_table) * BLOCK >= end
@@ -155,7 +158,7 @@ class SteppedNode:
                 )
                 written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
         for block, first in written.items():
-            assert self.pool.get_ref_count(block) == 1 + copied.count(block), (
+            assert self.pool.ownership.get_ref_count(block) == 1 + copied.count(block), (
                 "a shared block is written"
             )
             found = (
@@ -190,12 +193,12 @@ def transfer_kv(
 ) -> None:
     """What the transfer plane does: copy the promised blocks from arena to arena, then seal and
     commit."""
-    sent, awaited = source.scheduler.get_sequence(key), target.scheduler.get_sequence(key)
+    sent, awaited = source.scheduler.sequences.get(key), target.scheduler.sequences.get(key)
     assert sent is not None
     assert awaited is not None
     size = source.engine.layout.block_bytes
     first = len(awaited.block_table)
-    target.pool.mark_writing(ticket)
+    target.pool.reservations.mark_writing(ticket)
     for number, destination in enumerate(awaited.reserved_blocks):
         block = sent.block_table[first + number]
         target.arena[destination * size : (destination + 1) * size] = source.arena[

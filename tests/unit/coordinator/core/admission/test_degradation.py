@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from baton.errors import Overloaded
 from baton.types import Principal
 from coordinator.core.admission.degradation import (
@@ -18,7 +19,7 @@ from coordinator.core.admission.degradation import (
     PressureSample,
 )
 from coordinator.core.admission.tenants import Tenant, TenantTable
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import DegradationChanged
 from coordinator.operators.degradation_view import degradation_to_pb, list_notices
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -174,7 +175,7 @@ def changes(world: BrainHarness) -> list[tuple[str, bool]]:
     return [
         (effect.step, effect.is_taken)
         for effect in world.effects
-        if isinstance(effect, m.DegradationChanged)
+        if isinstance(effect, DegradationChanged)
     ]
 
 
@@ -215,16 +216,14 @@ def test_long_waits_degrade_step_by_step() -> None:
         if account.token_bucket
     )
     assert bucket.rate == 5e3
-    assert world.messages_to(node, m.DecodeOrder)[-1].work.request.sampling.max_tokens == 4, (
+    assert world.messages_to(node, DecodeOrder)[-1].work.request.sampling.max_tokens == 4, (
         "it was let in before"
     )
     world.report_token(node, world.last_attempt_key(node), 0)
     capped = world.submit(max_tokens=100, min_tokens=20, standing=PREMIUM)
     world.stop(next(iter(world.brain.list_active_requests())))
     sampling = next(
-        o.work.request
-        for o in world.messages_to(node, m.DecodeOrder)
-        if o.work.request.id == capped
+        o.work.request for o in world.messages_to(node, DecodeOrder) if o.work.request.id == capped
     ).sampling
     assert (sampling.max_tokens, sampling.min_tokens) == (10, 10)
     for _ in range(3):
@@ -299,7 +298,7 @@ def test_failing_handoffs_switch_to_local_prefill_and_back() -> None:
     wait(world, 6.0 + ENGAGE_SECONDS)
     assert changes(world) == [("local_prefill_only", True)]
     world.stop(request)
-    submit = world.messages_to(node, m.DecodeOrder)[-1]
+    submit = world.messages_to(node, DecodeOrder)[-1]
     assert (submit.kv_writer, submit.prefill_step_share) == (None, 0.5)
     assert world.brain.counters.placements["local", "degraded"] == 1
     assert world.brain.is_local_prefill_only
@@ -307,6 +306,6 @@ def test_failing_handoffs_switch_to_local_prefill_and_back() -> None:
     assert changes(world)[1:] == [("local_prefill_only", False)]
     for active in world.brain.list_active_requests():
         world.stop(active)
-    before = len(world.messages_to(prefill, m.PrefillOrder))
+    before = len(world.messages_to(prefill, PrefillOrder))
     world.submit()
-    assert len(world.messages_to(prefill, m.PrefillOrder)) == before + 1
+    assert len(world.messages_to(prefill, PrefillOrder)) == before + 1

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.cluster_link.messages import DecodeOrder
 from baton.types import FinishReason, Principal, RequestId
 from coordinator.core.admission.tenants import Tenant, TenantTable
 from coordinator.core.admission.waiting_queue import (
@@ -15,7 +16,6 @@ from coordinator.core.admission.waiting_queue import (
     WaitingQueue,
     compute_due_time,
 )
-from coordinator.core.common import messages as m
 from tests.unit.coordinator.core.brain_harness import DECODE, BrainHarness
 
 
@@ -138,7 +138,7 @@ def test_higher_classes_go_first_and_requeued_first_within_class() -> None:
     queue.take_request(name(3), 1.0)
     queue.add_request_front(name(3))
     assert queue.list_candidates() == [name(2), name(3), name(1), name(0), name(4)]
-    assert [queue.count_waiting(level) for level in range(3)] == [1, 3, 5]
+    assert [queue.backlog.count_waiting(level) for level in range(3)] == [1, 3, 5]
 
 
 def test_backlog_ahead_counts_others_by_weight() -> None:
@@ -178,7 +178,7 @@ def test_tenant_waiting_for_room_is_compensated() -> None:
     )
     world.send_heartbeat(node, room=32)
     assert [
-        each.work.key.request_id for each in world.messages_to(node, m.DecodeOrder)[-2:]
+        each.work.key.request_id for each in world.messages_to(node, DecodeOrder)[-2:]
     ] == waiting
 
 
@@ -215,7 +215,7 @@ def test_yielding_in_one_class_does_not_affect_another(
         *(world.make_request(prompt=60, max_tokens=1, standing=small) for _ in range(2))
     )
     world.send_heartbeat(node, room=32)
-    placed = [each.work.key.request_id for each in world.messages_to(node, m.DecodeOrder)]
+    placed = [each.work.key.request_id for each in world.messages_to(node, DecodeOrder)]
     assert yields not in placed
     assert placed[7 : 7 + next_ones] == waiting[:next_ones]
 

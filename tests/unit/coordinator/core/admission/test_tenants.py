@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cluster_link.messages import AttemptFailed, DecodeOrder
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
 from baton.types import NodeName, Principal, Request, RequestId, SamplingParams
 from coordinator.core.admission.admission_controller import AdmissionController, AdmissionRequest
@@ -15,7 +16,6 @@ from coordinator.core.admission.tenants import (
     hash_key,
 )
 from coordinator.core.admission.waiting_queue import QueueEntry, WaitingQueue
-from coordinator.core.common import messages as m
 from coordinator.core.common.settings import QueueLimits
 from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
 from coordinator.core.estimates.workload import BacklogAhead, OutputLengthPredictor, ServiceRate
@@ -272,9 +272,9 @@ def test_burst_is_placed_as_prompts_are_computed() -> None:
         submit(world, BULK, prompt=32)
     assert world.brain.count_attempts(node) == 4
     gold = submit(world, GOLD, prompt=32)
-    first = world.messages_to(node, m.DecodeOrder)[0].work.key
+    first = world.messages_to(node, DecodeOrder)[0].work.key
     world.report_token(node, first, 0)
-    assert world.messages_to(node, m.DecodeOrder)[-1].work.key.request_id == gold
+    assert world.messages_to(node, DecodeOrder)[-1].work.key.request_id == gold
     assert world.brain.count_attempts(node) == 5
 
 
@@ -283,13 +283,13 @@ def test_class_is_sent_to_node_and_preemptor_is_charged() -> None:
     world.brain.reload_tenants(tenant_table_of(Tenant("bulk", "standard")), world.now)
     node = world.join_node("d0", DECODE)
     request = submit(world, BULK)
-    (first,) = world.messages_to(node, m.DecodeOrder)
+    (first,) = world.messages_to(node, DecodeOrder)
     assert first.work.request.principal == BULK
     assert first.work.prefill_charged_class == ""
     world.report_token(node, first.work.key, 0)
-    world.send_from_node(node, m.AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
+    world.send_from_node(node, AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
     world.send_heartbeat(node, room=32)
-    second = world.messages_to(node, m.DecodeOrder)[-1]
+    second = world.messages_to(node, DecodeOrder)[-1]
     assert second.work.prefill_charged_class == "premium"
     world.report_token(node, second.work.key, 1)
     world.cancel(request)
@@ -308,13 +308,6 @@ def test_long_prompts_leave_the_window_to_short_ones() -> None:
 
 
 def submit(world: BrainHarness, standing: Principal, prompt: int = 20) -> RequestId:
-    arrival = world.make_request(prompt)
-    request = Request(
-        arrival.request.id,
-        arrival.request.prompt_token_ids,
-        arrival.request.sampling,
-        60.0,
-        principal=standing,
-    )
+    request = world.make_request(prompt, standing=standing)
     world.effects += world.brain.submit_request(request, world.now)
     return request.id

@@ -3,15 +3,20 @@ wire."""
 
 import pytest
 
+from baton.cluster_link.codec import decode_order, decode_report, encode_order
+from baton.cluster_link.messages import (
+    CacheEvents,
+    CacheSnapshot,
+    CacheSnapshotRequest,
+    DecodeStarted,
+    NodeReport,
+    PrefillEnded,
+)
 from baton.cluster_link.stream import decode_checked, encode_checked
 from baton.kv.block_hash import BlockHash, short_hash
 from baton.kv.cache_journal import CacheJournal
 from baton.pb import cluster_pb2 as pb
-from coordinator.core.common import messages as m
 from coordinator.core.membership.prefix_directory import SNAPSHOT_TIMEOUT_SECONDS
-from coordinator.node_links.message_codec import input_from_pb, order_to_pb
-from node_engine.core import node_commands as messages
-from node_engine.host.command_codec import command_from_pb
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -19,10 +24,10 @@ NAMES = [BlockHash(bytes([255 - number]) * 32) for number in range(4)]
 SHORT = [short_hash(name) for name in NAMES]
 
 
-def decode_reports(sent: list[pb.NodeMessage]) -> list[m.NodeReport | None]:
+def decode_reports(sent: list[pb.NodeMessage]) -> list[NodeReport | None]:
     """As the coordinator reads them."""
     read = [decode_checked(pb.NodeMessage, encode_checked(message)) for message in sent]
-    return [input_from_pb(message) for message in read if message is not None]
+    return [decode_report(message) for message in read if message is not None]
 
 
 def test_cache_journal_wire_round_trip() -> None:
@@ -33,16 +38,16 @@ def test_cache_journal_wire_round_trip() -> None:
     journal.record_eviction(NAMES[0])
     report.report_cache_changes(journal.pop_events(1.0))
     assert decode_reports(sent) == [
-        m.CacheSnapshot(1, (SHORT[0], SHORT[1])),
-        m.CacheEvents(2, (SHORT[2],), (SHORT[0],)),
+        CacheSnapshot(1, (SHORT[0], SHORT[1])),
+        CacheEvents(2, (SHORT[2],), (SHORT[0],)),
     ]
 
 
 def test_snapshot_order_on_the_wire() -> None:
-    sealed = encode_checked(order_to_pb(m.CacheSnapshotRequest()))
+    sealed = encode_checked(encode_order(CacheSnapshotRequest()))
     message = decode_checked(pb.CoordinatorMessage, sealed)
     assert message is not None
-    assert command_from_pb(message) == messages.CacheSnapshotCommand()
+    assert decode_order(message) == CacheSnapshotRequest()
 
 
 @pytest.mark.parametrize("kind", ["prefill_ended", "admitted"])
@@ -50,7 +55,7 @@ def test_compute_seconds_on_the_wire(kind: str) -> None:
     message = pb.NodeMessage()
     getattr(message, kind).share_seconds = 0.25
     (read,) = decode_reports([message])
-    assert isinstance(read, m.PrefillEnded | m.DecodeStarted)
+    assert isinstance(read, PrefillEnded | DecodeStarted)
     assert read.compute_seconds == 0.25
 
 
@@ -58,16 +63,16 @@ def test_event_gap_triggers_snapshot_then_prefix_placement() -> None:
     world = BrainHarness()
     world.join_node("p0", PREFILL)
     p1, d0 = world.join_node("p1", PREFILL), world.join_node("d0", DECODE)
-    world.send_from_node(p1, m.CacheSnapshot(1, (1, 2)))
-    world.send_from_node(p1, m.CacheEvents(3, (3,), ()))
-    assert world.messages_to(p1, m.CacheSnapshotRequest) == [m.CacheSnapshotRequest()]
+    world.send_from_node(p1, CacheSnapshot(1, (1, 2)))
+    world.send_from_node(p1, CacheEvents(3, (3,), ()))
+    assert world.messages_to(p1, CacheSnapshotRequest) == [CacheSnapshotRequest()]
     world.now += SNAPSHOT_TIMEOUT_SECONDS
-    world.send_from_node(p1, m.CacheEvents(4, (4,), ()))
-    assert len(world.messages_to(p1, m.CacheSnapshotRequest)) == 2
-    world.send_from_node(p1, m.CacheSnapshot(5, (1,)))
+    world.send_from_node(p1, CacheEvents(4, (4,), ()))
+    assert len(world.messages_to(p1, CacheSnapshotRequest)) == 2
+    world.send_from_node(p1, CacheSnapshot(5, (1,)))
     directory = world.brain.placement_state.prefix_directory
     assert (len(directory), directory.resync_count) == (1, 2)
     world.lose_node(p1)
     assert len(directory) == 0
-    world.send_from_node(d0, m.CacheSnapshot(1, ()))
-    assert world.messages_to(d0, m.CacheSnapshotRequest) == []
+    world.send_from_node(d0, CacheSnapshot(1, ()))
+    assert world.messages_to(d0, CacheSnapshotRequest) == []

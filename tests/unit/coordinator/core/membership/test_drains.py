@@ -2,9 +2,10 @@
 
 import pytest
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, DecodeStarted, TicketOrder
 from baton.errors import NotFound, ServiceUnavailable
 from baton.types import FinishReason, Incarnation, NodeName
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult
 from coordinator.core.membership.node_registry import (
     MAX_DRAINED_NODES,
     MIN_QUIET_REPORTS,
@@ -45,7 +46,7 @@ def stream(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> No
     key = world.last_attempt_key(decode)
     world.report_reserved(decode, key, prefill)
     world.report_prefill_ended(prefill, key)
-    world.send_from_node(decode, m.DecodeStarted(key, 0, 0, 20))
+    world.send_from_node(decode, DecodeStarted(key, 0, 0, 20))
     world.report_token(decode, key, 0)
 
 
@@ -59,7 +60,7 @@ def test_drained_node_gets_no_new_work_and_keeps_its_own(world: BrainHarness, no
         world.submit()
     assert (world.brain.count_attempts(d0), world.brain.count_attempts(d1)) == (1, 3)
     world.report_token(d0, world.last_attempt_key(d0), 1, finish=FinishReason.LENGTH)
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
     assert world.brain.counters.replaced_attempts == {}
 
 
@@ -90,10 +91,10 @@ def test_draining_prefill_node_keeps_handoff_until_commit(
     drain(world, P0)
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
-    assert len(world.messages_to(p0, m.TicketOrder)) == 1
+    assert len(world.messages_to(p0, TicketOrder)) == 1
     world.report_prefill_ended(p0, key)
     assert world.brain.count_attempts(p0) == 1
-    world.send_from_node(d0, m.DecodeStarted(key, 0, 0, 20))
+    world.send_from_node(d0, DecodeStarted(key, 0, 0, 20))
     assert world.brain.count_attempts(p0) == 0
     world.send_heartbeat(p0, blocks_in_use=2)  # the sender still reads its source blocks
     world.send_heartbeat(p0, blocks_in_use=2)
@@ -111,8 +112,8 @@ def test_drain_timeout_replaces_remaining_requests(world: BrainHarness, nodes: N
     world.advance(2.0)
     assert world.brain.count_attempts(d0) == 1
     world.advance(1.0)
-    assert [cancel.reason.code for cancel in world.messages_to(d0, m.CancelOrder)] == ["drained"]
-    [again] = world.messages_to(d1, m.DecodeOrder)
+    assert [cancel.reason.code for cancel in world.messages_to(d0, CancelOrder)] == ["drained"]
+    [again] = world.messages_to(d1, DecodeOrder)
     assert again.work.emitted_token_ids == (7,)
     assert world.brain.counters.replaced_attempts == {"drained": 1}
     world.report_reserved(d1, again.work.key, p0)
@@ -120,7 +121,7 @@ def test_drain_timeout_replaces_remaining_requests(world: BrainHarness, nodes: N
         world.report_token(d1, again.work.key, index)
     assert world.emitted_tokens(request) == [7, 7, 7, 7]
     world.advance(10.0)
-    assert len(world.messages_to(d0, m.CancelOrder)) == 1
+    assert len(world.messages_to(d0, CancelOrder)) == 1
 
 
 def test_draining_costs_no_attempt() -> None:

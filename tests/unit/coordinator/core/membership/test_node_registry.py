@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    NodeLeaving,
+    PeerLostNotice,
+    ReservationRefused,
+)
 from baton.errors import ConfigError, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import MemberLost
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
@@ -113,9 +118,9 @@ def test_rejoin_replaces_old_incarnation() -> None:
     p0, old = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     request = world.submit()
     new = world.join_node("d0", DECODE)
-    assert world.messages_to(p0, m.PeerLostNotice) == [m.PeerLostNotice(old)]
-    assert world.messages_to(new, m.PeerLostNotice) == []
-    lost = [effect.incarnation for effect in world.effects if isinstance(effect, m.MemberLost)]
+    assert world.messages_to(p0, PeerLostNotice) == [PeerLostNotice(old)]
+    assert world.messages_to(new, PeerLostNotice) == []
+    lost = [effect.incarnation for effect in world.effects if isinstance(effect, MemberLost)]
     assert lost == [old]
     assert world.last_attempt_key(new) == (request, 2, 0)
 
@@ -136,7 +141,7 @@ def test_silent_node_is_dropped_after_silence_timeout() -> None:
     world.send_heartbeat(p0)
     assert world.brain.next_tick_at() == 100.0 + SILENCE
     effects = world.advance(2.0, beating=False)
-    (lost,) = (effect for effect in effects if isinstance(effect, m.MemberLost))
+    (lost,) = (effect for effect in effects if isinstance(effect, MemberLost))
     assert lost.incarnation == d0
     assert isinstance(lost.error, NodeLost)
     assert "silent for 5.0 s" in lost.error.message
@@ -147,7 +152,7 @@ def test_any_message_breaks_the_silence() -> None:
     world = BrainHarness()
     p0 = world.join_node("p0", PREFILL)
     world.advance(4.0, beating=False)
-    world.send_from_node(p0, m.ReservationRefused(AttemptKey(RequestId("nobody"), 1, 0), 1, 1))
+    world.send_from_node(p0, ReservationRefused(AttemptKey(RequestId("nobody"), 1, 0), 1, 1))
     assert world.advance(4.0, beating=False) == []
 
 
@@ -180,7 +185,7 @@ def test_stalled_busy_node_is_dropped() -> None:
     world.send_heartbeat(d0, running=1, progress_age_seconds=STALL)
     assert world.advance(0.1) == []
     world.send_heartbeat(d0, running=1, progress_age_seconds=STALL + 1)
-    lost = [effect for effect in world.advance(0.1) if isinstance(effect, m.MemberLost)]
+    lost = [effect for effect in world.advance(0.1) if isinstance(effect, MemberLost)]
     assert [(effect.incarnation, type(effect.error)) for effect in lost] == [(d0, NodeStalled)]
     assert world.brain.get_request_state(request) is RequestState.QUEUED
 
@@ -203,7 +208,7 @@ def test_leaving_node_finishes_its_work_only() -> None:
     world.join_node("p0", PREFILL)
     d0 = world.join_node("d0", DECODE)
     request = world.submit()
-    world.send_from_node(d0, m.NodeLeaving("stopping"))
+    world.send_from_node(d0, NodeLeaving("stopping"))
     d1 = world.join_node("d1", DECODE)
     world.submit()
     assert world.brain.count_attempts(d0) == world.brain.count_attempts(d1) == 1

@@ -5,7 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.codec import decode_order, encode_order
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    CacheEvents,
+    CacheSnapshot,
+    CacheSnapshotRequest,
+    DecodeOrder,
+    Heartbeat,
+    JoinInfo,
+    PoolJoinInfo,
+    PrefillOrder,
+    StepTokens,
+)
 from baton.errors import ConfigError, NodeLost
 from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
@@ -23,25 +35,10 @@ from baton.types import (
     SamplingParams,
 )
 from coordinator.core.brain import Brain
-from coordinator.core.common.messages import (
-    CacheEvents,
-    CacheSnapshot,
-    CacheSnapshotRequest,
-    DecodeOrder,
-    Heartbeat,
-    MemberLost,
-    PrefillOrder,
-    SendOrder,
-    StepTokens,
-)
+from coordinator.core.common.effects import MemberLost, SendOrder
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.placement.policies import POLICIES
-from coordinator.node_links.message_codec import order_to_pb
-from node_engine.core import node_commands as messages
-from node_engine.host.command_codec import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
@@ -56,7 +53,13 @@ def brain() -> Brain:
     made = Brain(
         NodeRegistry(SILENCE, 15.0),
         POLICIES["prefix_aware"](),
-        BrainSettings("disaggregated", 10, 8, 15.0, 10),
+        BrainSettings(
+            mode="disaggregated",
+            max_queue=10,
+            max_attempts=8,
+            reserve_timeout=15.0,
+            explain_keep=10,
+        ),
     )
     for incarnation, name, host in ((HERE, "decode-0", "host-a"), (THERE, "decode-1", "host-b")):
         made.join_node(node(name, host), incarnation, 0.0)
@@ -122,17 +125,17 @@ def test_pool_blocks_count_for_nodes_of_its_host() -> None:
     root = root_hash(bytes.fromhex(POOL.model_digest), LAYOUT, b"")
     names = tuple(short_hash(name) for name in iter_block_hashes(root, prompt, LAYOUT.block_size))
     made.receive_report(AS_POOL, CacheSnapshot(1, names[:2]), 1.0)
-    knowledge = made.placement_state
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 8}
+    lookup = made.placement_state.prefix_lookup
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 8}
     made.receive_report(HERE, CacheSnapshot(1, names), 1.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 12}, (
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 12}, (
         "the better of the two"
     )
     made.receive_report(HERE, CacheEvents(2, (), names), 1.0)
     made.receive_report(AS_POOL, CacheEvents(2, (), names[1:2]), 1.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {HERE: 4}
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 4}
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
-    assert knowledge.cached_tokens_by_node(knowledge.hash_prompt(request)) == {}
+    assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {}
 
 
 def test_gap_in_pool_events_requests_snapshot() -> None:
@@ -194,11 +197,11 @@ def with_two_pools(there: int) -> Brain:
 
 @pytest.mark.parametrize(("there", "tokens"), [(10, 40), (4, 16), (3, 0), (0, 0)])
 def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> None:
-    knowledge = with_two_pools(there).placement_state
-    names = knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
+    lookup = with_two_pools(there).placement_state.prefix_lookup
+    names = lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
     told = {
         node: (pool.address, count)
-        for node, (pool, count) in knowledge.find_remote_prefixes(names, (HERE, THERE)).items()
+        for node, (pool, count) in lookup.find_remote_prefixes(names, (HERE, THERE)).items()
     }
     address = PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1")
     assert told == ({HERE: (address, tokens)} if tokens else {}), (
@@ -209,19 +212,19 @@ def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> N
 def test_node_without_pool_gets_no_remote_prefix() -> None:
     made = with_two_pools(10)
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
-    knowledge = made.placement_state
+    lookup = made.placement_state.prefix_lookup
     assert (
-        knowledge.find_remote_prefixes(
-            knowledge.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
+        lookup.find_remote_prefixes(
+            lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
         )
         == {}
     )
 
 
 def test_cache_salt_separates_remote_prefixes() -> None:
-    knowledge = with_two_pools(10).placement_state
+    lookup = with_two_pools(10).placement_state.prefix_lookup
     salted = Request(RequestId("r"), LONG, SamplingParams(1), 10.0, cache_salt=b"another tenant's")
-    assert knowledge.find_remote_prefixes(knowledge.hash_prompt(salted), (HERE,)) == {}
+    assert lookup.find_remote_prefixes(lookup.hash_prompt(salted), (HERE,)) == {}
 
 
 def test_order_names_remote_pool_and_compute_cost() -> None:
@@ -248,12 +251,12 @@ def test_remote_prefix_is_encoded_in_order() -> None:
     key = AttemptKey(RequestId("r"), 1, 0)
     job = AttemptSpec(key, Request(RequestId("r"), LONG, SamplingParams(4), 10.0), ())
     submit, prefill = (
-        order_to_pb(DecodeOrder(job, None, 0.0, elsewhere)),
-        order_to_pb(PrefillOrder(job, True, elsewhere)),
+        encode_order(DecodeOrder(job, None, 0.0, elsewhere)),
+        encode_order(PrefillOrder(job, True, elsewhere)),
     )
-    for command in (command_from_pb(submit), command_from_pb(prefill)):
-        assert isinstance(command, messages.DecodeCommand | messages.PrefillCommand)
+    for command in (decode_order(submit), decode_order(prefill)):
+        assert isinstance(command, DecodeOrder | PrefillOrder)
         assert command.remote_prefix == elsewhere
-    without = command_from_pb(order_to_pb(PrefillOrder(job, True)))
-    assert isinstance(without, messages.PrefillCommand)
+    without = decode_order(encode_order(PrefillOrder(job, True)))
+    assert isinstance(without, PrefillOrder)
     assert without.remote_prefix is None

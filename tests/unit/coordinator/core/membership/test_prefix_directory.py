@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from baton.cluster_link.messages import CacheSnapshot
 from baton.kv.block_hash import BlockHash, short_hash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheEventBatch, CacheJournal
 from baton.types import Incarnation
-from coordinator.core.common import messages as m
 from coordinator.core.membership.prefix_directory import (
     SNAPSHOT_TIMEOUT_SECONDS,
     SWEEP_SLICE,
@@ -361,7 +361,7 @@ def test_removed_pool_is_swept_in_slices() -> None:
 def test_brain_sweeps_removed_pool_in_background() -> None:
     world = BrainHarness()
     node = world.join_node("d0", DECODE, num_blocks=3 * SWEEP_SLICE)
-    world.send_from_node(node, m.CacheSnapshot(1, tuple(range(3 * SWEEP_SLICE))))
+    world.send_from_node(node, CacheSnapshot(1, tuple(range(3 * SWEEP_SLICE))))
     world.lose_node(node)
     directory, turns = world.brain.placement_state.prefix_directory, 0
     while (due := world.brain.next_tick_at()) is not None and due <= world.now:

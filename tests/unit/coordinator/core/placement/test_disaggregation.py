@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.cluster_link.messages import DecodeOrder
 from baton.errors import ChecksumMismatch
 from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.types import Incarnation, NodeName
-from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.placement.disaggregation import DisaggregationPolicy, completion_seconds
 from coordinator.core.placement.interface import (
@@ -240,7 +240,7 @@ def test_auto_mode_prefills_on_decode_until_prefill_nodes_join() -> None:
     world = BrainHarness("auto", placement=PrefixAwarePolicy(), prefill_share=0.25)
     decode = world.join_node("d", DECODE)
     world.submit()
-    (submit,) = world.messages_to(decode, m.DecodeOrder)
+    (submit,) = world.messages_to(decode, DecodeOrder)
     assert (submit.kv_writer, submit.prefill_step_share) == (None, 0.25)
     assert world.brain.counters.placements == {("local", "no_prefill_node"): 1}
     told = world.brain.explain_request(world.last_attempt_key(decode).request_id, world.now)
@@ -262,7 +262,7 @@ def test_fixed_mode_has_no_alternative_and_no_prefill_share() -> None:
     world.join_node("p", PREFILL)
     decode = world.join_node("d", DECODE)
     request = world.submit()
-    assert world.messages_to(decode, m.DecodeOrder)[0].prefill_step_share == 0.0
+    assert world.messages_to(decode, DecodeOrder)[0].prefill_step_share == 0.0
     told = world.brain.explain_request(request, world.now).attempts[0]
     assert (told.way, told.why, told.HasField("other_way")) == ("hand_off", "mode", False)
 

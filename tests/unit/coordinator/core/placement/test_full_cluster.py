@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.core.common import messages as m
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.placement.interface import (
     NodeChoice,
@@ -38,7 +38,7 @@ def test_full_decode_nodes_skip_policy_calls() -> None:
     assert policy.choose_calls == 1
     world.cancel(first)
     assert policy.choose_calls == 2
-    assert len(world.messages_to(decode, m.DecodeOrder)) == 2
+    assert len(world.messages_to(decode, DecodeOrder)) == 2
     assert world.last_attempt_key(decode).request_id == waiting[0]
 
 
@@ -71,23 +71,23 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
     first = world.make_request()
     world.submit_all(
         first,
-        *(world.make_request(after=first.request.id, choice=number) for number in range(1, 8)),
+        *(world.make_request(after=first.id, choice=number) for number in range(1, 8)),
     )
     roomy = world.join_node("d1", DECODE, max_num_seqs=8)
     world.report_reserved(full, world.last_attempt_key(full), prefill)
     world.report_token(full, world.last_attempt_key(full), 0)
-    assert len(world.messages_to(full, m.DecodeOrder)) == 3
-    assert [order.kv_writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+    assert len(world.messages_to(full, DecodeOrder)) == 3
+    assert [order.kv_writer is not None for order in world.messages_to(roomy, DecodeOrder)] == [
         True
     ], "the others wait for it"
     world.report_reserved(roomy, world.last_attempt_key(roomy), prefill)
     world.report_token(roomy, world.last_attempt_key(roomy), 0)
-    assert [order.kv_writer is not None for order in world.messages_to(roomy, m.DecodeOrder)] == [
+    assert [order.kv_writer is not None for order in world.messages_to(roomy, DecodeOrder)] == [
         True,
         False,
         False,
         False,
         False,
     ]
-    assert len(world.messages_to(prefill, m.PrefillOrder)) == 2, "one for each cache"
+    assert len(world.messages_to(prefill, PrefillOrder)) == 2, "one for each cache"
     assert not world.brain._table.followers._by_leader

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember
 from coordinator.core.placement.interface import (
@@ -192,16 +191,14 @@ def test_remove_leg_is_idempotent(loads: NodeLoads, node: NodeMember) -> None:
     loads.remove_leg(node.incarnation, key(1))
     loads.remove_leg(Incarnation("nobody"), key(1))
     assert loads.get_view(node).free_blocks == 32
-    assert loads.busy_nodes() == set()
+    assert not loads.attempts_on(node.incarnation)
 
 
 def test_refusal_closes_node_for_its_size_and_updates_free_blocks(
     loads: NodeLoads, node: NodeMember
 ) -> None:
     d = node.incarnation
-    loads.on_reservation_refused(
-        d, m.ReservationRefused(key(1), needed_blocks=6, free_blocks=3), blocks=4
-    )
+    loads.close_node(d, blocks=4, needed=6, free_blocks=3)
     view = loads.get_view(node)
     assert (view.free_blocks, view.refused_from_blocks) == (3, 4)
     loads.update_free_blocks(d, 5)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder, NodeLeaving, PrefillOrder, SetRoleOrder
 from baton.role_split import RoleSplit
 from baton.types import Incarnation, NodeName, RequestId
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import SendOrder
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, STALL, BrainHarness
 
@@ -28,7 +29,7 @@ def is_drained(world: BrainHarness, prefill: Incarnation) -> None:
 
 
 def leaves(world: BrainHarness, prefill: Incarnation) -> None:
-    world.send_from_node(prefill, m.NodeLeaving("stopping"))
+    world.send_from_node(prefill, NodeLeaving("stopping"))
 
 
 def stands_still(world: BrainHarness, prefill: Incarnation) -> None:
@@ -46,7 +47,7 @@ def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
         "the window of the prefill node is full"
     )
     event(world, prefill)
-    alone = [order for order in world.messages_to(decode, m.DecodeOrder) if order.kv_writer is None]
+    alone = [order for order in world.messages_to(decode, DecodeOrder) if order.kv_writer is None]
     assert alone, "at least one of them has gone on"
     assert {order.prefill_step_share for order in alone} == {0.25}, "what runs there keeps its pace"
     assert {way(world, order.work.key.request_id) for order in alone} == {
@@ -58,7 +59,7 @@ def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
     assert [world.end_events(request) for request in requests] == [[]] * 4
     again = world.join_node("p2", PREFILL)
     world.submit()
-    handed_off = world.messages_to(again, m.PrefillOrder)
+    handed_off = world.messages_to(again, PrefillOrder)
     assert {way(world, order.work.key.request_id) for order in handed_off} == {("hand_off", "mode")}
     assert not world.brain.is_local_prefill_only
 
@@ -97,22 +98,20 @@ def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) ->
     begun = world.submit(prompt=100, max_tokens=5)
     world.lose_node(large)
     fresh = world.submit(prompt=100, max_tokens=5)
-    orders = [
-        order for order in world.messages_to(decode, m.DecodeOrder) if order.kv_writer is None
-    ]
+    orders = [order for order in world.messages_to(decode, DecodeOrder) if order.kv_writer is None]
     assert [order.work.key.request_id for order in orders] == [begun, fresh]
     assert way(world, fresh) == ("local", "prefill_too_small")
     assert {order.prefill_step_share for order in orders} == {0.25}, (
         "what runs there keeps its pace"
     )
-    assert not world.messages_to(small, m.PrefillOrder)
+    assert not world.messages_to(small, PrefillOrder)
     short = world.submit(prompt=20)
     if mode == "disaggregated":
         assert way(world, begun) == ("local", "prefill_too_small")
         assert way(world, short) == ("hand_off", "mode")
         assert [
             order.prefill_step_share
-            for order in world.messages_to(decode, m.DecodeOrder)
+            for order in world.messages_to(decode, DecodeOrder)
             if order.kv_writer is not None
         ][-1] == 0
 
@@ -140,12 +139,12 @@ def test_probe_of_only_prefill_node_uses_it() -> None:
     for name in ("d0", "d1", "d2"):
         world.join_node(name, DECODE)
     world.effects += world.brain.set_ratio(RoleSplit(1, 2), 60.0, world.now)
-    sent = [effect for effect in world.effects if isinstance(effect, m.SendOrder)]
-    (order,) = [effect for effect in sent if isinstance(effect.order, m.SetRoleOrder)]
+    sent = [effect for effect in world.effects if isinstance(effect, SendOrder)]
+    (order,) = [effect for effect in sent if isinstance(effect.order, SetRoleOrder)]
     name = world.brain.node_registry.nodes[order.incarnation].info.name
     world.lose_node(order.incarnation)
     prefill = world.join_node(name, PREFILL)
-    (probe,) = world.messages_to(prefill, m.PrefillOrder)
+    (probe,) = world.messages_to(prefill, PrefillOrder)
     assert probe.work.key.request_id.startswith("probe-")
     request = world.submit()
     assert way(world, request) == ("local", "no_prefill_node")

@@ -3,6 +3,16 @@ roles in place."""
 
 from dataclasses import dataclass, field
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    NodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+    SetRoleOrder,
+    TicketOrder,
+)
 from baton.errors import HandoffFailed
 from baton.role_split import RoleSplit
 from baton.types import (
@@ -14,7 +24,7 @@ from baton.types import (
     RequestId,
     Role,
 )
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import SendOrder
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from tests.unit.coordinator.core.brain_harness import BrainHarness
 
@@ -145,7 +155,7 @@ class HonestCluster:
         while self._executed < len(self.harness.effects):
             effect = self.harness.effects[self._executed]
             self._executed += 1
-            if isinstance(effect, m.SendOrder):
+            if isinstance(effect, SendOrder):
                 member = self._find_node(effect.incarnation)
                 if member is not None:
                     self._execute_order(member, effect.order)
@@ -153,33 +163,33 @@ class HonestCluster:
     def _find_node(self, incarnation: Incarnation) -> HonestNode | None:
         return next((each for each in self.nodes.values() if each.incarnation == incarnation), None)
 
-    def _execute_order(self, member: HonestNode, order: m.NodeOrder) -> None:
-        assert member.ordered_role is None or isinstance(order, m.PeerLostNotice), (
+    def _execute_order(self, member: HonestNode, order: NodeOrder) -> None:
+        assert member.ordered_role is None or isinstance(order, PeerLostNotice), (
             "the role is the last thing a node is told"
         )
         me = member.incarnation
         match order:
-            case m.SetRoleOrder(role):
+            case SetRoleOrder(role):
                 assert not member.streams, "told to switch with work left"
                 member.ordered_role = role
-            case m.DecodeOrder(work, None):
+            case DecodeOrder(work, None):
                 assert member.role is Role.DECODE
                 member.streams[work.key] = work
                 self._token(member, work.key)
-            case m.DecodeOrder(work, writer):
+            case DecodeOrder(work, writer):
                 assert member.role is Role.DECODE
                 assert writer is not None
                 self.reserved_work[work.key] = (me, work)
                 self.harness.report_reserved(me, work.key, writer.incarnation)
-            case m.PrefillOrder(work, alone):
+            case PrefillOrder(work, alone):
                 assert member.role is Role.PREFILL
                 if alone:
                     self.harness.report_token(
                         me, work.key, len(work.emitted_token_ids), TOKEN, FinishReason.LENGTH
                     )
-            case m.TicketOrder(ticket):
+            case TicketOrder(ticket):
                 self._hand_off(me, ticket.key)
-            case m.CancelOrder(key, _):
+            case CancelOrder(key, _):
                 member.streams.pop(key, None)
                 self.reserved_work.pop(key, None)
             case _:
@@ -193,7 +203,7 @@ class HonestCluster:
         self.harness.report_prefill_ended(prefill, key)
         target.streams[key] = work
         self.harness.send_from_node(
-            target.incarnation, m.DecodeStarted(key, 0, 0, len(work.context_token_ids))
+            target.incarnation, DecodeStarted(key, 0, 0, len(work.context_token_ids))
         )
         self._token(target, key)
         self.harness.report_handed_off(prefill, key)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from baton.cluster_link.messages import PrefillOrder
 from baton.errors import InvalidRequest
 from baton.types import NodeName, Role
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import EndRequest, FinishedResult
 from coordinator.core.membership.node_registry import NodeServiceState
 from coordinator.core.ratio.role_switch import (
     ORDER_TIMEOUT_SECONDS,
@@ -32,8 +33,8 @@ def service(crew: HonestCluster, name: str) -> NodeServiceState:
     return crew.harness.brain.get_service_state(crew.harness.brain.get_node(NodeName(name)))
 
 
-def probes(crew: HonestCluster) -> list[m.EndRequest]:
-    ends = [effect for effect in crew.harness.effects if isinstance(effect, m.EndRequest)]
+def probes(crew: HonestCluster) -> list[EndRequest]:
+    ends = [effect for effect in crew.harness.effects if isinstance(effect, EndRequest)]
     return [end for end in ends if end.request_id.startswith("probe-")]
 
 
@@ -72,7 +73,7 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
     assert crew.harness.brain.role_switcher.is_settled
     crew.run_until_settled()
     for request in (first, second):
-        assert isinstance(crew.harness.end_event(request).result, m.FinishedResult)
+        assert isinstance(crew.harness.end_event(request).result, FinishedResult)
     assert crew.harness.brain.counters.replaced_attempts == {}
 
 
@@ -312,7 +313,7 @@ def test_prefill_probe_skips_handoff_when_decode_is_full(crew: HonestCluster) ->
     [moving] = crew.switch_phases()
     crew.rejoin_in_ordered_role(moving)
     assert moving in crew.names_in_service(P), "it does not wait for an answer to end"
-    (probe,) = crew.harness.messages_to(crew.nodes[moving].incarnation, m.PrefillOrder)[:1]
+    (probe,) = crew.harness.messages_to(crew.nodes[moving].incarnation, PrefillOrder)[:1]
     assert probe.needs_no_decode
 
 
@@ -346,7 +347,7 @@ def test_colocated_probe_needs_no_prefill_node() -> None:
     [moving] = crew.switch_phases()
     crew.rejoin_in_ordered_role(moving)
     me = crew.nodes[moving].incarnation
-    assert len(crew.harness.messages_to(me, m.PrefillOrder)) == 1, (
+    assert len(crew.harness.messages_to(me, PrefillOrder)) == 1, (
         "a prefill node is probed as one, though none serves"
     )
     crew.run_until_settled()

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.types import RequestId, Role
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from tests.unit.coordinator.core.ratio.honest_cluster import TOKEN, HonestCluster
 
@@ -148,7 +148,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             result = crew.harness.end_event(request).result
             sent = crew.harness.emitted_tokens(request)
             assert sent == [TOKEN] * len(sent)
-            if isinstance(result, m.FinishedResult):
+            if isinstance(result, FinishedResult):
                 assert len(sent) == tokens
             else:
                 assert result.code in {"unavailable", "deadline_exceeded", "node_gone", "stalled"}

@@ -13,22 +13,42 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    PrefillEnded,
+    PrefillOrder,
+    PromptLogprobsReport,
+    ReservationRefused,
+    StepTokens,
+)
 from baton.types import AttemptKey, Incarnation, RequestId, TokenLogprobs
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import (
+    EmitPromptLogprobs,
+    EmitTokens,
+    EndRequest,
+    FinishedResult,
+    MemberLost,
+    SendOrder,
+)
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
-PlacedOrder = tuple[Incarnation, m.DecodeOrder | m.PrefillOrder]
+PlacedOrder = tuple[Incarnation, DecodeOrder | PrefillOrder]
 AttemptReply = (
-    m.BlocksReserved
-    | m.ReservationRefused
-    | m.PromptLogprobsReport
-    | m.StepTokens
-    | m.AttemptFailed
-    | m.PrefillEnded
-    | m.HandoffCompleted
-    | m.DecodeStarted
+    BlocksReserved
+    | ReservationRefused
+    | PromptLogprobsReport
+    | StepTokens
+    | AttemptFailed
+    | PrefillEnded
+    | HandoffCompleted
+    | DecodeStarted
 )
 
 
@@ -63,7 +83,7 @@ class ClientView:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.end: m.EndRequest | None = None
+        self.end: EndRequest | None = None
 
 
 class RequestTableModel:
@@ -96,7 +116,7 @@ class RequestTableModel:
         act()
         for effect in self.world.effects[before:]:
             match effect:
-                case m.SendOrder(node, m.DecodeOrder() | m.PrefillOrder() as order):
+                case SendOrder(node, DecodeOrder() | PrefillOrder() as order):
                     leg = (node, order.work.key)
                     assert self.world.brain.node_registry.nodes[node].info.name not in self.drained
                     assert leg not in self.legs
@@ -106,15 +126,15 @@ class RequestTableModel:
                     )
                     self.check_order(order)
                     self.legs.add(leg)
-                    if isinstance(order, m.PrefillOrder) or order.kv_writer is None:
+                    if isinstance(order, PrefillOrder) or order.kv_writer is None:
                         self.computing_nodes[order.work.key] = node
-                    if isinstance(order, m.DecodeOrder):
+                    if isinstance(order, DecodeOrder):
                         self.decodes.add(leg)
                     self.new_order_list.append((node, order))
-                case m.SendOrder(node, m.CancelOrder(key, _)):
+                case SendOrder(node, CancelOrder(key, _)):
                     assert (node, key) in self.legs, "a leg was cancelled that was not open"
                     self.legs.remove((node, key))
-                case m.EmitPromptLogprobs(request, scores):
+                case EmitPromptLogprobs(request, scores):
                     client, asked = self.clients[request], self.expected_requests[request]
                     assert (client.end, client.prompt_logprobs, client.tokens) == (None, None, [])
                     assert asked.prompt_logprobs is not None
@@ -122,7 +142,7 @@ class RequestTableModel:
                         request, asked.prompt, asked.prompt_logprobs
                     )
                     client.prompt_logprobs = scores
-                case m.EmitTokens(request, tokens, scores):
+                case EmitTokens(request, tokens, scores):
                     client, asked = self.clients[request], self.expected_requests[request]
                     assert (client.prompt_logprobs is None) == (asked.prompt_logprobs is None)
                     wanted = [expected_logprobs(request, token, asked.logprobs) for token in tokens]
@@ -136,19 +156,19 @@ class RequestTableModel:
                     for leg in self.decodes & self.legs:
                         if leg[0] == self.speaker and leg[1].request_id == request:
                             self.on_committed(leg[1])
-                case m.EndRequest(request, result):
+                case EndRequest(request, result):
                     client = self.clients[request]
                     assert client.end is None, "a second end"
                     client.end = effect
                     self.check_explanation(effect)
                     assert effect.output_tokens == len(client.tokens)
                     self.release_followers(request)
-                    if isinstance(result, m.FinishedResult):
+                    if isinstance(result, FinishedResult):
                         assert client.tokens
                     else:
                         assert not [leg for leg in self.legs if leg[1].request_id == request]
                     self.legs = {leg for leg in self.legs if leg[1].request_id != request}
-                case m.MemberLost(node):
+                case MemberLost(node):
                     self.legs = {leg for leg in self.legs if leg[0] != node}
                     self.alive = {
                         name: other for name, other in self.alive.items() if other != node
@@ -156,7 +176,7 @@ class RequestTableModel:
                 case _:
                     pass
 
-    def check_explanation(self, end: m.EndRequest) -> None:
+    def check_explanation(self, end: EndRequest) -> None:
         told = self.world.brain.explain_request(end.request_id, self.world.now)
         line = told.timeline
         assert line.ttft == pytest.approx(
@@ -181,7 +201,7 @@ class RequestTableModel:
         """Whatever does not come from an open leg must change nothing."""
         keys = (
             {event.key for event in message.events}
-            if isinstance(message, m.StepTokens)
+            if isinstance(message, StepTokens)
             else {message.key}
         )
         is_open = all((node, key) in self.legs for key in keys)
@@ -189,13 +209,13 @@ class RequestTableModel:
             self.legs -= {(node, key) for key in keys}
         self.speaker = node
         match message:
-            case m.DecodeStarted(key) if (node, key) in self.legs & self.decodes:
+            case DecodeStarted(key) if (node, key) in self.legs & self.decodes:
                 self.on_committed(key)
-            case m.HandoffCompleted(key) if is_open and node == self.computing_nodes.get(key):
+            case HandoffCompleted(key) if is_open and node == self.computing_nodes.get(key):
                 self.on_committed(key)
-            case m.PromptLogprobsReport(key, first, scores) if is_open:
+            case PromptLogprobsReport(key, first, scores) if is_open:
                 self.on_prompt_logprobs(node, key, first, len(scores))
-            case m.StepTokens(events) if is_open and self.awaits_prompt_logprobs(
+            case StepTokens(events) if is_open and self.awaits_prompt_logprobs(
                 events[0].key.request_id
             ):
                 self.on_early_tokens(node, events[0].key, len(events))
@@ -224,12 +244,12 @@ class RequestTableModel:
             and request not in self.all_scored
         )
 
-    def check_order(self, order: m.DecodeOrder | m.PrefillOrder) -> None:
+    def check_order(self, order: DecodeOrder | PrefillOrder) -> None:
         request, asked = order.work.request, self.expected_requests[order.work.request.id]
         assert asked.after is None, "placed before the request that it waits for"
         wanted = asked.prompt_logprobs if self.awaits_prompt_logprobs(request.id) else None
         assert request.sampling.prompt_logprobs == wanted
-        if isinstance(order, m.DecodeOrder) and order.kv_writer is None:
+        if isinstance(order, DecodeOrder) and order.kv_writer is None:
             alone = not self.world.brain.node_registry.has_serving_node(PREFILL)
             assert request.choice_index or alone, (
                 "only a further choice may do without a prefill node that serves"

@@ -2,11 +2,11 @@
 
 import pytest
 
+from baton.cluster_link.messages import BlocksReserved, DecodeStarted, ReservationRefused
 from baton.errors import LeaseExpired, NodeLost, NotFound
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import FINISH_REASON_LENGTH
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.requests.attempt_trace import MAX_CONSIDERED
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
 from coordinator.core.requests.record import MAX_ATTEMPT_HISTORY
@@ -39,7 +39,7 @@ def serve(
     world.report_prefill_ended(prefill, key, computed=20 - cached, cached=cached)
     world.advance(1.0)
     world.send_from_node(
-        decode, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+        decode, DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
     )
     world.advance(1.0)
     world.report_token(decode, key, 0)
@@ -97,13 +97,13 @@ def test_context_cached_on_decode_is_reported_as_local(
     world.advance(1.0)
     if prefill_is_faster:
         world.report_prefill_ended(p0, key, computed=0, cached=20)
-    world.send_from_node(d0, m.BlocksReserved(key, None, held_tokens=19))
+    world.send_from_node(d0, BlocksReserved(key, None, held_tokens=19))
     world.advance(2.0)
     if not prefill_is_faster:
         world.report_prefill_ended(p0, key, computed=0, cached=20)
     world.advance(1.0)
     world.send_from_node(
-        d0, m.DecodeStarted(key, computed_tokens=1, cached_tokens=19, received_tokens=0)
+        d0, DecodeStarted(key, computed_tokens=1, cached_tokens=19, received_tokens=0)
     )
     world.report_token(d0, key, 0)
     world.report_token(d0, key, 1, finish=FinishReason.LENGTH)
@@ -140,7 +140,7 @@ def test_explains_refused_then_failed_then_served(
     request = world.submit()
     world.advance(1.0)
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=3, free_blocks=1)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=3, free_blocks=1)
     )
     world.advance(1.0)
     world.report_failure(d1, world.last_attempt_key(d1), LeaseExpired("the ticket was not renewed"))
@@ -204,7 +204,7 @@ def test_size_of_one_explanation_is_bounded(world: BrainHarness, p0: Incarnation
     for _ in range(MAX_ATTEMPT_HISTORY + 10):
         node = next(node for node in decodes if world.brain.count_attempts(node))
         world.send_from_node(
-            node, m.ReservationRefused(world.last_attempt_key(node), needed_blocks=3, free_blocks=1)
+            node, ReservationRefused(world.last_attempt_key(node), needed_blocks=3, free_blocks=1)
         )
         world.send_heartbeat(node)
     end = explain_request(world, request)
@@ -237,9 +237,9 @@ def test_first_choice_explains_its_siblings(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     """Also while some run and some have ended; what is not kept any more is named."""
-    arrivals = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
-    first, second, third, fourth = (arrival.request.id for arrival in arrivals)
-    world.submit_all(*arrivals)
+    requests = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
+    first, second, third, fourth = (request.id for request in requests)
+    world.submit_all(*requests)
     world.cancel(second)
     answer = explain_request(world, first)
     assert [other.request_id for other in answer.others] == [second, third, fourth]

@@ -3,9 +3,16 @@ token."""
 
 import pytest
 
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    PrefillOrder,
+    StepTokens,
+)
 from baton.errors import BatonError, LeaseExpired
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId, TokenEvent, TokenLogprobs
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import EmitPromptLogprobs, EmitTokens, FinishedResult
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -27,12 +34,12 @@ def test_logprobs_are_emitted_with_their_tokens(
     request = world.submit(logprobs=1)
     key = reserve(world, p0, d0)
     world.send_from_node(
-        d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, TWO)))
+        d0, StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, TWO)))
     )
     world.report_token(d0, key, 2, finish=FinishReason.STOP, score=ONE)
     assert world.client_events(request) == [
-        m.EmitTokens(request, (7, 3), (ONE, TWO)),
-        m.EmitTokens(request, (7,), (ONE,)),
+        EmitTokens(request, (7, 3), (ONE, TWO)),
+        EmitTokens(request, (7,), (ONE,)),
     ]
 
 
@@ -41,7 +48,7 @@ def test_unrequested_logprobs_are_not_emitted(
 ) -> None:
     request = world.submit()
     world.report_token(d0, reserve(world, p0, d0), 0, score=ONE)
-    assert world.client_events(request) == [m.EmitTokens(request, (7,))]
+    assert world.client_events(request) == [EmitTokens(request, (7,))]
 
 
 def test_zero_top_logprobs_is_allowed(
@@ -49,7 +56,7 @@ def test_zero_top_logprobs_is_allowed(
 ) -> None:
     request = world.submit(logprobs=0)
     world.report_token(d0, reserve(world, p0, d0), 0, score=BARE)
-    assert world.client_events(request) == [m.EmitTokens(request, (7,), (BARE,))]
+    assert world.client_events(request) == [EmitTokens(request, (7,), (BARE,))]
 
 
 @pytest.mark.parametrize("score", [None, BARE, WIDE], ids=["none", "too few", "too many"])
@@ -59,11 +66,11 @@ def test_token_without_requested_logprob_is_not_emitted(
     request = world.submit(logprobs=1)
     key = reserve(world, p0, d0)
     world.send_from_node(
-        d0, m.StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, score)))
+        d0, StepTokens((TokenEvent(key, 0, 7, None, ONE), TokenEvent(key, 1, 3, None, score)))
     )
-    assert world.client_events(request) == [m.EmitTokens(request, (7,), (ONE,))]
+    assert world.client_events(request) == [EmitTokens(request, (7,), (ONE,))]
     assert world.brain.counters.replaced_attempts == {"stale": 1}
-    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
+    assert world.messages_to(d0, DecodeOrder)[-1].work.emitted_token_ids == (7,)
 
 
 def test_top_logprobs_are_bounded_by_vocabulary() -> None:
@@ -71,14 +78,14 @@ def test_top_logprobs_are_bounded_by_vocabulary() -> None:
     d0 = world.join_node("d0", DECODE, vocab_size=2)
     request = world.submit(logprobs=5)
     world.report_token(d0, world.last_attempt_key(d0), 0, score=WIDE)
-    assert world.client_events(request) == [m.EmitTokens(request, (7,), (WIDE,))]
+    assert world.client_events(request) == [EmitTokens(request, (7,), (WIDE,))]
 
 
 def test_prompt_logprobs_are_emitted_complete_before_first_token(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit(prompt=4, prompt_logprobs=1)
-    assert world.messages_to(p0, m.PrefillOrder)[0].work.request.sampling.prompt_logprobs == 1
+    assert world.messages_to(p0, PrefillOrder)[0].work.request.sampling.prompt_logprobs == 1
     key = reserve(world, p0, d0)
     world.report_prompt_logprobs(p0, key, 1, ONE, TWO)
     world.report_prompt_logprobs(p0, key, 3, ONE)
@@ -87,9 +94,9 @@ def test_prompt_logprobs_are_emitted_complete_before_first_token(
     world.report_token(d0, key, 0)
     world.report_token(d0, key, 1)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, (ONE, TWO, ONE)),
-        m.EmitTokens(request, (7,)),
-        m.EmitTokens(request, (7,)),
+        EmitPromptLogprobs(request, (ONE, TWO, ONE)),
+        EmitTokens(request, (7,)),
+        EmitTokens(request, (7,)),
     ]
 
 
@@ -98,19 +105,19 @@ def test_tokens_are_buffered_until_prompt_logprobs_are_complete(
 ) -> None:
     request = world.submit(prompt=3, max_tokens=2, prompt_logprobs=1)
     key = reserve(world, p0, d0)
-    world.send_from_node(d0, m.DecodeStarted(key, 0, 0, 3))
+    world.send_from_node(d0, DecodeStarted(key, 0, 0, 3))
     world.report_token(d0, key, 0)
     world.report_token(d0, key, 1, token=8, finish=FinishReason.LENGTH)
     assert (world.client_events(request), world.end_events(request)) == ([], [])
     assert world.brain.count_attempts(p0) == 1, "it still owes the scores"
     world.report_prompt_logprobs(p0, key, 1, ONE, TWO)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, (ONE, TWO)),
-        m.EmitTokens(request, (7, 8)),
+        EmitPromptLogprobs(request, (ONE, TWO)),
+        EmitTokens(request, (7, 8)),
     ]
-    assert world.end_event(request).result == m.FinishedResult(FinishReason.LENGTH, 0)
+    assert world.end_event(request).result == FinishedResult(FinishReason.LENGTH, 0)
     assert world.count_placed() == 0
-    assert world.messages_to(p0, m.CancelOrder) == []
+    assert world.messages_to(p0, CancelOrder) == []
 
 
 def owes(
@@ -121,7 +128,7 @@ def owes(
     key = reserve(world, prefill, decode)
     world.report_prompt_logprobs(prefill, key, 1, ONE)
     world.send_from_node(
-        decode, m.StepTokens((TokenEvent(key, 0, 7), TokenEvent(key, 1, 8, FinishReason.LENGTH)))
+        decode, StepTokens((TokenEvent(key, 0, 7), TokenEvent(key, 1, 8, FinishReason.LENGTH)))
     )
     return request, key
 
@@ -200,16 +207,16 @@ def test_incomplete_prompt_logprobs_emit_nothing_and_requeue(
     again = world.last_attempt_key(d0)
     assert (
         again.attempt_number,
-        world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids,
+        world.messages_to(d0, DecodeOrder)[-1].work.emitted_token_ids,
     ) == (2, ())
-    assert world.messages_to(d0, m.DecodeOrder)[-1].work.request.sampling.prompt_logprobs == 1
+    assert world.messages_to(d0, DecodeOrder)[-1].work.request.sampling.prompt_logprobs == 1
     prefill = next(node for node in world.brain.node_registry.nodes if node.startswith("p0"))
     world.report_reserved(d0, again, prefill)
     world.report_prompt_logprobs(prefill, again, 1, TWO, TWO)
     world.report_token(d0, again, 0, finish=FinishReason.STOP)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, (TWO, TWO)),
-        m.EmitTokens(request, (7,)),
+        EmitPromptLogprobs(request, (TWO, TWO)),
+        EmitTokens(request, (7,)),
     ]
     assert world.count_placed() == 0
 
@@ -221,18 +228,18 @@ def test_complete_prompt_logprobs_are_not_recomputed(
     key = reserve(world, p0, d0)
     world.report_prompt_logprobs(p0, key, 1, ONE, TWO)
     world.report_failure(d0, key, LeaseExpired("late"))
-    assert world.messages_to(p0, m.PrefillOrder)[-1].work.request.sampling.prompt_logprobs is None
+    assert world.messages_to(p0, PrefillOrder)[-1].work.request.sampling.prompt_logprobs is None
     again = reserve(world, p0, d0)
     world.report_token(d0, again, 0)
-    assert world.client_events(request)[0] == m.EmitPromptLogprobs(request, (ONE, TWO))
+    assert world.client_events(request)[0] == EmitPromptLogprobs(request, (ONE, TWO))
     world.report_failure(d0, again, LeaseExpired("late"))
     world.advance(1.0)
     third = reserve(world, p0, d0)
     world.report_token(d0, third, 1)
     assert [type(effect) for effect in world.client_events(request)] == [
-        m.EmitPromptLogprobs,
-        m.EmitTokens,
-        m.EmitTokens,
+        EmitPromptLogprobs,
+        EmitTokens,
+        EmitTokens,
     ]
 
 
@@ -255,7 +262,7 @@ def test_prompt_logprobs_are_accepted_only_from_computing_node(
     world.report_prompt_logprobs(p0, key, 1, TWO)
     assert world.report_prompt_logprobs(p0, key, 1, ONE) == []
     world.report_token(d0, key, 0)
-    assert world.client_events(request)[0] == m.EmitPromptLogprobs(request, (TWO,))
+    assert world.client_events(request)[0] == EmitPromptLogprobs(request, (TWO,))
 
 
 def test_single_token_prompt_has_no_prompt_logprobs(
@@ -263,11 +270,11 @@ def test_single_token_prompt_has_no_prompt_logprobs(
 ) -> None:
     request = world.submit(prompt=1, prompt_logprobs=1)
     key = reserve(world, p0, d0)
-    assert world.messages_to(d0, m.DecodeOrder)[0].work.request.sampling.prompt_logprobs is None
+    assert world.messages_to(d0, DecodeOrder)[0].work.request.sampling.prompt_logprobs is None
     world.report_token(d0, key, 0)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, ()),
-        m.EmitTokens(request, (7,)),
+        EmitPromptLogprobs(request, ()),
+        EmitTokens(request, (7,)),
     ]
 
 
@@ -279,8 +286,8 @@ def test_prefill_alone_sends_prompt_logprobs_and_token(
     world.report_prompt_logprobs(p0, key, 1, TWO)
     world.report_token(p0, key, 0, finish=FinishReason.LENGTH, score=ONE)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, (TWO,)),
-        m.EmitTokens(request, (7,), (ONE,)),
+        EmitPromptLogprobs(request, (TWO,)),
+        EmitTokens(request, (7,), (ONE,)),
     ]
 
 
@@ -289,12 +296,12 @@ def test_colocated_decode_sends_prompt_logprobs() -> None:
     d0 = world.join_node("d0", DECODE)
     request = world.submit(prompt=2, prompt_logprobs=1)
     key = world.last_attempt_key(d0)
-    world.send_from_node(d0, m.DecodeStarted(key, 2, 0, 0))
+    world.send_from_node(d0, DecodeStarted(key, 2, 0, 0))
     world.report_prompt_logprobs(d0, key, 1, TWO)
     world.report_token(d0, key, 0)
     assert world.client_events(request) == [
-        m.EmitPromptLogprobs(request, (TWO,)),
-        m.EmitTokens(request, (7,)),
+        EmitPromptLogprobs(request, (TWO,)),
+        EmitTokens(request, (7,)),
     ]
 
 

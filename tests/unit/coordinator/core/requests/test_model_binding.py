@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from baton.cluster_link.messages import (
+    PROTOCOL_VERSION,
+    DecodeOrder,
+    PoolJoinInfo,
+    PrefillOrder,
+    ReservationRefused,
+)
 from baton.errors import ConfigError, ModelMismatch, NodeLost, ServiceUnavailable
 from baton.kv.kv_layout import KVLayout
 from baton.models.file_digests import ModelFileDigests
 from baton.types import FinishReason, Incarnation, NodeName, RequestId
 from coordinator.core.brain import Brain
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.prefix_directory import PoolJoinInfo
 from coordinator.core.placement.policies import LeastLoadedPolicy
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
@@ -69,7 +74,7 @@ def test_other_model_may_join_once_no_request_is_bound() -> None:
     world.cancel(request)
     d0 = world.join_node("d0", DECODE, model_digest="cd", process="new")
     second = world.submit()
-    (submit,) = world.messages_to(d0, m.DecodeOrder)
+    (submit,) = world.messages_to(d0, DecodeOrder)
     assert submit.work.key.request_id == second
     assert (
         submit.work.identity_digest
@@ -90,7 +95,7 @@ def test_unplaced_requests_do_not_bind_model(other: dict[str, Any]) -> None:
         error = world.end_error(request)
         assert isinstance(error, ServiceUnavailable)
         assert error.retry_after
-    assert not world.messages_to(d1, m.DecodeOrder)
+    assert not world.messages_to(d1, DecodeOrder)
     second = world.submit()
     assert world.last_attempt_key(d1) == (second, 1, 0)
 
@@ -103,7 +108,7 @@ def test_internal_requests_do_not_bind_model() -> None:
     world.lose_node(d0)
     d0 = world.join_node("d0", DECODE, process="new", dtype="bfloat16")
     assert isinstance(world.end_error(warm_up), ServiceUnavailable)
-    assert not world.messages_to(d0, m.DecodeOrder)
+    assert not world.messages_to(d0, DecodeOrder)
 
 
 def test_node_of_same_model_ends_no_waiting_request() -> None:
@@ -120,9 +125,9 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
     orders = [
-        *world.messages_to(p0, m.PrefillOrder),
-        *world.messages_to(d0, m.DecodeOrder),
-        *world.messages_to(d1, m.DecodeOrder),
+        *world.messages_to(p0, PrefillOrder),
+        *world.messages_to(d0, DecodeOrder),
+        *world.messages_to(d1, DecodeOrder),
     ]
     assert len(orders) == 4
     assert {order.work.identity_digest for order in orders} == {
@@ -134,7 +139,7 @@ def test_node_that_answers_wrong_model_is_avoided(world: BrainHarness) -> None:
     world.join_node("p0", PREFILL)
     nodes = [world.join_node("d0", DECODE), world.join_node("d1", DECODE)]
     request = world.submit()
-    first = next(node for node in nodes if world.messages_to(node, m.DecodeOrder))
+    first = next(node for node in nodes if world.messages_to(node, DecodeOrder))
     (other,) = (node for node in nodes if node != first)
     world.report_failure(
         first,
@@ -154,7 +159,7 @@ def brain_of(served: ServedModel) -> Brain:
     return Brain(
         NodeRegistry(SILENCE, STALL, served),
         LeastLoadedPolicy(),
-        BrainSettings("colocated", 8, 3, STALL),
+        BrainSettings(mode="colocated", max_queue=8, max_attempts=3, reserve_timeout=STALL),
     )
 
 
@@ -242,18 +247,19 @@ def test_same_process_replaces_its_incarnation(world: BrainHarness) -> None:
     assert list(world.brain.node_registry.nodes) == [new]
 
 
-def test_pool_names_are_exclusive_too(world: BrainHarness) -> None:
-    def pool(process: str) -> PoolJoinInfo:
-        where = NodeName("pool-0"), "host-a", "127.0.0.1:1", 7
-        return PoolJoinInfo(PROTOCOL_VERSION, *where, "ab", LAYOUT, 100, process)
+def make_pool(process: str) -> PoolJoinInfo:
+    where = NodeName("pool-0"), "host-a", "127.0.0.1:1", 7
+    return PoolJoinInfo(PROTOCOL_VERSION, *where, "ab", LAYOUT, 100, process)
 
-    world.brain.join_pool(pool("first"), Incarnation("1"), world.now)
+
+def test_pool_names_are_exclusive_too(world: BrainHarness) -> None:
+    world.brain.join_pool(make_pool("first"), Incarnation("1"), world.now)
     with pytest.raises(ConfigError, match=r"'pool-0' is in use by process 7") as caught:
-        world.brain.join_pool(pool("second"), Incarnation("2"), world.now)
+        world.brain.join_pool(make_pool("second"), Incarnation("2"), world.now)
     assert caught.value.retry_after == SILENCE
-    world.brain.join_pool(pool("first"), Incarnation("3"), world.now)
+    world.brain.join_pool(make_pool("first"), Incarnation("3"), world.now)
     world.brain.remove_member(Incarnation("3"), NodeLost("its stream ended"), world.now)
-    world.brain.join_pool(pool("second"), Incarnation("4"), world.now)
+    world.brain.join_pool(make_pool("second"), Incarnation("4"), world.now)
 
 
 def test_join_without_process_id_is_rejected(world: BrainHarness) -> None:
@@ -261,11 +267,8 @@ def test_join_without_process_id_is_rejected(world: BrainHarness) -> None:
     with pytest.raises(ConfigError, match="'d0' has process ''") as caught:
         world.join_node("d0", DECODE, process="")
     assert caught.value.param == "process"
-    pool = PoolJoinInfo(
-        PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab", LAYOUT, 100
-    )
     with pytest.raises(ConfigError, match="'pool-0' has process ''"):
-        world.brain.join_pool(pool, Incarnation("1"), world.now)
+        world.brain.join_pool(make_pool(process=""), Incarnation("1"), world.now)
     assert world.brain.counters.joins == {"refused": 2}
 
 
@@ -316,12 +319,12 @@ def test_requests_are_placed_on_nodes_that_can_hold_them(mode: str) -> None:
         assert world.brain.get_request_state(request) is RequestState.PLACED
         world.cancel(request)
     decode = large[1]
-    assert not world.messages_to(small[1], m.DecodeOrder)
-    assert len(world.messages_to(decode, m.DecodeOrder)) == 4
+    assert not world.messages_to(small[1], DecodeOrder)
+    assert len(world.messages_to(decode, DecodeOrder)) == 4
     world.submit(prompt=100, max_tokens=5)
     assert not any(
         len(order.work.request.prompt_token_ids) == 100
-        for order in world.messages_to(small[0], m.PrefillOrder)
+        for order in world.messages_to(small[0], PrefillOrder)
     )
 
 
@@ -335,7 +338,7 @@ def test_request_no_node_can_hold_is_parked_and_ends_with_503() -> None:
     for _ in range(80):  # more than may pass one that waits for room
         short = world.submit(prompt=8, max_tokens=1)
         world.report_token(small, world.last_attempt_key(small), 0, finish=FinishReason.LENGTH)
-        assert isinstance(world.end_event(short).result, m.FinishedResult)
+        assert isinstance(world.end_event(short).result, FinishedResult)
     world.advance(20.0)
     error = world.end_error(long)
     assert isinstance(error, ServiceUnavailable)
@@ -394,7 +397,7 @@ def test_parked_request_resumes_when_larger_node_joins() -> None:
     world.lose_node(d0)
     back = world.join_node("d0", DECODE, process="restarted")
     assert world.last_attempt_key(back) == (long, 2, 0)
-    assert world.messages_to(back, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
+    assert world.messages_to(back, DecodeOrder)[-1].work.emitted_token_ids == (7,)
 
 
 def test_new_request_for_restarting_node_gets_503_not_400() -> None:
@@ -414,10 +417,10 @@ def test_refusal_for_length_is_not_retried_on_same_node(world: BrainHarness) -> 
     d0 = world.join_node("d0", DECODE)
     request = world.submit()
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=33, free_blocks=32)
     )
     for _ in range(3):
         world.send_heartbeat(d0)
-    assert len(world.messages_to(d0, m.DecodeOrder)) == 1
+    assert len(world.messages_to(d0, DecodeOrder)) == 1
     d1 = world.join_node("d1", DECODE)
     assert world.last_attempt_key(d1) == (request, 2, 0)

@@ -1,11 +1,11 @@
 """Nodes that refuse a request, or preempt it: it waits for room, and counts no failure."""
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, ReservationRefused
 from baton.errors import (
     NodeStalled,
     Preempted,
 )
 from baton.types import Incarnation
-from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import BrainHarness
 
@@ -16,13 +16,13 @@ def test_refusal_waits_for_room_without_counting_failure(
     request = world.submit()
     for _ in range(10):
         world.send_from_node(
-            d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2)
+            d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2)
         )
         assert world.brain.get_request_state(request) is RequestState.QUEUED
         assert world.send_heartbeat(d0, room=4) == []
         assert world.send_heartbeat(d0, room=5)  # placed
     assert world.end_events(request) == []
-    assert len(world.messages_to(p0, m.CancelOrder)) == 10
+    assert len(world.messages_to(p0, CancelOrder)) == 10
 
 
 def test_a_node_that_refused_takes_smaller_requests(
@@ -30,7 +30,7 @@ def test_a_node_that_refused_takes_smaller_requests(
 ) -> None:
     big = world.submit(prompt=150)
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=10, free_blocks=6)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=10, free_blocks=6)
     )
     small = world.submit(prompt=20)
     assert world.brain.get_request_state(big) is RequestState.QUEUED
@@ -46,7 +46,7 @@ def test_end_of_older_attempt_reopens_node(
     world.report_prefill_ended(p0, old)
     second = world.submit(prompt=100)
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=8, free_blocks=2)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=8, free_blocks=2)
     )
     assert world.brain.get_request_state(second) is RequestState.QUEUED
     world.cancel(first)
@@ -65,8 +65,8 @@ def test_two_refusing_nodes_do_not_reopen_each_other(
         key = world.last_attempt_key(d0)
         world.report_failure(p0, key, Preempted("speculative")) if key[
             0
-        ] == "r1" else world.send_from_node(d0, m.ReservationRefused(key, 2, 1))
-    assert len(world.messages_to(d0, m.DecodeOrder)) < 10
+        ] == "r1" else world.send_from_node(d0, ReservationRefused(key, 2, 1))
+    assert len(world.messages_to(d0, DecodeOrder)) < 10
     assert world.brain.queued_requests > 0
 
 

@@ -3,9 +3,9 @@ to."""
 
 import pytest
 
+from baton.cluster_link.messages import BlocksReserved, CacheSnapshot, DecodeStarted
 from baton.errors import IncompleteTransfer, OutOfMemory, Preempted
 from baton.types import AttemptKey, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.placement.policies import RAMP_UP_SECONDS, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -34,11 +34,11 @@ class TwoByTwoCluster:
         world, record = self.world, self.world.brain._table.records[self.request]
         world.report_reserved(self.decode, self.key, self.prefill)
         world.report_prefill_ended(self.prefill, self.key, 100)
-        world.send_from_node(self.decode, m.DecodeStarted(self.key, 0, 0, 100))
+        world.send_from_node(self.decode, DecodeStarted(self.key, 0, 0, 100))
         world.report_handed_off(self.prefill, self.key)
         world.report_token(self.decode, self.key, 0)
-        names = tuple(world.brain.placement_state.hash_prompt(record.request))
-        world.send_from_node(self.prefill, m.CacheSnapshot(1, names))
+        names = tuple(world.brain.placement_state.prefix_lookup.hash_prompt(record.request))
+        world.send_from_node(self.prefill, CacheSnapshot(1, names))
 
     def get_new_placement(self) -> tuple[Incarnation | None, Incarnation | None]:
         attempt = self.world.brain._table.records[self.request].attempt
@@ -88,10 +88,10 @@ def test_failed_handoff_avoids_both_nodes(pairs: TwoByTwoCluster) -> None:
 def test_inconsistent_node_token_counts_do_not_lose_request(pairs: TwoByTwoCluster) -> None:
     """More tokens from the pool than from all caches: a request ended, and nobody was told."""
     world = pairs.world
-    world.send_from_node(pairs.decode, m.BlocksReserved(pairs.key, None, 99))
+    world.send_from_node(pairs.decode, BlocksReserved(pairs.key, None, 99))
     world.send_from_node(
         pairs.decode,
-        m.DecodeStarted(
+        DecodeStarted(
             pairs.key, computed_tokens=1, cached_tokens=5, received_tokens=0, pool_tokens=8
         ),
     )

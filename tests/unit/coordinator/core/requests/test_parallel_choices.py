@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder, DecodeStarted, PrefillOrder, ReservationRefused
 from baton.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -18,7 +19,6 @@ from baton.errors import (
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, WaitingQueue
-from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -38,7 +38,7 @@ def requests_of(world: BrainHarness, node: Incarnation, kind: type[Any]) -> list
 def commit(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
     key = world.last_attempt_key(prefill)
     world.report_reserved(decode, key, prefill)
-    world.send_from_node(decode, m.DecodeStarted(key, 0, 0, 20))
+    world.send_from_node(decode, DecodeStarted(key, 0, 0, 20))
     return key
 
 
@@ -47,7 +47,7 @@ def first_token(world: BrainHarness, prefill: Incarnation, decode: Incarnation) 
 
 
 def admitted(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> None:
-    world.send_from_node(decode, m.DecodeStarted(world.last_attempt_key(decode), 0, 0, 20))
+    world.send_from_node(decode, DecodeStarted(world.last_attempt_key(decode), 0, 0, 20))
 
 
 def handed_off(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> None:
@@ -64,17 +64,17 @@ def test_parallel_choices_compute_prompt_once(
     one, two, three = family(world)
     world.report_reserved(d0, world.last_attempt_key(d0), p0)
     world.report_prefill_ended(p0, world.last_attempt_key(p0))
-    assert requests_of(world, d0, m.DecodeOrder) == [one]
+    assert requests_of(world, d0, DecodeOrder) == [one]
     assert world.brain.queued_requests == 2
     word(world, p0, d0)
-    assert requests_of(world, d0, m.DecodeOrder) == [one, two, three]
-    assert [order.kv_writer for order in world.messages_to(d0, m.DecodeOrder)][1:] == [None, None]
-    assert [order.work.key.choice_index for order in world.messages_to(d0, m.DecodeOrder)] == [
+    assert requests_of(world, d0, DecodeOrder) == [one, two, three]
+    assert [order.kv_writer for order in world.messages_to(d0, DecodeOrder)][1:] == [None, None]
+    assert [order.work.key.choice_index for order in world.messages_to(d0, DecodeOrder)] == [
         0,
         1,
         2,
     ]
-    assert requests_of(world, p0, m.PrefillOrder) == [one]
+    assert requests_of(world, p0, PrefillOrder) == [one]
     for request in (two, three):
         assert world.brain.get_request_state(request) is RequestState.PLACED
 
@@ -85,8 +85,8 @@ def test_parallel_choices_count_each_prompt_token_once(
     family(world)
     world.report_prefill_ended(p0, world.last_attempt_key(p0))
     commit(world, p0, d0)
-    for submit in world.messages_to(d0, m.DecodeOrder)[1:]:
-        world.send_from_node(d0, m.DecodeStarted(submit.work.key, 1, 19, 0))
+    for submit in world.messages_to(d0, DecodeOrder)[1:]:
+        world.send_from_node(d0, DecodeStarted(submit.work.key, 1, 19, 0))
     counted = world.brain.counters.prompt_tokens
     assert counted == {
         "computed_prefill": 20,
@@ -103,13 +103,13 @@ def test_follower_after_commit_goes_to_holder_at_once(
     world.join_node("d1", DECODE)
     first = world.submit()
     decode = next(
-        node for node in world.brain.node_registry.nodes if world.messages_to(node, m.DecodeOrder)
+        node for node in world.brain.node_registry.nodes if world.messages_to(node, DecodeOrder)
     )
     world.report_reserved(decode, world.last_attempt_key(decode), p0)
     world.report_token(decode, world.last_attempt_key(decode), 0)
     second = world.submit(after=first, choice=1)
-    assert requests_of(world, decode, m.DecodeOrder) == [first, second]
-    assert world.messages_to(decode, m.DecodeOrder)[1].kv_writer is None
+    assert requests_of(world, decode, DecodeOrder) == [first, second]
+    assert world.messages_to(decode, DecodeOrder)[1].kv_writer is None
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_request_without_shareable_prefix_is_placed_at_once(
 ) -> None:
     first = world.submit()
     second = world.submit(after=first, **fields)
-    assert requests_of(world, p0, m.PrefillOrder) == [first, second]
+    assert requests_of(world, p0, PrefillOrder) == [first, second]
 
 
 def test_request_with_unknown_leader_is_placed_normally(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit(after=RequestId("gone"))
-    assert requests_of(world, p0, m.PrefillOrder) == [request]
+    assert requests_of(world, p0, PrefillOrder) == [request]
 
 
 def test_leader_end_releases_followers(
@@ -135,8 +135,8 @@ def test_leader_end_releases_followers(
 ) -> None:
     one, two, three = family(world, max_tokens=1)
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.LENGTH)
-    assert requests_of(world, p0, m.PrefillOrder) == [one, two, three]
-    assert world.messages_to(d0, m.DecodeOrder) == []
+    assert requests_of(world, p0, PrefillOrder) == [one, two, three]
+    assert world.messages_to(d0, DecodeOrder) == []
 
 
 @pytest.mark.parametrize("error", [Cancelled("the client has gone away"), InvalidRequest("bad")])
@@ -145,7 +145,7 @@ def test_leader_failure_releases_followers(
 ) -> None:
     one, two, three = family(world)
     world.cancel(one, error)
-    assert requests_of(world, p0, m.PrefillOrder) == [one, two, three]
+    assert requests_of(world, p0, PrefillOrder) == [one, two, three]
     assert world.end_events(two) == []
 
 
@@ -154,13 +154,13 @@ def test_followers_wait_while_leader_is_requeued(
 ) -> None:
     one, two = family(world, 2)
     world.report_failure(d0, world.last_attempt_key(d0), LeaseExpired("late"))
-    assert requests_of(world, p0, m.PrefillOrder) == [one, one]
+    assert requests_of(world, p0, PrefillOrder) == [one, one]
     commit(world, p0, d0)
-    assert requests_of(world, d0, m.DecodeOrder) == [one, one, two]
+    assert requests_of(world, d0, DecodeOrder) == [one, one, two]
 
 
 def refuses(world: BrainHarness, node: Incarnation, key: AttemptKey) -> None:
-    world.send_from_node(node, m.ReservationRefused(key, 2, 32))
+    world.send_from_node(node, ReservationRefused(key, 2, 32))
     world.send_heartbeat(node)
 
 
@@ -189,8 +189,8 @@ def test_follower_that_holder_did_not_serve_is_placed_with_prefill(
     commit(world, p0, d0)
     world.cancel(one)
     trouble(world, d0, world.last_attempt_key(d0))
-    assert requests_of(world, p0, m.PrefillOrder) == [one, two]
-    assert world.messages_to(p0, m.PrefillOrder)[-1].work.key == (two, 2, 1)
+    assert requests_of(world, p0, PrefillOrder) == [one, two]
+    assert world.messages_to(p0, PrefillOrder)[-1].work.key == (two, 2, 1)
 
 
 def test_full_holder_sends_follower_to_other_node(world: BrainHarness, p0: Incarnation) -> None:
@@ -199,8 +199,8 @@ def test_full_holder_sends_follower_to_other_node(world: BrainHarness, p0: Incar
     commit(world, p0, d0)
     assert world.brain.queued_requests == 1, "it waits for room there, or anywhere"
     d1 = world.join_node("d1", DECODE)
-    assert requests_of(world, d1, m.DecodeOrder) == [two]
-    assert requests_of(world, p0, m.PrefillOrder) == [one, two]
+    assert requests_of(world, d1, DecodeOrder) == [two]
+    assert requests_of(world, p0, PrefillOrder) == [one, two]
 
 
 def test_follower_waits_for_full_holder_if_no_other_decode_node(
@@ -210,8 +210,8 @@ def test_follower_waits_for_full_holder_if_no_other_decode_node(
     one, two = family(world, 2)
     key = commit(world, p0, d0)
     world.report_token(d0, key, 0, finish=FinishReason.STOP)
-    assert requests_of(world, d0, m.DecodeOrder) == [one, two]
-    assert requests_of(world, p0, m.PrefillOrder) == [one]
+    assert requests_of(world, d0, DecodeOrder) == [one, two]
+    assert requests_of(world, p0, PrefillOrder) == [one]
 
 
 def test_held_followers_do_not_block_other_requests(
@@ -219,7 +219,7 @@ def test_held_followers_do_not_block_other_requests(
 ) -> None:
     one, *_ = family(world, 3)
     stranger = world.submit(prompt=10)
-    assert requests_of(world, p0, m.PrefillOrder) == [one, stranger]
+    assert requests_of(world, p0, PrefillOrder) == [one, stranger]
 
 
 def test_followers_keep_queue_position(world: BrainHarness, p0: Incarnation) -> None:
@@ -231,23 +231,23 @@ def test_followers_keep_queue_position(world: BrainHarness, p0: Incarnation) -> 
     three, four = family(world, 2, prompt=30)
     world.cancel(ahead)
     commit(world, p0, d0)
-    assert requests_of(world, d0, m.DecodeOrder) == [ahead, one]
+    assert requests_of(world, d0, DecodeOrder) == [ahead, one]
     world.cancel(one)
-    assert requests_of(world, d0, m.DecodeOrder) == [ahead, one, two]
+    assert requests_of(world, d0, DecodeOrder) == [ahead, one, two]
     world.cancel(two)
-    assert requests_of(world, d0, m.DecodeOrder)[-1] == three
+    assert requests_of(world, d0, DecodeOrder)[-1] == three
     world.cancel(three)
-    assert requests_of(world, d0, m.DecodeOrder)[-1] == four
+    assert requests_of(world, d0, DecodeOrder)[-1] == four
 
 
 def test_colocated_choices_share_node() -> None:
     world = BrainHarness(mode="colocated")
     nodes = [world.join_node(name, DECODE) for name in ("d0", "d1")]
     one, two = family(world, 2)
-    (decode,) = [node for node in nodes if world.messages_to(node, m.DecodeOrder)]
-    assert requests_of(world, decode, m.DecodeOrder) == [one]
-    world.send_from_node(decode, m.DecodeStarted(world.last_attempt_key(decode), 20, 0, 0))
-    assert requests_of(world, decode, m.DecodeOrder) == [one, two]
+    (decode,) = [node for node in nodes if world.messages_to(node, DecodeOrder)]
+    assert requests_of(world, decode, DecodeOrder) == [one]
+    world.send_from_node(decode, DecodeStarted(world.last_attempt_key(decode), 20, 0, 0))
+    assert requests_of(world, decode, DecodeOrder) == [one, two]
 
 
 def test_held_follower_can_be_cancelled(
@@ -257,7 +257,7 @@ def test_held_follower_can_be_cancelled(
     world.cancel(two)
     assert isinstance(world.end_error(two), Cancelled)
     commit(world, p0, d0)
-    assert requests_of(world, d0, m.DecodeOrder)[1:] == [three]
+    assert requests_of(world, d0, DecodeOrder)[1:] == [three]
     assert world.cancel(two) == []
 
 
@@ -276,9 +276,9 @@ def test_held_follower_survives_loss_of_its_nodes(
     world.lose_node(d0)
     world.lose_node(p0)
     p1, d1 = world.join_node("p1", PREFILL), world.join_node("d1", DECODE)
-    assert requests_of(world, p1, m.PrefillOrder) == [one]
+    assert requests_of(world, p1, PrefillOrder) == [one]
     commit(world, p1, d1)
-    assert requests_of(world, d1, m.DecodeOrder) == [one, two]
+    assert requests_of(world, d1, DecodeOrder) == [one, two]
 
 
 def test_held_follower_is_finished_while_draining(
@@ -289,7 +289,7 @@ def test_held_follower_is_finished_while_draining(
     with pytest.raises(ShuttingDown):
         world.submit()
     commit(world, p0, d0)
-    assert requests_of(world, d0, m.DecodeOrder)[-1] == two
+    assert requests_of(world, d0, DecodeOrder)[-1] == two
 
 
 def test_without_nodes_all_choices_are_rejected_together(
@@ -309,13 +309,13 @@ def test_choices_are_admitted_all_or_none(
     first = world.submit()
     for _ in range(6):
         world.submit(after=first)
-    arrivals = [world.make_request() for _ in range(3)]
+    requests = [world.make_request() for _ in range(3)]
     with pytest.raises(
         Overloaded, match="6 requests are waiting, 3 more would come, the limit is 8"
     ):
-        world.submit_all(*arrivals)
+        world.submit_all(*requests)
     assert len(world.brain.list_active_requests()) == 7
-    world.submit_all(*arrivals[:2])
+    world.submit_all(*requests[:2])
     assert len(world.brain.list_active_requests()) == 9
     with pytest.raises(InvalidRequest, match=r"9 outputs .* the limit is 8"):
         world.submit_all(*(world.make_request() for _ in range(9)))

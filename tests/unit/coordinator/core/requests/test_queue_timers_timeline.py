@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.pb.common_pb2 import Timeline
 from baton.types import AttemptKey, NodeName, RequestId
 from coordinator.core.admission.waiting_queue import MAX_BYPASS, SCAN_DEPTH, WaitingQueue
-from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.common.timers import RequestTimers
 from coordinator.core.requests.attempt_trace import TimelineStore, Timestamps
 from coordinator.core.requests.record import (
@@ -58,15 +58,15 @@ def test_requeued_request_goes_to_head() -> None:
 
 def test_retry_after_follows_service_rate() -> None:
     queue = filled(100)
-    assert queue.retry_after_seconds(0.0) == 1.0
+    assert queue.backlog.retry_after_seconds(0.0) == 1.0
     for second, name in enumerate(names(10)):
         queue.take_request(name, float(second))
-    assert queue.retry_after_seconds(9.0) == pytest.approx(
+    assert queue.backlog.retry_after_seconds(9.0) == pytest.approx(
         60.0
     )  # 90 waiting, about one a second, and the limit
     for name in names(100)[10:80]:
         queue.take_request(name, 10.0)
-    assert 1.0 <= queue.retry_after_seconds(11.0) < 5.0
+    assert 1.0 <= queue.backlog.retry_after_seconds(11.0) < 5.0
 
 
 def test_big_request_is_neither_starved_nor_blocking() -> None:

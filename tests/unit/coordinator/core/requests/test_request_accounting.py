@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.errors import (
     BatonError,
     IncompleteTransfer,
@@ -10,7 +11,7 @@ from baton.errors import (
     OutOfBlocks,
 )
 from baton.types import FinishReason, Incarnation, NodeName
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import FinishedResult, MemberLost
 from tests.unit.coordinator.core.brain_harness import BrainHarness, stream_first_token
 
 
@@ -20,9 +21,9 @@ def test_prompt_tokens_are_counted_once_and_later_attempts_as_recomputed(
     world.submit()
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
-    world.send_from_node(p0, m.PrefillEnded(key, computed_tokens=12, cached_tokens=8))
+    world.send_from_node(p0, PrefillEnded(key, computed_tokens=12, cached_tokens=8))
     world.send_from_node(
-        d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+        d0, DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
     )
     world.report_token(d0, key, 0)
     counters = world.brain.counters
@@ -33,7 +34,7 @@ def test_prompt_tokens_are_counted_once_and_later_attempts_as_recomputed(
     world.report_failure(d0, key, OutOfBlocks("full"))
     again = world.last_attempt_key(d0)
     world.report_reserved(d0, again, p0)
-    world.send_from_node(p0, m.PrefillEnded(again, computed_tokens=5, cached_tokens=16))
+    world.send_from_node(p0, PrefillEnded(again, computed_tokens=5, cached_tokens=16))
     world.report_token(d0, again, 1, finish=FinishReason.STOP)
     assert sum(counters.prompt_tokens.values()) == 20
     assert counters.recomputed_tokens == {"out_of_blocks": 5}
@@ -48,9 +49,9 @@ def test_tokens_of_unreported_attempt_are_not_cache_hits_of_next(
     world.report_failure(p0, world.last_attempt_key(p0), OutOfBlocks("full"))
     again = world.last_attempt_key(d0)
     world.report_reserved(d0, again, p0)
-    world.send_from_node(p0, m.PrefillEnded(again, computed_tokens=4, cached_tokens=16))
+    world.send_from_node(p0, PrefillEnded(again, computed_tokens=4, cached_tokens=16))
     world.report_token(d0, again, 0, finish=FinishReason.STOP)
-    assert world.end_event(request).result == m.FinishedResult(FinishReason.STOP, 0)
+    assert world.end_event(request).result == FinishedResult(FinishReason.STOP, 0)
     assert {k: v for k, v in world.brain.counters.prompt_tokens.items() if v} == {
         "computed_prefill": 20
     }
@@ -64,12 +65,12 @@ def test_prefill_report_counts_after_commit(
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
     world.send_from_node(
-        d0, m.DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
+        d0, DecodeStarted(key, computed_tokens=0, cached_tokens=0, received_tokens=20)
     )
     assert world.brain.count_attempts(p0) == 0
-    world.send_from_node(p0, m.PrefillEnded(key, computed_tokens=4, cached_tokens=16))
+    world.send_from_node(p0, PrefillEnded(key, computed_tokens=4, cached_tokens=16))
     world.report_token(d0, key, 0, finish=FinishReason.STOP)
-    assert world.end_event(request).result == m.FinishedResult(FinishReason.STOP, 16)
+    assert world.end_event(request).result == FinishedResult(FinishReason.STOP, 16)
     counted = {
         source: tokens for source, tokens in world.brain.counters.prompt_tokens.items() if tokens
     }
@@ -108,5 +109,5 @@ def test_lost_nodes_are_reported_as_effects(
     world: BrainHarness, p0: Incarnation, d0: Incarnation, error: BatonError
 ) -> None:
     effects = world.brain.remove_member(d0, error, world.now)
-    assert m.MemberLost(d0, NodeName("d0"), error) in effects
+    assert MemberLost(d0, NodeName("d0"), error) in effects
     assert world.brain.counters.lost_nodes == {error.code: 1}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder
 from baton.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -10,7 +11,7 @@ from baton.errors import (
     ShuttingDown,
 )
 from baton.types import DEFAULT_PRINCIPAL, FinishReason, Incarnation
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import AdmitRequest, FinishedResult
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
@@ -104,7 +105,7 @@ def test_new_requests_wait_admit_timeout_for_decode_node(
     assert "no decode node" in error.message
     world.join_node("new", DECODE)
     assert world.brain.get_request_state(saved) is RequestState.PLACED
-    admitted = [effect.request_id for effect in world.effects if isinstance(effect, m.AdmitRequest)]
+    admitted = [effect.request_id for effect in world.effects if isinstance(effect, AdmitRequest)]
     assert admitted == [saved]
 
 
@@ -129,7 +130,7 @@ def test_draining_rejects_new_and_finishes_running_requests(
         world.submit()
     key = stream_first_token(world, p0, d0)
     world.report_token(d0, key, 1, finish=FinishReason.LENGTH)
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
 
 
 # modes
@@ -139,10 +140,10 @@ def test_colocated_needs_no_prefill_node() -> None:
     world = BrainHarness(mode="colocated")
     d0 = world.join_node("d0", DECODE)
     request = world.submit(max_tokens=1)
-    (submit,) = world.messages_to(d0, m.DecodeOrder)
+    (submit,) = world.messages_to(d0, DecodeOrder)
     assert submit.kv_writer is None
     world.report_token(d0, submit.work.key, 0, finish=FinishReason.LENGTH)
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
 
 
 def test_colocated_prefill_has_no_answer_deadline() -> None:
@@ -158,7 +159,7 @@ def test_auto_uses_prefill_nodes_while_there_are_any() -> None:
     world = BrainHarness(mode="auto")
     d0 = world.join_node("d0", DECODE)
     world.submit()
-    assert world.messages_to(d0, m.DecodeOrder)[-1].kv_writer is None
+    assert world.messages_to(d0, DecodeOrder)[-1].kv_writer is None
     p0 = world.join_node("p0", PREFILL)
     world.submit()
-    assert world.messages_to(d0, m.DecodeOrder)[-1].kv_writer.incarnation == p0
+    assert world.messages_to(d0, DecodeOrder)[-1].kv_writer.incarnation == p0

@@ -2,6 +2,17 @@
 
 import pytest
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    CancelOrder,
+    DecodeOrder,
+    DecodeStarted,
+    PrefillOrder,
+    ReservationRefused,
+    StepTokens,
+    TicketOrder,
+)
 from baton.errors import (
     Cancelled,
     IncompleteTransfer,
@@ -11,7 +22,7 @@ from baton.errors import (
     ServiceUnavailable,
 )
 from baton.types import FinishReason, Incarnation, TokenEvent
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import AdmitRequest, FinishedResult
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import (
@@ -28,8 +39,8 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
 ) -> None:
     request = world.submit()
     (submit,), (prefill,) = (
-        world.messages_to(d0, m.DecodeOrder),
-        world.messages_to(p0, m.PrefillOrder),
+        world.messages_to(d0, DecodeOrder),
+        world.messages_to(p0, PrefillOrder),
     )
     assert submit.work == prefill.work
     assert submit.kv_writer.incarnation == p0
@@ -38,7 +49,7 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
     key = submit.work.key
     assert key == (request, 1, 0)
     world.report_reserved(d0, key, p0)
-    assert world.messages_to(p0, m.TicketOrder) == [m.TicketOrder(make_ticket(d0, key, p0))]
+    assert world.messages_to(p0, TicketOrder) == [TicketOrder(make_ticket(d0, key, p0))]
 
 
 def test_request_lifecycle_from_submit_to_finish(
@@ -49,14 +60,14 @@ def test_request_lifecycle_from_submit_to_finish(
     world.report_handed_off(p0, key)
     assert world.brain.count_attempts(p0) == 0
     world.send_from_node(
-        d0, m.StepTokens((TokenEvent(key, 1, 8), TokenEvent(key, 2, 9, FinishReason.LENGTH)))
+        d0, StepTokens((TokenEvent(key, 1, 8), TokenEvent(key, 2, 9, FinishReason.LENGTH)))
     )
     assert world.emitted_tokens(request) == [7, 8, 9]
     end = world.end_event(request)
-    assert end.result == m.FinishedResult(FinishReason.LENGTH, 0)
+    assert end.result == FinishedResult(FinishReason.LENGTH, 0)
     assert end.timeline.handoff.bytes == 10
     assert world.count_placed() == 0
-    assert world.messages_to(p0, m.CancelOrder) == []
+    assert world.messages_to(p0, CancelOrder) == []
     assert world.brain.counters.requests == {("length", "default"): 1}
     assert world.brain.get_timeline(request) == end.timeline
 
@@ -66,7 +77,7 @@ def test_decode_with_full_prefix_hit_cancels_prefill_leg(
 ) -> None:
     world.submit()
     world.report_reserved(d0, world.last_attempt_key(d0), None)
-    assert [cancel.key for cancel in world.messages_to(p0, m.CancelOrder)] == [
+    assert [cancel.key for cancel in world.messages_to(p0, CancelOrder)] == [
         world.last_attempt_key(d0)
     ]
     assert (world.brain.count_attempts(p0), world.brain.count_attempts(d0)) == (0, 1)
@@ -78,17 +89,17 @@ def test_final_first_token_may_come_from_prefill_node(
     request = world.submit()
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.STOP)
     assert world.emitted_tokens(request) == [7]
-    assert world.end_event(request).result == m.FinishedResult(FinishReason.STOP, 0)
-    assert len(world.messages_to(d0, m.CancelOrder)) == 1
+    assert world.end_event(request).result == FinishedResult(FinishReason.STOP, 0)
+    assert len(world.messages_to(d0, CancelOrder)) == 1
 
 
 def test_one_token_needs_no_decode_node(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit(max_tokens=1)
-    (prefill,) = world.messages_to(p0, m.PrefillOrder)
+    (prefill,) = world.messages_to(p0, PrefillOrder)
     assert prefill.needs_no_decode
-    assert world.messages_to(d0, m.DecodeOrder) == []
+    assert world.messages_to(d0, DecodeOrder) == []
     world.report_token(p0, prefill.work.key, 0, finish=FinishReason.LENGTH)
     assert world.emitted_tokens(request) == [7]
     assert world.count_placed() == 0
@@ -99,11 +110,11 @@ def test_single_token_request_is_admitted_before_decode_node_joins(
 ) -> None:
     """Or its client would wait for ever for a word that its request is accepted."""
     request = world.submit(max_tokens=1)
-    assert [
-        effect.request_id for effect in world.effects if isinstance(effect, m.AdmitRequest)
-    ] == [request]
+    assert [effect.request_id for effect in world.effects if isinstance(effect, AdmitRequest)] == [
+        request
+    ]
     world.report_token(p0, world.last_attempt_key(p0), 0, finish=FinishReason.LENGTH)
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
     other = world.submit(max_tokens=2)
     world.advance(1.0)
     assert isinstance(world.end_error(other), ServiceUnavailable)
@@ -115,12 +126,12 @@ def test_last_token_of_requeued_request_needs_no_decode_node(
     request = world.submit(max_tokens=2)
     key = stream_first_token(world, p0, d0)
     world.report_failure(d0, key, LeaseExpired("late"))
-    prefill = world.messages_to(p0, m.PrefillOrder)[-1]
+    prefill = world.messages_to(p0, PrefillOrder)[-1]
     assert prefill.needs_no_decode
     assert prefill.work.emitted_token_ids == (7,)
     world.report_token(p0, prefill.work.key, 1, token=9, finish=FinishReason.LENGTH)
     assert world.emitted_tokens(request) == [7, 9]
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
 
 
 def test_complete_output_ends_request_without_finish_reason_from_node(
@@ -129,7 +140,7 @@ def test_complete_output_ends_request_without_finish_reason_from_node(
     request = world.submit(max_tokens=2)
     key = stream_first_token(world, p0, d0)
     world.report_token(d0, key, 1)
-    assert world.end_event(request).result == m.FinishedResult(FinishReason.LENGTH, 0)
+    assert world.end_event(request).result == FinishedResult(FinishReason.LENGTH, 0)
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
@@ -142,7 +153,7 @@ def test_repeated_or_missing_token_fails_only_the_attempt(
     assert world.emitted_tokens(request) == [7]
     again = world.last_attempt_key(d0)
     assert again == (request, 2, 0)
-    assert world.messages_to(d0, m.DecodeOrder)[-1].work.emitted_token_ids == (7,)
+    assert world.messages_to(d0, DecodeOrder)[-1].work.emitted_token_ids == (7,)
     assert world.brain.counters.replaced_attempts == {"stale": 1}
 
 
@@ -152,9 +163,9 @@ def test_tokens_after_the_last_one_change_nothing(
     request = world.submit(max_tokens=8)
     key = stream_first_token(world, p0, d0)
     late = (TokenEvent(key, 1, 8, FinishReason.STOP), TokenEvent(key, 2, 9))
-    world.send_from_node(d0, m.StepTokens(late))
+    world.send_from_node(d0, StepTokens(late))
     assert world.emitted_tokens(request) == [7, 8]
-    assert isinstance(world.end_event(request).result, m.FinishedResult)
+    assert isinstance(world.end_event(request).result, FinishedResult)
 
 
 def test_prefill_node_may_not_stream_tokens(
@@ -172,17 +183,17 @@ def test_messages_of_another_attempt_or_node_are_dropped(
     d1 = world.join_node("d1", DECODE)
     request = world.submit()
     first = world.last_attempt_key(p0)
-    used, spare = (d0, d1) if world.messages_to(d0, m.DecodeOrder) else (d1, d0)
+    used, spare = (d0, d1) if world.messages_to(d0, DecodeOrder) else (d1, d0)
     world.report_reserved(used, first, p0)
     assert world.report_token(spare, first, 0) == []
     world.report_failure(used, first, LeaseExpired("late"))
     assert world.last_attempt_key(p0).attempt_number == 2
     for message in (
-        m.StepTokens((TokenEvent(first, 0, 5),)),
-        m.BlocksReserved(first, None, 0),
-        m.ReservationRefused(first, 1, 0),
-        m.AttemptFailed(first, InvalidRequest("late")),
-        m.DecodeStarted(first, 0, 0, 0),
+        StepTokens((TokenEvent(first, 0, 5),)),
+        BlocksReserved(first, None, 0),
+        ReservationRefused(first, 1, 0),
+        AttemptFailed(first, InvalidRequest("late")),
+        DecodeStarted(first, 0, 0, 0),
     ):
         assert world.send_from_node(used, message) == []
     assert world.emitted_tokens(request) == []
@@ -216,8 +227,8 @@ def test_ticket_for_other_attempt_or_node_is_not_forwarded(
 ) -> None:
     world.submit()
     key = world.last_attempt_key(d0)
-    world.send_from_node(d0, m.BlocksReserved(key, make_ticket(d0, key, Incarnation("p9#1")), 0))
-    assert world.messages_to(p0, m.TicketOrder) == []
+    world.send_from_node(d0, BlocksReserved(key, make_ticket(d0, key, Incarnation("p9#1")), 0))
+    assert world.messages_to(p0, TicketOrder) == []
     assert world.brain.counters.replaced_attempts == {"stale": 1}
 
 
@@ -234,9 +245,7 @@ def test_node_death_requeues_request_with_emitted_tokens(moment: str) -> None:
             world.report_token(d0, key, 0)
         new = world.join_node("p1", PREFILL) if victim == "p" else world.join_node("d1", DECODE)
         world.lose_node(p0 if victim == "p" else d0)
-        work = (world.messages_to(new, m.PrefillOrder) or world.messages_to(new, m.DecodeOrder))[
-            0
-        ].work
+        work = (world.messages_to(new, PrefillOrder) or world.messages_to(new, DecodeOrder))[0].work
         assert list(work.emitted_token_ids) == world.emitted_tokens(request)
         assert work.key.attempt_number == 2
         assert len(work.request.prompt_token_ids) == 20
@@ -260,13 +269,13 @@ def test_prefill_node_may_leave_after_commit(
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
     if proof == "admitted":
-        world.send_from_node(d0, m.DecodeStarted(key, 0, 0, 20))
+        world.send_from_node(d0, DecodeStarted(key, 0, 0, 20))
     elif proof == "token":
         world.report_token(d0, key, 0)
     else:
         world.report_handed_off(p0, key)
     assert world.brain.count_attempts(p0) == 0
-    assert world.messages_to(p0, m.CancelOrder) == []
+    assert world.messages_to(p0, CancelOrder) == []
     world.report_failure(p0, key, LeaseExpired("the acknowledgement was lost"))
     world.lose_node(p0)
     world.report_token(d0, key, len(world.emitted_tokens(request)))
@@ -281,7 +290,7 @@ def test_handoff_report_counts_after_request_end(
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)
     world.report_token(d0, key, 0, finish=FinishReason.STOP)
-    assert world.messages_to(p0, m.CancelOrder) == []
+    assert world.messages_to(p0, CancelOrder) == []
     for _ in range(2):
         world.report_handed_off(p0, key)
     assert world.brain.counters.handoffs == {("committed", "shm"): 1}
@@ -296,7 +305,7 @@ def test_non_replaceable_error_ends_request(
     request = world.submit()
     world.report_failure(p0, world.last_attempt_key(p0), InvalidRequest("token 5 is bad"))
     assert isinstance(world.end_error(request), InvalidRequest)
-    assert len(world.messages_to(d0, m.CancelOrder)) == 1
+    assert len(world.messages_to(d0, CancelOrder)) == 1
 
 
 def test_attempts_are_bounded_and_last_error_is_returned(
@@ -382,7 +391,7 @@ def test_requeued_requests_go_first_oldest_before_others(
     assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
-    assert [order.work.key.request_id for order in world.messages_to(d1, m.DecodeOrder)] == [
+    assert [order.work.key.request_id for order in world.messages_to(d1, DecodeOrder)] == [
         *placed,
         waiting,
     ]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice, PrefillOrder
 from baton.errors import Cancelled, DeadlineExceeded
 from baton.types import AttemptSpec, FinishReason, Incarnation, RequestId
-from coordinator.core.common import messages as m
+from coordinator.core.common.effects import Effect, FinishedResult, SendOrder
 from coordinator.core.requests.record import TERMINAL_STATES, RequestState
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -100,13 +101,13 @@ def arrange(state: RequestState) -> RequestInState:
     return it
 
 
-def cancels(it: RequestInState, effects: list[m.Effect]) -> set[str]:
+def cancels(it: RequestInState, effects: list[Effect]) -> set[str]:
     names = {it.prefill: "prefill", it.decode: "decode"}
     return {
         names[effect.incarnation]
         for effect in effects
-        if isinstance(effect, m.SendOrder)
-        and isinstance(effect.order, m.CancelOrder)
+        if isinstance(effect, SendOrder)
+        and isinstance(effect.order, CancelOrder)
         and effect.order.key[0] == it.request
     }
 
@@ -131,7 +132,7 @@ def test_stop(state: RequestState) -> None:
     if state in TERMINAL_STATES:
         assert effects == []
     else:
-        assert isinstance(end.result, m.FinishedResult)
+        assert isinstance(end.result, FinishedResult)
         assert end.result.reason is FinishReason.STOP
     assert cancels(it, effects) == LEGS[state]
     assert it.world.stop(it.request) == []
@@ -153,7 +154,7 @@ def test_node_gone(state: RequestState, victim: str) -> None:
     tokens = it.world.emitted_tokens(it.request)
     dead, other = (it.prefill, it.decode) if victim == "prefill" else (it.decode, it.prefill)
     effects = it.world.lose_node(dead)
-    assert m.SendOrder(other, m.PeerLostNotice(dead)) in effects
+    assert SendOrder(other, PeerLostNotice(dead)) in effects
     lost = victim in LEGS[state]
     assert cancels(it, effects) == (LEGS[state] - {victim} if lost else set())
     if state in TERMINAL_STATES:
@@ -171,7 +172,7 @@ def test_node_gone(state: RequestState, victim: str) -> None:
     placed = [work for work in works(it, successor) if work.key.request_id == it.request]
     assert list(placed[-1].emitted_token_ids) == tokens
     if victim == "prefill":
-        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].kv_writer is None, (
+        assert it.world.messages_to(it.decode, DecodeOrder)[-1].kv_writer is None, (
             "decode computes the prompt itself"
         )
     assert it.world.end_events(it.request) == []
@@ -180,6 +181,6 @@ def test_node_gone(state: RequestState, victim: str) -> None:
 def works(it: RequestInState, node: Incarnation) -> list[AttemptSpec]:
     return [
         order.work
-        for order in it.world.messages_to(node, m.DecodeOrder)
-        + it.world.messages_to(node, m.PrefillOrder)
+        for order in it.world.messages_to(node, DecodeOrder)
+        + it.world.messages_to(node, PrefillOrder)
     ]

@@ -16,6 +16,18 @@ from hypothesis.stateful import (
     rule,
 )
 
+from baton.cluster_link.messages import (
+    AttemptFailed,
+    BlocksReserved,
+    DecodeOrder,
+    DecodeStarted,
+    HandoffCompleted,
+    PrefillEnded,
+    PrefillOrder,
+    PromptLogprobsReport,
+    ReservationRefused,
+    StepTokens,
+)
 from baton.errors import (
     BatonError,
     HandoffFailed,
@@ -27,7 +39,6 @@ from baton.errors import (
 )
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
-from coordinator.core.common import messages as m
 from coordinator.core.requests.record import RequestState
 from tests.unit.coordinator.core.brain_harness import make_ticket
 from tests.unit.coordinator.core.requests.request_table_model import (
@@ -194,45 +205,45 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
     @rule(target=orders, order=orders)
     def it_is_reserved(self, order: PlacedOrder) -> Orders:
         node, told = order
-        if isinstance(told, m.DecodeOrder):
+        if isinstance(told, DecodeOrder):
             writer = told.kv_writer.incarnation if told.kv_writer else None
             ticket = make_ticket(node, told.work.key, writer) if writer else None
-            self.send_from_node(node, m.BlocksReserved(told.work.key, ticket, 0))
+            self.send_from_node(node, BlocksReserved(told.work.key, ticket, 0))
         return self.new_orders()
 
     @rule(target=orders, order=orders)
     def it_needs_no_writer(self, order: PlacedOrder) -> Orders:
-        if isinstance(order[1], m.DecodeOrder):
-            self.send_from_node(order[0], m.BlocksReserved(order[1].work.key, None, 0))
+        if isinstance(order[1], DecodeOrder):
+            self.send_from_node(order[0], BlocksReserved(order[1].work.key, None, 0))
         return self.new_orders()
 
     @rule(target=orders, order=orders, needed=st.integers(1, 40), free=st.integers(0, 32))
     def it_is_refused(self, order: PlacedOrder, needed: int, free: int) -> Orders:
         self.send_from_node(
-            order[0], m.ReservationRefused(order[1].work.key, needed, free), last_word=True
+            order[0], ReservationRefused(order[1].work.key, needed, free), last_word=True
         )
         return self.new_orders()
 
     @rule(target=orders, order=orders, error=errors)
     def it_fails(self, order: PlacedOrder, error: BatonError) -> Orders:
-        self.send_from_node(order[0], m.AttemptFailed(order[1].work.key, error), last_word=True)
+        self.send_from_node(order[0], AttemptFailed(order[1].work.key, error), last_word=True)
         return self.new_orders()
 
     @rule(target=orders, order=orders, computed=st.integers(0, 50), cached=st.integers(0, 50))
     def it_is_computed(self, order: PlacedOrder, computed: int, cached: int) -> Orders:
-        self.send_from_node(order[0], m.PrefillEnded(order[1].work.key, computed, cached))
+        self.send_from_node(order[0], PrefillEnded(order[1].work.key, computed, cached))
         return self.new_orders()
 
     @rule(target=orders, order=orders)
     def it_is_handed_off(self, order: PlacedOrder) -> Orders:
         node, told = order
-        message = m.HandoffCompleted(told.work.key, HandoffReport(transport="shm"))
-        self.send_from_node(node, message, last_word=isinstance(told, m.PrefillOrder))
+        message = HandoffCompleted(told.work.key, HandoffReport(transport="shm"))
+        self.send_from_node(node, message, last_word=isinstance(told, PrefillOrder))
         return self.new_orders()
 
     @rule(target=orders, order=orders, received=st.integers(0, 50))
     def it_runs(self, order: PlacedOrder, received: int) -> Orders:
-        self.send_from_node(order[0], m.DecodeStarted(order[1].work.key, 0, 0, received))
+        self.send_from_node(order[0], DecodeStarted(order[1].work.key, 0, 0, received))
         return self.new_orders()
 
     @rule(target=orders, order=orders, count=st.integers(1, 4), stop=st.booleans())
@@ -242,7 +253,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         node, told = order
         key = told.work.key
         start = len(self.clients[key.request_id].tokens)
-        finish = FinishReason.STOP if stop or isinstance(told, m.PrefillOrder) else None
+        finish = FinishReason.STOP if stop or isinstance(told, PrefillOrder) else None
         top = (
             self.expected_requests[key.request_id].logprobs
             if key.request_id in self.expected_requests
@@ -255,11 +266,11 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
             )
             for n, token in enumerate(tokens)
         ]
-        if isinstance(told, m.PrefillOrder):
+        if isinstance(told, PrefillOrder):
             events = events[:1]
         if finish is not None:
             events[-1] = replace(events[-1], finish_reason=finish)
-        self.send_from_node(node, m.StepTokens(tuple(events)))
+        self.send_from_node(node, StepTokens(tuple(events)))
         return self.new_orders()
 
     @rule(target=orders, order=orders, count=st.sampled_from([1, 2, 120]))
@@ -269,7 +280,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         come = self.received_prompt_logprobs[key]
         if scores[come:]:
             self.send_from_node(
-                order[0], m.PromptLogprobsReport(key, come + 1, scores[come : come + count])
+                order[0], PromptLogprobsReport(key, come + 1, scores[come : come + count])
             )
         return self.new_orders()
 
@@ -277,9 +288,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
     def its_prompt_is_scored_wrongly(self, order: PlacedOrder, first: int) -> Orders:
         key = order[1].work.key
         if first != self.received_prompt_logprobs[key] + 1:
-            self.send_from_node(
-                order[0], m.PromptLogprobsReport(key, first, (TokenLogprobs(WRONG),))
-            )
+            self.send_from_node(order[0], PromptLogprobsReport(key, first, (TokenLogprobs(WRONG),)))
         return self.new_orders()
 
     @rule(target=orders, order=orders, top=st.sampled_from([None, 1, 3]))
@@ -290,7 +299,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
             index, finish = len(self.clients[key.request_id].tokens), FinishReason.STOP
             self.send_from_node(
                 node,
-                m.StepTokens(
+                StepTokens(
                     (
                         TokenEvent(
                             key, index, WRONG, finish, expected_logprobs(key.request_id, 1, top)
@@ -305,7 +314,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         key = order[1].work.key
         index = max(0, len(self.clients[key.request_id].tokens) + offset)
         if index != len(self.clients[key.request_id].tokens):
-            self.send_from_node(order[0], m.StepTokens((TokenEvent(key, index, WRONG),)))
+            self.send_from_node(order[0], StepTokens((TokenEvent(key, index, WRONG),)))
         return self.new_orders()
 
     @rule(target=orders, order=orders, other=orders)
@@ -314,9 +323,9 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         if (stranger, key) not in self.legs:
             index = len(self.clients[key.request_id].tokens)
             for message in (
-                m.StepTokens((TokenEvent(key, index, WRONG, FinishReason.STOP),)),
-                m.AttemptFailed(key, HandoffFailed("not mine")),
-                m.ReservationRefused(key, 1, 0),
+                StepTokens((TokenEvent(key, index, WRONG, FinishReason.STOP),)),
+                AttemptFailed(key, HandoffFailed("not mine")),
+                ReservationRefused(key, 1, 0),
             ):
                 self.send_from_node(stranger, message)
         return self.new_orders()

@@ -3,6 +3,7 @@ forward progress."""
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder, ReservationRefused
 from baton.errors import (
     Cancelled,
     IncompleteTransfer,
@@ -12,8 +13,8 @@ from baton.errors import (
     StaleMessage,
 )
 from baton.types import FinishReason, Incarnation, RequestId
-from coordinator.core.common import messages as m
 from coordinator.core.common.breaker_state import BreakerState
+from coordinator.core.common.effects import BreakerChanged, EndRequest
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from coordinator.core.placement.breakers import (
     FAILURES_TO_OPEN,
@@ -36,8 +37,8 @@ def wide(
     return world, world.join_node("p0", PREFILL, **room), world.join_node("d0", DECODE, **room)
 
 
-def placed_keys(world: BrainHarness, node: Incarnation) -> list[m.DecodeOrder]:
-    return world.messages_to(node, m.DecodeOrder)
+def placed_keys(world: BrainHarness, node: Incarnation) -> list[DecodeOrder]:
+    return world.messages_to(node, DecodeOrder)
 
 
 # the retry budget
@@ -59,7 +60,7 @@ def test_retries_are_limited_to_share_of_offered_requests() -> None:
     brain = world.brain
     assert brain.retries.held_back_count > 0
     assert brain.queued_requests + brain.running_requests == offered, "they wait: nobody has failed"
-    assert [effect for effect in world.effects if isinstance(effect, m.EndRequest)] == []
+    assert [effect for effect in world.effects if isinstance(effect, EndRequest)] == []
     before = len(placed_keys(world, d0))
     world.advance(2 * WINDOW_SECONDS)
     world.advance(MAX_BACKOFF_SECONDS)
@@ -159,7 +160,7 @@ def serve(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> Non
 
 
 def changes(world: BrainHarness) -> list[BreakerState]:
-    return [effect.state for effect in world.effects if isinstance(effect, m.BreakerChanged)]
+    return [effect.state for effect in world.effects if isinstance(effect, BreakerChanged)]
 
 
 def trip(world: BrainHarness, decode: Incarnation) -> RequestId:
@@ -243,7 +244,7 @@ def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None
             world.cancel(request)
     for _ in range(FAILURES_TO_OPEN + 1):
         request = world.submit(timeout=FAR)
-        world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), 3, 2))
+        world.send_from_node(d0, ReservationRefused(world.last_attempt_key(d0), 3, 2))
         world.cancel(request)
         world.send_heartbeat(d0)
     assert changes(world) == []
@@ -308,7 +309,7 @@ def test_waiting_for_room_counts_as_stalled(world: BrainHarness) -> None:
     d0 = world.join_node("d0", DECODE)
     world.submit(timeout=FAR)
     world.send_from_node(
-        d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2)
+        d0, ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2)
     )
     world.advance(20.0)
     assert (world.brain.running_requests, world.brain.queued_requests) == (0, 1)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.types import AttemptKey, RequestId
-from coordinator.core.common.messages import DecodeStarted, PrefillEnded
 from coordinator.core.requests.record import (
     TokenSources,
     compute_token_sources,

@@ -50,12 +50,12 @@ def count_found_tokens(pool: BlockPool, chain: HashChain) -> int:
 # tickets: every state against every operation
 
 STEPS = {
-    "reserve": lambda pool: pool.reserve_for_ticket(2, T, "a"),
-    "mark_writing": lambda pool: pool.mark_writing(T),
-    "commit": lambda pool: pool.commit_ticket(T),
-    "release_ticket": lambda pool: pool.release_ticket(T),
-    "quarantine": lambda pool: pool.quarantine_ticket(T),
-    "fenced": lambda pool: pool.free_quarantined_ticket(T),
+    "reserve": lambda pool: pool.reservations.reserve_for_ticket(2, T, "a"),
+    "mark_writing": lambda pool: pool.reservations.mark_writing(T),
+    "commit": lambda pool: pool.reservations.commit_ticket(T),
+    "release_ticket": lambda pool: pool.reservations.release_ticket(T),
+    "quarantine": lambda pool: pool.reservations.quarantine_ticket(T),
+    "fenced": lambda pool: pool.reservations.free_quarantined_ticket(T),
 }
 PATHS: dict[BlockState, list[str]] = {
     BlockState.FREE: [],
@@ -86,29 +86,29 @@ def test_ticket_transitions(state: BlockState, step: str) -> None:
     pool = make_pool(2)
     for each in PATHS[state]:
         STEPS[each](pool)
-    assert pool.count_blocks(state) == 2
+    assert pool.ownership.count_blocks(state) == 2
     after = LEGAL.get((state, step))
     if after is None and (state, step) == (BlockState.IN_USE, "reserve"):
         assert (
-            pool.reserve_for_ticket(1, T, "a") is None
+            pool.reservations.reserve_for_ticket(1, T, "a") is None
         )  # a ticket that has committed is forgotten; there is no room
     elif after is None:
         with pytest.raises(BlockLedgerError):
             STEPS[step](pool)
     else:
         STEPS[step](pool)
-        assert pool.count_blocks(after) == 2
+        assert pool.ownership.count_blocks(after) == 2
     pool.check_invariants()
 
 
 def test_quarantined_blocks_are_not_allocated() -> None:
     pool = make_pool(4)
-    pool.reserve_for_ticket(3, T, "a")
-    pool.mark_writing(T)
-    pool.quarantine_ticket(T)
+    pool.reservations.reserve_for_ticket(3, T, "a")
+    pool.reservations.mark_writing(T)
+    pool.reservations.quarantine_ticket(T)
     assert pool.num_available_blocks == 1
     assert pool.allocate_blocks(2, "b") is None
-    pool.free_quarantined_ticket(T)
+    pool.reservations.free_quarantined_ticket(T)
     assert pool.allocate_blocks(4, "b") is not None
 
 
@@ -119,8 +119,8 @@ def test_failed_allocation_changes_nothing() -> None:
     pool = make_pool(4)
     pool.allocate_blocks(3, "a")
     assert pool.allocate_blocks(2, "b") is None
-    assert pool.reserve_for_ticket(2, T, "b") is None
-    assert pool.count_blocks_held_by("b") == 0
+    assert pool.reservations.reserve_for_ticket(2, T, "b") is None
+    assert pool.ownership.count_blocks_held_by("b") == 0
     assert pool.num_available_blocks == 1
     pool.check_invariants()
 
@@ -186,7 +186,7 @@ def test_partly_filled_block_is_cached_on_release() -> None:
     block, *_ = pool.allocate_blocks(1, "a") or ()
     pool.index_block(block, HashChain(ROOT, [1, 2, 3], SIZE), 0, 3)
     pool.release_blocks((block,), "a")
-    assert pool.get_block_state(block) is BlockState.CACHED
+    assert pool.ownership.get_block_state(block) is BlockState.CACHED
     assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").partial_hit == PartialHit(
         block, 3
     )
@@ -209,7 +209,7 @@ def test_match_prefix_respects_max_tokens(cap: int, blocks: int, partial: int) -
     assert len(match.blocks) == blocks
     assert (match.partial_hit.num_tokens if match.partial_hit else 0) == partial
     assert match.num_tokens == cap
-    assert pool.count_blocks_held_by("a") == blocks + (1 if partial else 0)
+    assert pool.ownership.count_blocks_held_by("a") == blocks + (1 if partial else 0)
     pool.check_invariants()
 
 
@@ -220,7 +220,7 @@ def test_a_match_is_safe_from_eviction() -> None:
     assert match.partial_hit is not None
     assert pool.allocate_blocks(3, "b") is None, "two blocks are free, two are referenced"
     assert pool.allocate_blocks(2, "b") is not None
-    assert pool.get_block_state(match.partial_hit.source_block) is BlockState.IN_USE
+    assert pool.ownership.get_block_state(match.partial_hit.source_block) is BlockState.IN_USE
 
 
 def test_eviction_takes_the_least_recent_and_leaves_before_parents() -> None:
@@ -258,11 +258,11 @@ def test_one_of_equal_blocks_is_cached() -> None:
     )
     pool.release_blocks((BlockIndex(0),), "a")
     pool.release_blocks((BlockIndex(0),), "c")
-    assert pool.get_block_state(BlockIndex(0)) is BlockState.FREE, "its twin lives on"
+    assert pool.ownership.get_block_state(BlockIndex(0)) is BlockState.FREE, "its twin lives on"
     assert pool.match_prefix(HashChain(ROOT, tokens, SIZE), 4, "c").blocks == (1,)
     pool.release_blocks((BlockIndex(1),), "c")
     pool.release_blocks((BlockIndex(1),), "b")
-    assert pool.get_block_state(BlockIndex(1)) is BlockState.CACHED
+    assert pool.ownership.get_block_state(BlockIndex(1)) is BlockState.CACHED
     pool.check_invariants()
 
 
@@ -271,9 +271,9 @@ def test_cached_duplicate_gives_way_to_block_in_use() -> None:
     chain = HashChain(ROOT, [1, 2, 3, 4], SIZE)
     pool.allocate_blocks(1, "late")  # began before the other was there
     cache_tokens(pool, [1, 2, 3, 4])
-    assert pool.count_blocks(BlockState.CACHED) == 1
+    assert pool.ownership.count_blocks(BlockState.CACHED) == 1
     pool.index_block(BlockIndex(0), chain, 0)
-    assert pool.count_blocks(BlockState.CACHED) == 0
+    assert pool.ownership.count_blocks(BlockState.CACHED) == 0
     assert pool.match_prefix(chain, 4, "a").blocks == (0,)
     pool.check_invariants()
 
@@ -288,9 +288,9 @@ def test_ledger_names_every_owner() -> None:
     assert shared is not None
     clock.advance(3.0)
     pool.share_blocks(shared, "b")
-    pool.reserve_for_ticket(3, T, "c")
+    pool.reservations.reserve_for_ticket(3, T, "c")
     clock.advance(1.0)
-    pool.mark_writing(T)
+    pool.reservations.mark_writing(T)
     clock.advance(0.5)
     ledger = pool.take_ledger()
     assert ledger.is_balanced
@@ -316,6 +316,6 @@ def test_ledger_names_every_owner() -> None:
 def test_check_invariants_finds_a_broken_account() -> None:
     pool = make_pool()
     pool.allocate_blocks(2, "a")
-    pool._ownership._ref_counts[0] = 0
+    pool.ownership._ref_counts[0] = 0
     with pytest.raises(BlockLedgerError, match="references"):
         pool.check_invariants()

@@ -147,7 +147,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def reserve(self, count: int) -> TicketId | MultipleResults[TicketId]:
         ticket = TicketId(self.mint_name())
         available = self.pool.num_available_blocks
-        blocks = self.pool.reserve_for_ticket(count, ticket, ticket)
+        blocks = self.pool.reservations.reserve_for_ticket(count, ticket, ticket)
         assert (blocks is None) == (count > available)
         if blocks is None:
             return multiple()
@@ -157,28 +157,28 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(target=writing, ticket=consumes(reserved))
     def write(self, ticket: TicketId) -> TicketId:
-        self.pool.mark_writing(ticket)
+        self.pool.reservations.mark_writing(ticket)
         return ticket
 
     @rule(target=holders, ticket=consumes(writing), token=st.integers(0, 1))
     def commit(self, ticket: TicketId, token: int) -> ModelledSequence:
-        blocks = self.pool.commit_ticket(ticket)
+        blocks = self.pool.reservations.commit_ticket(ticket)
         assert blocks == self.out.pop(ticket)
         return ModelledSequence(ticket, [token] * SIZE * len(blocks), list(blocks), 0)
 
     @rule(target=quarantined, ticket=consumes(reserved) | consumes(writing))
     def lose(self, ticket: TicketId) -> TicketId:
-        self.pool.quarantine_ticket(ticket)
+        self.pool.reservations.quarantine_ticket(ticket)
         return ticket
 
     @rule(ticket=consumes(reserved) | consumes(writing))
     def lose_fenced(self, ticket: TicketId) -> None:
-        self.pool.release_ticket(ticket)
+        self.pool.reservations.release_ticket(ticket)
         self.end(ticket)
 
     @rule(ticket=consumes(quarantined))
     def fence(self, ticket: TicketId) -> None:
-        self.pool.free_quarantined_ticket(ticket)
+        self.pool.reservations.free_quarantined_ticket(ticket)
         self.end(ticket)
 
     def end(self, ticket: TicketId) -> None:
@@ -194,17 +194,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert ledger.is_balanced
         for block, owners in self.owned.items():
             if not any(block in promised for promised in self.out.values()):
-                assert self.pool.get_ref_count(block) == len(owners)
+                assert self.pool.ownership.get_ref_count(block) == len(owners)
         for state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
             assert sum(
                 each.num_blocks for each in ledger.entries if each.state is state
-            ) == self.pool.count_blocks(state)
+            ) == self.pool.ownership.count_blocks(state)
 
     @invariant()
     def nobody_is_stranded(self) -> None:
         if hasattr(self, "pool"):
             for number in range(self.pool.num_blocks):
-                if self.pool.get_block_state(BlockIndex(number)) is BlockState.CACHED:
+                if self.pool.ownership.get_block_state(BlockIndex(number)) is BlockState.CACHED:
                     parent = self.pool.prefix_index.get_entry(BlockIndex(number)).parent_hash
                     assert parent == ROOT or self.pool.prefix_index.list_blocks_with_hash(parent)
 

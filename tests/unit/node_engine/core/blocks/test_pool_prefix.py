@@ -50,12 +50,19 @@ def test_pool_blocks_use_no_own_blocks() -> None:
     found.release()
     node.scheduler.schedule_step()
     assert sequence.block_table[:3] == list(POOL_BLOCKS[:3])
-    assert (sequence.num_pool_blocks, sequence.num_own_blocks, node.pool.num_available_blocks) == (
+    assert (
+        sequence.pool_use.num_blocks,
+        sequence.num_own_blocks,
+        node.pool.num_available_blocks,
+    ) == (
         3,
         3,
         3,
     )
-    assert (sequence.num_cached_tokens, sequence.num_pool_tokens) == (3 * BLOCK + 7, 3 * BLOCK + 7)
+    assert (sequence.num_cached_tokens, sequence.pool_use.num_tokens) == (
+        3 * BLOCK + 7,
+        3 * BLOCK + 7,
+    )
     assert sequence.pending_copy == (POOL_BLOCKS[3], sequence.block_table[3])
     assert pin.num_released == 0
 
@@ -89,7 +96,7 @@ def test_own_blocks_are_preferred_to_pool_blocks() -> None:
         False,
         False,
     ]
-    assert sequence.num_pool_tokens == 2 * BLOCK
+    assert sequence.pool_use.num_tokens == 2 * BLOCK
 
 
 def test_unused_pool_pin_is_released_at_admission() -> None:

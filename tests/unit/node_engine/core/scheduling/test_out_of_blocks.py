@@ -4,7 +4,7 @@ import pytest
 
 from baton.types import TicketId
 from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import PrefillCompleted, PrefillRequeued, SequenceFailed
 from node_engine.core.sequences.sequence import SequenceState, handoff_owner_label
 from node_engine.core.step.step_batch import StepBatch
@@ -31,7 +31,7 @@ def test_newer_prefill_is_preempted_half_computed() -> None:
     node.step()
     node.add_work(young)
     node.step()
-    assert node.pool.reserve_for_ticket(1, TICKET_ID, "someone else") is not None
+    assert node.pool.reservations.reserve_for_ticket(1, TICKET_ID, "someone else") is not None
     node.run()
     assert node.error_codes() == {young.key: "preempted"}
     assert node.emitted_tokens(young) == []
@@ -49,7 +49,7 @@ def test_preemption_returns_blocks_and_lets_the_oldest_finish() -> None:
     for job in jobs[1:]:
         seen = node.emitted_tokens(job)
         assert seen == expected_tokens(job)[: len(seen)]
-    assert node.pool.count_blocks(BlockState.IN_USE) == 0
+    assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_sequence_larger_than_the_cache_fails() -> None:
@@ -63,7 +63,7 @@ def test_sequence_larger_than_the_cache_fails() -> None:
     )
     [failed] = [each for each in node.outcomes if isinstance(each, SequenceFailed)]
     assert "needs 3 blocks, the cache has 2" in failed.error.message
-    assert node.pool.count_blocks(BlockState.IN_USE) == 0
+    assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_growth_waits_for_reserved_blocks() -> None:
@@ -77,15 +77,15 @@ def test_growth_waits_for_reserved_blocks() -> None:
     assert not isinstance(
         node.scheduler.reserve_for_handoff(awaited, node.root, TICKET_ID), CapacityRefusal
     )
-    node.pool.reserve_for_ticket(1, TicketId("u"), "someone else")
+    node.pool.reservations.reserve_for_ticket(1, TicketId("u"), "someone else")
     node.run()
     waiting = node.emitted_tokens(job)
     assert len(waiting) < 30
     assert node.step() is None
     assert node.scheduler.cancel_sequence(awaited.key)
-    node.pool.quarantine_ticket(TICKET_ID)
+    node.pool.reservations.quarantine_ticket(TICKET_ID)
     assert node.step() is None, "in quarantine nothing may be reused"
-    node.pool.free_quarantined_ticket(TICKET_ID)
+    node.pool.reservations.free_quarantined_ticket(TICKET_ID)
     node.run()
     assert node.emitted_tokens(job) == expected_tokens(job)
 
@@ -103,7 +103,7 @@ def test_unticketed_prefill_is_requeued_newest_first() -> None:
     node.step()
     dropped = [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)]
     assert dropped == [guesses[2].key]
-    sequence = node.scheduler.get_sequence(guesses[2].key)
+    sequence = node.scheduler.sequences.get(guesses[2].key)
     assert sequence is not None
     assert (sequence.state, sequence.block_table, sequence.num_computed_tokens) == (
         SequenceState.WAITING,
@@ -222,7 +222,7 @@ def test_ticketed_prefill_is_not_requeued() -> None:
     node.add_work(firm, is_prefill_only=True)
     node.scheduler.mark_ticketed(firm.key)
     assert node.step() is None
-    assert node.pool.count_blocks_held_by(str(guess.key)) == 4
+    assert node.pool.ownership.count_blocks_held_by(str(guess.key)) == 4
 
 
 def test_ticketed_prefill_goes_before_unticketed() -> None:
@@ -303,14 +303,16 @@ def test_blocks_being_written_return_when_the_step_has_ended(how: str) -> None:
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     assert node.scheduler.cancel_sequence(job.key)
-    assert node.pool.count_blocks_held_by(str(job.key)) == 2, "the engine may be writing them"
+    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 2, (
+        "the engine may be writing them"
+    )
     if how == "update":
         outcomes = node.scheduler.update_from_results(plan.batch, node.engine.run(plan.batch))
         assert [each.sequence.key for each in outcomes] == [stays.key]
     else:
         node.scheduler.abandon_step(plan.batch)
-    assert node.pool.count_blocks_held_by(str(job.key)) == 0
-    assert node.scheduler.get_sequence(job.key) is None
+    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 0
+    assert node.scheduler.sequences.get(job.key) is None
     assert not node.scheduler.cancel_sequence(job.key)
     node.pool.check_invariants()
 
@@ -324,10 +326,10 @@ def test_stopping_keeps_blocks_for_the_sender() -> None:
     node.scheduler.stop_prefill(job.key)
     assert node.scheduler.update_from_results(plan.batch, node.engine.run(plan.batch)) == []
     assert node.step() is None, "nothing more is computed"
-    assert node.pool.count_blocks_held_by(str(job.key)) == 7
+    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 7
     firm = make_work("firm", unshared_prompt(16 * 60, 2))
     node.add_work(firm)
     assert node.step() is None, "and nothing is dropped: a sender may be reading"
     node.scheduler.finish_handoff(job.key)
-    assert node.pool.count_blocks_held_by(str(job.key)) == 0
+    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 0
     assert node.step() is not None

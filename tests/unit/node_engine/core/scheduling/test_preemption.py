@@ -74,7 +74,7 @@ def test_device_time_adds_up_and_is_charged_to_its_cause() -> None:
     for _ in range(3):
         plan = node.scheduler.schedule_step()
         assert plan.batch is not None
-        time.charge_step(plan.batch, node.scheduler.get_sequence_in_flight, 0.8)
+        time.charge_step(plan.batch, node.scheduler.sequences_in_flight, 0.8)
         node.scheduler.update_from_results(plan.batch, node.engine.run(plan.batch))
     counted = time.counters()
     assert counted.pop("baton_device_busy_seconds_total") == pytest.approx(2.4)

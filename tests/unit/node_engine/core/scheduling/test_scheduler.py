@@ -9,7 +9,8 @@ from baton.kv.block_hash import BlockHash
 from baton.types import FinishReason
 from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.core.sequences.sequence import SequenceState
 from tests.unit.node_engine.core.stepped_node import (
@@ -62,8 +63,8 @@ def test_no_more_sequences_than_allowed() -> None:
     jobs = [make_work(name, unshared_prompt(4, name), 3) for name in range(5)]
     for job in jobs:
         node.add_work(job)
-    assert node.scheduler.get_load().num_sequences_by_state[SequenceState.WAITING] == 5
-    assert node.scheduler.get_load().queued_tokens == 20
+    assert node.scheduler.capacity.get_load().num_sequences_by_state[SequenceState.WAITING] == 5
+    assert node.scheduler.capacity.get_load().queued_tokens == 20
     assert len(node.step().slices) == 2  # type: ignore[union-attr]
     node.run()
     assert all(node.emitted_tokens(job) == expected_tokens(job) for job in jobs)
@@ -141,7 +142,7 @@ def test_one_live_sequence_per_key() -> None:
         node.add_work(make_work("b", []))
     with pytest.raises(BlockLedgerError, match="exists already"):
         node.scheduler.reserve_for_handoff(make_work("a", PROMPT[:4]), node.root, TICKET_ID)
-    assert node.pool.count_blocks(BlockState.RESERVED) == 0
+    assert node.pool.ownership.count_blocks(BlockState.RESERVED) == 0
 
 
 # prefix reuse
@@ -185,7 +186,7 @@ def test_cached_prefixes_and_copy_on_write(length: int, held: str) -> None:
     assert len(first.block_copies) == (1 if sequence.num_cached_tokens % BLOCK else 0), (
         "a shared block is never written"
     )
-    assert node.pool.count_blocks(BlockState.IN_USE) == 0
+    assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_the_source_of_a_copy_is_held_until_the_copy_is_made() -> None:
@@ -196,9 +197,9 @@ def test_the_source_of_a_copy_is_held_until_the_copy_is_made() -> None:
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     [(source, _)] = plan.batch.block_copies
-    assert node.pool.get_block_state(source) is BlockState.IN_USE
+    assert node.pool.ownership.get_block_state(source) is BlockState.IN_USE
     node.scheduler.update_from_results(plan.batch, node.engine.run(plan.batch))
-    assert node.pool.get_block_state(source) is BlockState.CACHED
+    assert node.pool.ownership.get_block_state(source) is BlockState.CACHED
     node.pool.check_invariants()
 
 

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import OutOfBlocks
 from baton.types import FinishReason, TicketId
 from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import PrefillCompleted
 from node_engine.core.sequences.sequence import SequenceState
 from tests.unit.node_engine.core.stepped_node import (
@@ -54,8 +54,8 @@ def test_handoff_keeps_the_tokens(length: int, known: int) -> None:
     for node in (prefill, decode):
         node.pool.check_invariants()
         assert (
-            node.pool.count_blocks(BlockState.IN_USE)
-            == node.pool.count_blocks(BlockState.WRITING)
+            node.pool.ownership.count_blocks(BlockState.IN_USE)
+            == node.pool.ownership.count_blocks(BlockState.WRITING)
             == 0
         )
 
@@ -89,8 +89,8 @@ def test_the_first_token_may_be_the_last() -> None:
     )
     transfer_kv(prefill, decode, job.key, TICKET_ID)
     assert decode.emitted_tokens(job) == tokens[:1]
-    assert decode.scheduler.get_sequence(job.key) is None
-    assert decode.pool.count_blocks(BlockState.IN_USE) == 0
+    assert decode.scheduler.sequences.get(job.key) is None
+    assert decode.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_running_decode_resumes_on_another_node() -> None:
@@ -102,9 +102,9 @@ def test_running_decode_resumes_on_another_node() -> None:
     first.run()
     awaited = second.scheduler.reserve_for_handoff(moved, second.root, TICKET_ID)
     assert not isinstance(awaited, CapacityRefusal)
-    second.pool.mark_writing(TICKET_ID)
+    second.pool.reservations.mark_writing(TICKET_ID)
     size = first.engine.layout.block_bytes
-    source = first.scheduler.get_sequence(moved.key)
+    source = first.scheduler.sequences.get(moved.key)
     assert source is not None
     for block, destination in zip(source.block_table, awaited.reserved_blocks, strict=True):
         second.arena[destination * size : (destination + 1) * size] = first.arena[
@@ -121,7 +121,7 @@ def test_commit_handoff_checks_its_arguments() -> None:
     with pytest.raises(BlockLedgerError, match="unknown"):
         node.scheduler.commit_handoff(job.key, (1,))
     node.scheduler.reserve_for_handoff(job, node.root, TICKET_ID)
-    node.pool.mark_writing(TICKET_ID)
+    node.pool.reservations.mark_writing(TICKET_ID)
     with pytest.raises(BlockLedgerError, match="2 tokens"):
         node.scheduler.commit_handoff(job.key, (1, 2))
 
@@ -142,7 +142,7 @@ def test_reservation_without_room_is_refused_at_once() -> None:
         make_work("d", unshared_prompt(9, 3)), node.root, TicketId("w")
     )
     assert refused == CapacityRefusal(1, 0, 0)
-    assert node.scheduler.get_sequence(make_work("b", [1]).key) is None
+    assert node.scheduler.sequences.get(make_work("b", [1]).key) is None
     node.pool.check_invariants()
     with pytest.raises(OutOfBlocks, match="needs 5 blocks, the cache has 4"):
         node.scheduler.reserve_for_handoff(
@@ -156,7 +156,7 @@ def test_matched_blocks_are_not_counted_as_free() -> None:
     node.run()
     node.add_work(make_work("a", unshared_prompt(10, 1), 30))
     node.step()
-    assert node.scheduler.free_blocks == 2
+    assert node.scheduler.capacity.unclaimed_blocks == 2
     refused = node.scheduler.reserve_for_handoff(make_work("b", PROMPT[:33]), node.root, TICKET_ID)
     assert refused == CapacityRefusal(1, 0, 7), (
         "two are matched, one is left, and that one is kept for growth"
@@ -168,7 +168,7 @@ def test_handoff_leaves_slots_to_waiting_sequences() -> None:
     node = SteppedNode(max_num_seqs=2)
     node.add_work(make_work("a", unshared_prompt(10, 1)))
     node.add_work(make_work("b", unshared_prompt(10, 2)))
-    assert node.scheduler.free_slots == 0
+    assert node.scheduler.capacity.unclaimed_slots == 0
     assert isinstance(
         node.scheduler.reserve_for_handoff(
             make_work("c", unshared_prompt(10, 3)), node.root, TICKET_ID
@@ -183,10 +183,10 @@ def test_handoff_leaves_blocks_to_waiting_sequences() -> None:
     node.step()
     node.add_work(make_work("b", unshared_prompt(60, 2)))
     node.step()
-    assert node.scheduler.get_load().num_sequences_by_state[SequenceState.WAITING] == 1, (
+    assert node.scheduler.capacity.get_load().num_sequences_by_state[SequenceState.WAITING] == 1, (
         "one block is kept for the growth of the first"
     )
-    assert node.scheduler.free_blocks == 0
+    assert node.scheduler.capacity.unclaimed_blocks == 0
     assert isinstance(
         node.scheduler.reserve_for_handoff(
             make_work("c", unshared_prompt(9, 3)), node.root, TICKET_ID

@@ -103,7 +103,7 @@ def test_every_job_ends_once_with_its_tokens(
     assert len(ended) == len(jobs)
     assert [job.tokens for job in jobs] == [expected_tokens(job.first_work) for job in jobs]
     assert node.pool.num_available_blocks == node.pool.num_blocks
-    assert not node.scheduler.list_sequences()
+    assert not node.scheduler.sequences
 
 
 @settings(max_examples=40)
@@ -187,7 +187,7 @@ class TwoNodes(RuleBasedStateMachine):
             self.decode.scheduler.reserve_for_handoff(job.work, self.decode.root, ticket), Sequence
         ):
             self.tickets[job.key] = ticket
-            if self.prefill.scheduler.get_sequence(job.key) is not None:
+            if self.prefill.scheduler.sequences.get(job.key) is not None:
                 self.prefill.scheduler.mark_ticketed(job.key)
 
     def retry_job(self, job: TrackedJob) -> None:
@@ -208,7 +208,7 @@ class TwoNodes(RuleBasedStateMachine):
     @rule(data=st.data())
     def offer_job_again(self, data: st.DataObject) -> None:
         job = self.jobs[data.draw(st.sampled_from(sorted(self.jobs)))]
-        if self.decode.scheduler.get_sequence(job.key) is None:
+        if self.decode.scheduler.sequences.get(job.key) is None:
             self.offer_job(job)
 
     @precondition(lambda self: self.jobs)
@@ -232,15 +232,15 @@ class TwoNodes(RuleBasedStateMachine):
         self.ready.pop(key, None)
         ticket = self.tickets.pop(key, None)
         if ticket is not None and fenced:
-            self.decode.pool.release_ticket(ticket)
+            self.decode.pool.reservations.release_ticket(ticket)
         elif ticket is not None:
-            self.decode.pool.quarantine_ticket(ticket)
+            self.decode.pool.reservations.quarantine_ticket(ticket)
             self.quarantined.append(ticket)
 
     @precondition(lambda self: self.quarantined)
     @rule()
     def fence(self) -> None:
-        self.decode.pool.free_quarantined_ticket(self.quarantined.pop())
+        self.decode.pool.reservations.free_quarantined_ticket(self.quarantined.pop())
 
     # what the nodes do
 
@@ -294,13 +294,13 @@ class TwoNodes(RuleBasedStateMachine):
         if not self.started:
             return
         for ticket in self.quarantined:
-            self.decode.pool.free_quarantined_ticket(ticket)
+            self.decode.pool.reservations.free_quarantined_ticket(ticket)
         self.quarantined.clear()
         for _ in range(3000):
             if not self.jobs:
                 break
             for job in list(self.jobs.values()):
-                if self.decode.scheduler.get_sequence(job.key) is None:
+                if self.decode.scheduler.sequences.get(job.key) is None:
                     self.offer_job(job)
             self.prefill_step()
             while any(key in self.tickets for key in self.ready):
@@ -309,8 +309,8 @@ class TwoNodes(RuleBasedStateMachine):
             self.tokens_are_right()
             for job in list(self.jobs.values()):  # one that fits on one node only
                 if (
-                    self.prefill.scheduler.get_sequence(job.key)
-                    is self.decode.scheduler.get_sequence(job.key)
+                    self.prefill.scheduler.sequences.get(job.key)
+                    is self.decode.scheduler.sequences.get(job.key)
                     is None
                 ):
                     needed = -(-len(job.work.context_token_ids) // BLOCK)
@@ -320,8 +320,8 @@ class TwoNodes(RuleBasedStateMachine):
         assert all(job.tokens == expected_tokens(job.first_work) for job in self.done.values())
         for node in (self.prefill, self.decode):
             assert node.pool.num_available_blocks == node.pool.num_blocks, node.pool.take_ledger()
-            assert node.pool.count_blocks(BlockState.QUARANTINED) == 0
-            assert node.scheduler.get_load().num_sequences_by_state == dict.fromkeys(
+            assert node.pool.ownership.count_blocks(BlockState.QUARANTINED) == 0
+            assert node.scheduler.capacity.get_load().num_sequences_by_state == dict.fromkeys(
                 SequenceState, 0
             )
 

@@ -77,15 +77,15 @@ def settle(node: SteppedNode) -> None:
     """The witness is untouched, and afterwards every block is free or cached."""
     node.run()
     assert node.emitted_tokens(WITNESS) == expected_tokens(WITNESS)
-    assert node.scheduler.list_sequences() == ()
+    assert len(node.scheduler.sequences) == 0
     assert node.pool.num_available_blocks == node.pool.num_blocks
     assert not node.pool.take_ledger().entries
 
 
 def lose_ticket(node: SteppedNode) -> None:
-    if node.pool.count_blocks(BlockState.RESERVED):
-        node.pool.quarantine_ticket(T)
-        node.pool.free_quarantined_ticket(T)
+    if node.pool.ownership.count_blocks(BlockState.RESERVED):
+        node.pool.reservations.quarantine_ticket(T)
+        node.pool.reservations.free_quarantined_ticket(T)
 
 
 def run_rest(node: SteppedNode, batch: StepBatch | None) -> None:
@@ -112,7 +112,7 @@ def test_cancel(state: SequenceState, in_flight: bool) -> None:
     assert sequence.block_table == []
     before = len(node.emitted_tokens(VICTIM))
     run_rest(node, batch)
-    assert node.pool.count_blocks_held_by(str(VICTIM.key)) == 0
+    assert node.pool.ownership.count_blocks_held_by(str(VICTIM.key)) == 0
     lose_ticket(node)
     settle(node)
     assert len(node.emitted_tokens(VICTIM)) == before, "nothing is emitted after a cancel"
@@ -151,12 +151,12 @@ def test_stop_and_release(state: SequenceState, in_flight: bool) -> None:
         SequenceState.PREFILLING,
         SequenceState.HANDING_OFF,
     ):
-        held = node.pool.count_blocks_held_by(str(VICTIM.key))
+        held = node.pool.ownership.count_blocks_held_by(str(VICTIM.key))
         node.scheduler.stop_prefill(VICTIM.key)
         run_rest(node, batch)
         node.run()
         assert sequence.state is SequenceState.HANDING_OFF
-        assert held - 1 <= node.pool.count_blocks_held_by(str(VICTIM.key)) <= held, (
+        assert held - 1 <= node.pool.ownership.count_blocks_held_by(str(VICTIM.key)) <= held, (
             "all but the source of a copy"
         )
         node.scheduler.finish_handoff(VICTIM.key)
@@ -199,9 +199,9 @@ def test_a_cancelled_hand_off_leaves_its_ticket_to_the_fence() -> None:
     node.add_work(make_work("warm", PROMPT[: 2 * BLOCK], 1))
     node.run()
     node.scheduler.reserve_for_handoff(VICTIM, node.root, T)
-    node.pool.mark_writing(T)
+    node.pool.reservations.mark_writing(T)
     assert node.scheduler.cancel_sequence(VICTIM.key)
-    assert node.pool.count_blocks_by_state() == {
+    assert node.pool.ownership.count_blocks_by_state() == {
         BlockState.FREE: 3,
         BlockState.CACHED: 2,
         BlockState.WRITING: 5,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.types import AttemptSpec, TicketId
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     PrefillRequeued,
@@ -88,7 +88,7 @@ def test_handoff_carries_the_first_tokens_score() -> None:
         completed.event.logprobs
         == paced_reference_logprobs([*PROMPT[:40], expected_tokens(job)[0]], 2, VOCAB)[-1]
     )
-    decode.pool.mark_writing(T)
+    decode.pool.reservations.mark_writing(T)
     [first] = decode.scheduler.commit_handoff(
         job.key, (completed.event.token_id,), completed.event.logprobs
     )

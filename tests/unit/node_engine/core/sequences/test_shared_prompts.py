@@ -7,7 +7,7 @@ import pytest
 
 from baton.types import AttemptSpec, BlockIndex, TicketId
 from node_engine.core.blocks.block_ownership import BlockState
-from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.capacity import CapacityRefusal
 from tests.unit.node_engine.core.stepped_node import (
     BLOCK,
     SteppedNode,
@@ -56,8 +56,8 @@ def test_a_second_choice_computes_one_token(length: int, steps: int) -> None:
     for job in (first, second, third):
         assert decode.emitted_tokens(job) == expected_tokens(job)
     for node in (prefill, decode):
-        assert node.pool.count_blocks(BlockState.IN_USE) == 0
-        assert sum(node.pool.count_blocks_by_state().values()) == node.pool.num_blocks
+        assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
+        assert sum(node.pool.ownership.count_blocks_by_state().values()) == node.pool.num_blocks
 
 
 @pytest.mark.parametrize("length", [17, 40])
@@ -76,7 +76,7 @@ def test_copy_source_survives_the_end_of_its_owner(length: int) -> None:
     node.run()
     assert added.num_cached_tokens == length - 1
     assert node.emitted_tokens(second) == expected_tokens(second)
-    assert node.pool.count_blocks(BlockState.IN_USE) == 0
+    assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_tokens_behind_the_prompt_are_not_found_before_their_block_is_full() -> None:
@@ -106,7 +106,7 @@ def test_one_copy_of_a_prompts_last_block_is_cached() -> None:
     node.run()
     for job in jobs:
         assert node.emitted_tokens(job) == expected_tokens(job)
-    assert node.pool.count_blocks(BlockState.CACHED) == 2, (
+    assert node.pool.ownership.count_blocks(BlockState.CACHED) == 2, (
         "a whole block, and four tokens of the next"
     )
 
@@ -115,7 +115,7 @@ def test_prompts_last_block_is_evictable() -> None:
     node = SteppedNode(num_blocks=4)
     node.add_work(make_work("a", PROMPT[:20], 2))
     node.run()
-    assert node.pool.count_blocks(BlockState.CACHED) == 2
+    assert node.pool.ownership.count_blocks(BlockState.CACHED) == 2
     big = make_work("b", PROMPT[::-1][: 3 * BLOCK], 2)
     node.add_work(big)
     node.run()
@@ -138,7 +138,7 @@ def test_choices_share_the_whole_blocks() -> None:
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     lasts = {table[2] for table in tables}
     assert len(lasts) == 3, "each writes behind the prompt in a block of its own"
-    assert all(node.pool.get_ref_count(BlockIndex(block)) == 3 for block in tables[0][:2])
+    assert all(node.pool.ownership.get_ref_count(BlockIndex(block)) == 3 for block in tables[0][:2])
     node.run()
 
 

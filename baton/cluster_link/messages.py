@@ -1,29 +1,130 @@
-"""Node reports, node orders and effects as plain data, independent of the wire format.
+"""What nodes and pools report, and what they are ordered: plain data, stated once for both ends.
 
-`coordinator/node_links/message_codec.py` converts them to and from protobuf.
+`baton/cluster_link/codec.py` converts every message to and from protobuf.
 """
 
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
+from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
+from baton.models.model_identity import UNQUANTIZED, ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.role_split import RoleSplit
+from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,
-    FinishReason,
     Incarnation,
     NodeName,
     PeerAddress,
-    RequestId,
     Role,
     Ticket,
     TokenEvent,
     TokenLogprobs,
 )
-from coordinator.core.common.breaker_state import BreakerState
+
+PROTOCOL_VERSION = 3
+POOL_ROLE = "pool"  # the role that a pool joins with; nodes join with a `Role`
+
+# what joins
+
+
+@dataclass(frozen=True, slots=True)
+class JoinInfo:
+    """One node's announcement."""
+
+    protocol_version: int
+    name: NodeName
+    role: Role
+    host_id: str
+    transfer_endpoint: str
+    pid: int
+    model_digest: str  # hex
+    layout: KVLayout
+    num_blocks: int  # KV blocks
+    max_num_seqs: int  # sequences at once
+    max_batched_tokens: int  # tokens of one step
+    max_model_len: int  # tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    engine: str
+    rejoining: str = ""  # the incarnation that the process had before, if any
+    # random for each process: equal after a rejoin, different for another process
+    process: str = ""
+    implementation: str = ""
+    dtype: str = ""
+    quantization: str = UNQUANTIZED
+    files: ModelFileDigests = UNKNOWN_DIGESTS
+
+    @property
+    def model(self) -> ModelIdentity:
+        return ModelIdentity(
+            implementation=self.implementation,
+            model_digest=self.model_digest,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            layout=self.layout,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest prompt and output that the node can hold, in tokens."""
+        return min(self.max_model_len, self.num_blocks * self.layout.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoinInfo:
+    """One pool's announcement."""
+
+    protocol_version: int
+    name: NodeName
+    host_id: str
+    endpoint: str  # HOST:PORT that nodes of its host and other pools dial
+    pid: int
+    model_digest: str  # hex
+    layout: KVLayout
+    num_blocks: int
+    process: str = ""  # as in `JoinInfo`
+    rejoining: str = ""  # likewise
+
+
+# what the link itself exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The join is accepted."""
+
+    incarnation: Incarnation  # minted for this join
+    heartbeat_seconds: float  # send a Heartbeat so often
+    silence_seconds: float  # without a message for so long, either side gives the other up
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefusal:
+    """The join is refused, and the stream ends."""
+
+    error: BatonError
+    # it may be accepted after so long; 0: only another configuration helps
+    retry_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Sent to a node that gets no other message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFailpoints:
+    """Inject faults, for tests; see `baton/process/failpoints.py`."""
+
+    spec: str
+
+
+LinkControl = Welcome | JoinRefusal | Ping | ArmFailpoints
 
 # what nodes say
 
@@ -196,6 +297,13 @@ class PeerLostNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerQuery:
+    """Report the block ledger."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSnapshotRequest:
     """Send a CacheSnapshot."""
 
@@ -213,136 +321,7 @@ NodeOrder = (
     | TicketOrder
     | CancelOrder
     | PeerLostNotice
+    | LedgerQuery
     | CacheSnapshotRequest
     | SetRoleOrder
-)
-
-# what the shell is to do, in this order
-
-
-@dataclass(frozen=True, slots=True)
-class SendOrder:
-    """Send an order to a node or a pool."""
-
-    incarnation: Incarnation
-    order: NodeOrder
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitRequest:
-    """The request is accepted: from here on it ends only with `EndRequest`."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
-    """Send output tokens to the client."""
-
-    request_id: RequestId
-    token_ids: tuple[int, ...]
-    # one for each token if the request asks for them, else empty
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EmitPromptLogprobs:
-    """Send the logprobs of the whole prompt; once, before the first `EmitTokens`."""
-
-    request_id: RequestId
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedResult:
-    """How a request ended that was served."""
-
-    reason: FinishReason
-    cached_tokens: int  # prompt tokens that the first placement did not have to compute
-
-
-@dataclass(frozen=True, slots=True)
-class EndRequest:
-    """The one terminal event of a request."""
-
-    request_id: RequestId
-    result: FinishedResult | BatonError
-    output_tokens: int  # tokens that the client was sent
-    timeline: Timeline
-    ttft_seconds: float | None  # None if no token was sent
-    is_internal: bool  # a warm-up or a probe, which no client made
-    tenant_class: str = "default"  # the class label of metrics
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptReplaced:
-    """An attempt was given up and its request will be placed again; only for the log."""
-
-    key: AttemptKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """The incarnation is no longer a member: end its stream."""
-
-    incarnation: Incarnation
-    name: NodeName
-    error: BatonError
-    is_expected: bool = False  # it was ordered to rejoin in another role
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerChanged:
-    """The circuit breaker of two nodes has changed its state; only for the log."""
-
-    prefill_node: NodeName
-    decode_node: NodeName
-    state: BreakerState
-
-
-@dataclass(frozen=True, slots=True)
-class RoleSwitchReport:
-    """A role switch is over, for the log and metrics; phases not reached take 0 seconds."""
-
-    node: NodeName
-    source_role: Role
-    target_role: Role
-    outcome: str  # done, recalled (while draining), superseded, or lost
-    drain_seconds: float
-    switch_seconds: float
-    probe_seconds: float
-    detail: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class RatioChanged:
-    """The planner has changed the ratio to keep the SLO; only for the log."""
-
-    target_split: RoleSplit
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DegradationChanged:
-    """A degradation step was taken, or taken back; only for the log."""
-
-    step: str
-    is_taken: bool
-    pressure: float
-
-
-Effect = (
-    DegradationChanged
-    | SendOrder
-    | AdmitRequest
-    | EmitPromptLogprobs
-    | EmitTokens
-    | EndRequest
-    | AttemptReplaced
-    | MemberLost
-    | BreakerChanged
-    | RoleSwitchReport
-    | RatioChanged
 )

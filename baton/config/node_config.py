@@ -1,0 +1,78 @@
+"""The settings of a node process."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from baton.config.common import (
+    MemberConfig,
+    ModelSourceConfig,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    help_text,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(ModelSourceConfig, MemberConfig):
+    """Settings that `python -m prefill_node` and `python -m decode_node` read."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        help_text("What computes; auto: an NVIDIA GPU if there is one"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        help_text("Of weights and cache; auto: the model's own, float16 as bfloat16"),
+    ] = "auto"
+    threads: Annotated[
+        str, help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
+    ] = "auto"
+    max_model_len: Annotated[
+        NonNegativeInt, help_text("Longest prompt plus output in tokens; 0 takes the model's own")
+    ] = 0
+    kv_memory: Annotated[
+        str,
+        help_text(
+            "Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB"
+        ),
+    ] = "auto"
+    block_size: Annotated[int, Meta(ge=1, le=256), help_text("Tokens of a KV block")] = 16
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096), help_text("Sequences that a node runs at once")
+    ] = 64
+    max_batched_tokens: Annotated[
+        int, Meta(ge=16, le=65536), help_text("Tokens that a node computes in one step")
+    ] = 512
+    preemption: Annotated[
+        Literal["most_blocks", "cheapest"],
+        help_text(
+            "Who of the lowest class gives way when blocks run out: most blocks held, "
+            "or cheapest to resume"
+        ),
+    ] = "most_blocks"
+    pool: Annotated[
+        str, help_text("HOST:PORT of this host's pool; a node without one computes what it lacks")
+    ] = ""
+    pool_patience: Annotated[
+        Seconds,
+        help_text("Seconds a node waits for the first answer of its host's pool; then it computes"),
+    ] = 0.05
+    pool_publish_rate: Annotated[
+        str, help_text("What a decode node copies into the pool in a second at most")
+    ] = "256MiB"
+    paced_prefill_us_per_token: Annotated[
+        float, Meta(ge=0), help_text("Microseconds for each prompt token")
+    ] = 50.0
+    paced_step_ms: Annotated[float, Meta(ge=0), help_text("Milliseconds for each decode step")] = (
+        2.0
+    )
+    paced_sequence_us: Annotated[
+        float, Meta(ge=0), help_text("Microseconds of a decode step for each sequence")
+    ] = 20.0
+    paced_vocab_size: Annotated[PositiveInt, help_text("Token ids are below this")] = 32000
+    paced_reread: Annotated[
+        bool, help_text("Check the whole context again at every full block (tests)")
+    ] = False

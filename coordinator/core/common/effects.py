@@ -1,0 +1,164 @@
+"""Effects: what the brain asks its shell to do, collected in order until the shell takes them."""
+
+from dataclasses import dataclass
+
+from baton.cluster_link.messages import NodeOrder
+from baton.errors import BatonError
+from baton.pb.common_pb2 import Timeline
+from baton.role_split import RoleSplit
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    RequestId,
+    Role,
+    TokenLogprobs,
+)
+from coordinator.core.common.breaker_state import BreakerState
+
+
+@dataclass(frozen=True, slots=True)
+class SendOrder:
+    """Send an order to a node or a pool."""
+
+    incarnation: Incarnation
+    order: NodeOrder
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """The request is accepted: from here on it ends only with `EndRequest`."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """Send output tokens to the client."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    # one for each token if the request asks for them, else empty
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    """Send the logprobs of the whole prompt; once, before the first `EmitTokens`."""
+
+    request_id: RequestId
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedResult:
+    """How a request ended that was served."""
+
+    reason: FinishReason
+    cached_tokens: int  # prompt tokens that the first placement did not have to compute
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequest:
+    """The one terminal event of a request."""
+
+    request_id: RequestId
+    result: FinishedResult | BatonError
+    output_tokens: int  # tokens that the client was sent
+    timeline: Timeline
+    ttft_seconds: float | None  # None if no token was sent
+    is_internal: bool  # a warm-up or a probe, which no client made
+    tenant_class: str = "default"  # the class label of metrics
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptReplaced:
+    """An attempt was given up and its request will be placed again; only for the log."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """The incarnation is no longer a member: end its stream."""
+
+    incarnation: Incarnation
+    name: NodeName
+    error: BatonError
+    is_expected: bool = False  # it was ordered to rejoin in another role
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerChanged:
+    """The circuit breaker of two nodes has changed its state; only for the log."""
+
+    prefill_node: NodeName
+    decode_node: NodeName
+    state: BreakerState
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSwitchReport:
+    """A role switch is over, for the log and metrics; phases not reached take 0 seconds."""
+
+    node: NodeName
+    source_role: Role
+    target_role: Role
+    outcome: str  # done, recalled (while draining), superseded, or lost
+    drain_seconds: float
+    switch_seconds: float
+    probe_seconds: float
+    detail: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RatioChanged:
+    """The planner has changed the ratio to keep the SLO; only for the log."""
+
+    target_split: RoleSplit
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DegradationChanged:
+    """A degradation step was taken, or taken back; only for the log."""
+
+    step: str
+    is_taken: bool
+    pressure: float
+
+
+Effect = (
+    DegradationChanged
+    | SendOrder
+    | AdmitRequest
+    | EmitPromptLogprobs
+    | EmitTokens
+    | EndRequest
+    | AttemptReplaced
+    | MemberLost
+    | BreakerChanged
+    | RoleSwitchReport
+    | RatioChanged
+)
+
+
+class EffectLog:
+    """The effects of the calls since the shell last took them."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def append_effect(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send_order(self, node: Incarnation, order: NodeOrder) -> None:
+        self._effects.append(SendOrder(node, order))
+
+    def take_effects(self) -> list[Effect]:
+        """Return the effects that have collected since the last call, oldest first."""
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,282 @@
+"""The POST routes: completions, chat completions, tokenize, detokenize.
+
+The response of a generation is one body, or server-sent events.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequest
+from baton.process.clock import monotonic_clock
+from coordinator.core.admission.tenants import Tenant
+from coordinator.frontend.auth import ClientAuthenticator
+from coordinator.frontend.http import errors
+from coordinator.frontend.http.info_routes import json_response
+from coordinator.frontend.http.request_body import (
+    REQUEST_ID_KEY,
+    TENANT_KEY,
+    cancel_on_disconnect,
+    receive_body,
+)
+from coordinator.frontend.http.responses.chat import ChatFormatter
+from coordinator.frontend.http.responses.completion import CompletionFormatter
+from coordinator.frontend.http.schema.body_decoder import BodyDecoder, Kind, Result
+from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
+from coordinator.frontend.http.schema.tokenize_request import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from coordinator.frontend.internal_errors import to_internal_error
+from coordinator.frontend.output import OutputChunk, ResponseStream
+from coordinator.frontend.request import GenerationRequest
+from coordinator.frontend.request_intake import RequestIntake
+
+TIMEOUT_HEADER = "x-request-timeout"
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
+
+GenerationBody = TypeVar("GenerationBody", CompletionRequest, ChatRequest)
+
+
+class GenerationEndpoints:
+    """The endpoints of the POST routes. Each counts the requests that it rejects."""
+
+    def __init__(self, intake: RequestIntake, client_auth: ClientAuthenticator) -> None:
+        policy = intake.unknown_field_policy
+        self._intake = intake
+        self._client_auth = client_auth
+        self._completion_decoder = BodyDecoder(CompletionRequest, policy)
+        self._chat_decoder = BodyDecoder(ChatRequest, policy)
+        self._tokenize_decoder = BodyDecoder(TokenizeRequest, policy)
+        self._detokenize_decoder = BodyDecoder(DetokenizeRequest, policy)
+
+    def list_routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete_chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def complete(self, request: Request) -> Response:
+        with self._count_rejections(request):
+            body, generation_request = await self._read_generation_request(
+                request, self._completion_decoder
+            )
+        formatter = partial(CompletionFormatter, body)
+        return GenerationResponse(
+            self._intake, generation_request, formatter, stream=bool(body.stream)
+        )
+
+    async def complete_chat(self, request: Request) -> Response:
+        with self._count_rejections(request):
+            body, generation_request = await self._read_generation_request(
+                request, self._chat_decoder
+            )
+        formatter = partial(ChatFormatter, body)
+        return GenerationResponse(
+            self._intake, generation_request, formatter, stream=bool(body.stream)
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        intake = self._intake
+        with self._count_rejections(request):
+            body, prompt, seconds_left = await read_body(
+                request,
+                intake,
+                self._tokenize_decoder,
+                lambda body, seconds_left: (body, body.tokenizer_input, seconds_left),
+            )
+            intake.check_model(body.model)
+            tokenizer, tokens = await intake.tokenize(prompt, body.add_special_tokens, seconds_left)
+        strings = await tokenizer.get_token_strings(tokens) if body.return_token_strs else None
+        return json_response(
+            TokenizeResponse(len(tokens), intake.get_served_model()[1], tokens, strings)
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        intake = self._intake
+        with self._count_rejections(request):
+            body, seconds_left = await read_body(
+                request,
+                intake,
+                self._detokenize_decoder,
+                lambda body, seconds_left: (body, seconds_left),
+            )
+            intake.check_model(body.model)
+            if body.tokens is None:
+                raise InvalidRequest("tokens is missing: it must be token ids", param="tokens")
+            text = await intake.detokenize(body.tokens, seconds_left)
+            return json_response(DetokenizeResponse(text))
+
+    def _count_rejections(self, request: Request) -> AbstractContextManager[None]:
+        tenant: Tenant = request.scope["state"][TENANT_KEY]
+        return self._intake.rejections.count_rejections(tenant.tenant_class)
+
+    async def _read_generation_request(
+        self, request: Request, decoder: BodyDecoder[GenerationBody]
+    ) -> tuple[GenerationBody, GenerationRequest]:
+        """Return the body, and what it asks for with the rights of the caller's tenant."""
+        client_id = request.headers.get("x-request-id")
+        body, generation_request = await read_body(
+            request,
+            self._intake,
+            decoder,
+            lambda body, seconds_left: (body, body.to_generation_request(seconds_left, client_id)),
+        )
+        tenant: Tenant = request.scope["state"][TENANT_KEY]
+        principal = self._client_auth.make_principal(tenant, generation_request.priority)
+        return body, replace(generation_request, principal=principal, cache_salt=tenant.cache_salt)
+
+
+async def read_body(
+    request: Request,
+    intake: RequestIntake,
+    decoder: BodyDecoder[Kind],
+    convert: Callable[[Kind, float], Result],
+) -> Result:
+    """Receive and decode the body; return `convert` of it and of the seconds left for the request.
+
+    The time is measured after decoding, which may have waited for a thread.
+    """
+    timeout = intake.effective_timeout(_requested_timeout(request), TIMEOUT_HEADER)
+    started_at = monotonic_clock()
+    async with receive_body(request, timeout, intake.body_budgets) as body:
+
+        def convert_in_time(decoded: Kind) -> Result:
+            return convert(decoded, max(timeout - (monotonic_clock() - started_at), 0.001))
+
+        return await decoder.decode_and_apply(body, intake.text_workers, convert_in_time)
+
+
+def _requested_timeout(request: Request) -> float | None:
+    """Raises InvalidRequest."""
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} is {text[:64]!r}: it must be seconds", param=TIMEOUT_HEADER
+        ) from None
+
+
+class ResponseFormatter(Protocol):
+    """Formats the output of one request for its route."""
+
+    def format_chunk(self, chunk: OutputChunk) -> bytes:
+        """Return the server-sent events for a chunk."""
+        ...
+
+    def format_stream_end(self) -> bytes:
+        """Return the events before the final [DONE]."""
+        ...
+
+    def add_chunk(self, chunk: OutputChunk) -> None:
+        """Add a chunk to the body of a response that is not streamed."""
+        ...
+
+    def format_body(self) -> bytes: ...
+
+
+class GenerationResponse(Response):
+    """Runs the request while it is answered, so that one place owns it from submission to its end.
+
+    An error before the first byte is raised, for the application to answer with its status; later
+    ones become an error event, after which the connection closes without `[DONE]`.
+    """
+
+    def __init__(
+        self,
+        intake: RequestIntake,
+        request: GenerationRequest,
+        make_formatter: Callable[[ResponseStream], ResponseFormatter],
+        *,
+        stream: bool,
+    ) -> None:
+        self.background = None
+        self._intake = intake
+        self._request = request
+        self._make_formatter = make_formatter
+        self._is_streaming = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with cancel_on_disconnect(receive):
+            stream = await self._intake.start_request(self._request)
+            scope["state"][REQUEST_ID_KEY] = stream.id
+            try:
+                chunks = stream.output_chunks()
+                first = await anext(chunks)  # before it, there is nothing to format
+                formatter = self._make_formatter(stream)
+                if self._is_streaming:
+                    hang_up = scope["state"].get("hang_up")
+                    await _send_stream(first, chunks, formatter, send, hang_up)
+                else:
+                    await _send_body(first, chunks, formatter, send)
+            finally:
+                stream.cancel()
+
+
+async def _send_body(
+    first: OutputChunk,
+    chunks: AsyncIterator[OutputChunk],
+    formatter: ResponseFormatter,
+    send: Send,
+) -> None:
+    formatter.add_chunk(first)
+    async for chunk in chunks:
+        formatter.add_chunk(chunk)
+    body = formatter.format_body()
+    length = str(len(body)).encode()
+    await _send_headers(send, [(b"content-type", b"application/json"), (b"content-length", length)])
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_stream(
+    first: OutputChunk,
+    chunks: AsyncIterator[OutputChunk],
+    formatter: ResponseFormatter,
+    send: Send,
+    hang_up: Callable[[], None] | None,
+) -> None:
+    await _send_headers(send, _STREAM_HEADERS)
+    try:
+        await _send_event(send, formatter.format_chunk(first))
+        async for chunk in chunks:
+            await _send_event(send, formatter.format_chunk(chunk))
+        await _send_event(send, formatter.format_stream_end() + _DONE)
+    except Exception as error:
+        client_error = error if isinstance(error, BatonError) else to_internal_error(error)
+        await _send_event(send, b"data: " + errors.encode_error_body(client_error) + b"\n\n")
+        await _end_body(send)
+        if hang_up:
+            hang_up()
+        return
+    await _end_body(send)
+
+
+async def _send_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_event(send: Send, payload: bytes) -> None:
+    await send({"type": "http.response.body", "body": payload, "more_body": True})
+
+
+async def _end_body(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b""})
