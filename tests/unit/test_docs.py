@@ -358,3 +358,13 @@ def list_options(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from list_options(inner)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_prose_fits_into_120_columns(page: Path) -> None:
+    """Rows of tables, sample output and the generated api.md may have longer lines."""
+    if page.name == "api.md":
+        return
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 120] == []
