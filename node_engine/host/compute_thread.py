@@ -175,7 +175,7 @@ class ComputeThread:
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
-            self._log.error("step failed", **log.get_error_fields(error))
+            self._log.error("engine step failed", **log.get_error_fields(error))
             self._role.on_step_failed(batch, error)
             return
         seconds = self._clock() - started

@@ -94,7 +94,7 @@ class ChatClient:
                 raise _refusal_from_status(response.status, response.read(_MAX_BODY_BYTES))
         except (OSError, http.client.HTTPException) as error:
             raise EndpointUnreachable(
-                f"nobody answers at {self.url}: {error or type(error).__name__}: see --url"
+                f"no response from {self.url}: {error or type(error).__name__}: see --url"
             ) from None
         return response
 

@@ -164,7 +164,7 @@ class RatioPlanner:
         proved = [split for split in better if self._pays_off(present, split, HISTORY_SECONDS)]
         self._proven_streak = self._proven_streak + 1 if proved else 0
         if proved and self._proven_streak < CONFIRMATIONS:
-            return None, f"missed: {told}: to be confirmed at the next look"
+            return None, f"missed: {told}: to be confirmed at the next evaluation"
         able = proved or [
             split
             for split, share in better.items()
