@@ -199,7 +199,7 @@ class ChildProcess:
         message = find_failure_message(self._output.get_last_lines(name))
         has_given_up = self.is_starting and self._backoff.consecutive_failures >= MAX_FAILED_STARTS
         if self.spec.is_optional and (has_given_up or (self.is_starting and code == _EXIT_CONFIG)):
-            self._notify(f"{name} cannot run, continuing without it ({message})")
+            self._notify(f"{name} failed, continuing without it ({message})")
             self._stopping.set()
             return
         if self.is_starting and code == _EXIT_CONFIG:

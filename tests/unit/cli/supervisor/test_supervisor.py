@@ -166,9 +166,7 @@ async def test_cluster_runs_on_without_a_pool_that_cannot_start(
     async with cluster(config) as (started, notices):
         await started.wait_until_ready()
         await wait_until(lambda: bool(notices))
-        assert notices == [
-            "pool-0 cannot run, continuing without it (no room: lower --pool-memory)"
-        ]
+        assert notices == ["pool-0 failed, continuing without it (no room: lower --pool-memory)"]
         assert set(started.get_pids()) == {"coordinator", "prefill-0", "decode-0"}
 
 
@@ -179,7 +177,7 @@ async def test_pool_that_always_fails_does_not_stop_the_cluster(
     write_child_programs(pool="sys.exit('no memory')")
     async with cluster(config) as (started, notices):
         await wait_until(lambda: len(notices) == restart_policy.MAX_FAILED_STARTS)
-        assert notices[-1] == "pool-0 cannot run, continuing without it (no memory)"
+        assert notices[-1] == "pool-0 failed, continuing without it (no memory)"
         await (
             started.wait_until_ready()
         )  # only now: from then on it would be started again and again
