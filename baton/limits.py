@@ -51,10 +51,6 @@ MAX_GRPC_BODIES_PER_CONNECTION = 8
 BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT_MESSAGES = 8192  # queued on one internal stream; beyond that its reader is too slow
-LINK_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
-)
 MAX_DESCRIPTORS = 1 << 16  # open files that a process counts on, also if it may open more
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 # Steps of a decode node whose shares of prefill tokens may be used up in one step.
@@ -79,18 +75,21 @@ class ModelBounds:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt plus output."""
+        """The largest number of tokens of prompt plus output."""
         return min(self.max_model_len, self.cache_tokens)
 
     def max_output_tokens(self, prompt_tokens: int) -> int:
-        """Most output tokens after such a prompt, on the present nodes if they can hold it."""
+        """The largest output in tokens after a prompt of this length.
+
+        It is that of the present nodes if they can hold the prompt.
+        """
         present_room = self.current_max_context - prompt_tokens
         return present_room if present_room > 0 else self.max_context - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """Most tokens of one text. Checked before the text is tokenized, and meanwhile."""
+    """The largest number of tokens of one text, checked before and while it is tokenized."""
 
     max_tokens: int
     reason: str  # of the limit, for the error message
@@ -284,9 +283,9 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
         )
     _check_logit_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, field)
-        if wanted is not None:
-            _check_int_range(field, wanted, 0, MAX_LOGPROBS)
+        count = getattr(params, field)
+        if count is not None:
+            _check_int_range(field, count, 0, MAX_LOGPROBS)
 
 
 def _check_logit_bias(params: SamplingParams, bounds: ModelBounds) -> None:

@@ -88,10 +88,10 @@ class OnlineLinearFit:
         found = list(self.coefficients)
         for _ in range(_SWEEPS):
             for row, line in enumerate(self._gram):
-                rest = (
+                residual = (
                     self._moment[row]
                     - sum(map(float.__mul__, line, found))
                     + line[row] * found[row]
                 )
-                found[row] = max(0.0, rest / line[row]) if line[row] > 0.0 else found[row]
+                found[row] = max(0.0, residual / line[row]) if line[row] > 0.0 else found[row]
         self.coefficients = tuple(found)

@@ -70,6 +70,11 @@ class ComparedSystem:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_system_arguments(parser)
+    _add_load_arguments(parser)
+
+
+def _add_system_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", action="append", default=[], metavar="NAME=URL", help="a system that runs; twice"
     )
@@ -94,6 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decode", type=int, default=1, help="decode nodes (1)")
     parser.add_argument("--threads", default="auto", help="of each node (auto)")
+
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     names = [workload.name for workload in COMPARISON_WORKLOADS]
     parser.add_argument(
         "--workloads", default=",".join(names), help=f"of these (default {','.join(names)})"
@@ -284,10 +292,8 @@ async def _measure_goodput(
         offset = number % len(systems)
         for workload in workloads:
             for load in loads:
-                cell, rate = (
-                    ComparisonCell(workload.name, load),
-                    comparison.arrival_rate(workload, load, idle),
-                )
+                cell = ComparisonCell(workload.name, load)
+                rate = comparison.arrival_rate(workload, load, idle)
                 plan = comparison.plan_arrivals(
                     workload, rate, options.seconds, f"{seed}/{cell}/{number}"
                 )

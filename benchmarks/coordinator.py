@@ -15,9 +15,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -178,29 +179,15 @@ async def _start_processes(
     spec = child_specs.make_child_specs(
         config, endpoints, environ=environ, cores=1, supervisor=os.getpid()
     )[0]
-    nodes = [
-        "benchmarks.clusters.instant_nodes",
-        endpoints.cluster,
-        "--vocabulary",
-        str(NARROW_SHAPE.vocabulary),
-        "--step",
-        str(step),
-    ]
+    nodes = ["benchmarks.clusters.instant_nodes", endpoints.cluster]
+    nodes += ["--vocabulary", str(NARROW_SHAPE.vocabulary), "--step", str(step)]
     cores = sorted(os.sched_getaffinity(0))
     processes: list[asyncio.subprocess.Process] = []
     with (folder / "log").open("wb") as log:
-
-        async def start(*arguments: str, stdout: int) -> asyncio.subprocess.Process:
-            command = (sys.executable, "-m", *arguments)
-            process = await asyncio.create_subprocess_exec(
-                *command, env=spec.environ, stdout=stdout, stderr=log
-            )
-            processes.append(process)
-            return process
-
+        start = partial(_start_module, processes, spec.environ, log.fileno())
         try:
-            coordinator = await start(spec.module, stdout=log.fileno())
-            instant = await start(*nodes, stdout=log.fileno())
+            coordinator = await start(spec.module)
+            instant = await start(*nodes)
             front = await start("benchmarks.clusters.instant_front", stdout=asyncio.subprocess.PIPE)
             for process in (coordinator, front):
                 os.sched_setaffinity(process.pid, cores[:1])
@@ -215,12 +202,32 @@ async def _start_processes(
             yield FrontEndpoints(endpoints.http, endpoints.grpc), bare, coordinator.pid
         finally:
             os.sched_setaffinity(0, cores)
-            for process in reversed(processes):
-                if process.returncode is None:
-                    process.terminate()
-                await process.wait()
+            await _stop_processes(processes)
             for reserved in sockets:
                 reserved.close()
+
+
+async def _start_module(
+    processes: list[asyncio.subprocess.Process],
+    environ: Mapping[str, str],
+    log: int,
+    *arguments: str,
+    stdout: int | None = None,
+) -> asyncio.subprocess.Process:
+    """Start `python -m` with `arguments` and add it to `processes`; output goes to `log`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *arguments), env=environ, stdout=stdout or log, stderr=log
+    )
+    processes.append(process)
+    return process
+
+
+async def _stop_processes(processes: Sequence[asyncio.subprocess.Process]) -> None:
+    """Stop them, the last one started first."""
+    for process in reversed(processes):
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 # the clients

@@ -23,6 +23,7 @@ from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 
 HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"
 CONTEXT = 512  # tokens
@@ -85,7 +86,7 @@ def _load_engine(folder: Path, threads: int) -> ModelEngine:
         "dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    engine = ModelEngine.load(folder, device="cpu", load_format="dummy", threads=threads)
+    engine = load_model_engine(folder, device="cpu", load_format="dummy", threads=threads)
     blocks = max(DECODE_BATCHES) * engine.layout.count_blocks(CONTEXT)
     engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
     return engine

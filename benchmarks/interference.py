@@ -43,6 +43,7 @@ from rich.console import Console
 
 from baton.errors import NodeFailed
 from baton.pb import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
+from baton.types import TRANSPORTS
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import DEMO_SHAPE
 from benchmarks.figures.percentiles import percentile
@@ -50,7 +51,6 @@ from benchmarks.figures.process_time import cpu_seconds
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 
 HELP = "how much hand-offs disturb decode, over each transport"
-TRANSPORTS = ("shm", "zmq", "grpc")
 PROMPT_TOKENS = 2048
 MAX_STEP_RATIO = 1.2  # decode step while prompts are handed over / idle decode step
 HANDOFF_WINDOWS = ("computed", "paced", "full_rate")
@@ -290,9 +290,11 @@ class PromptFlow:
         await asyncio.sleep(wait * turn / _IN_FLIGHT)
         while True:
             pause = asyncio.create_task(asyncio.sleep(wait))
-            fresh = name in ("prefill", "computed")
+            is_new_prompt = name in ("prefill", "computed")
             prompt = (
-                _random_prompt(self._source, PROMPT_TOKENS) if fresh else next(self._cached_cycle)
+                _random_prompt(self._source, PROMPT_TOKENS)
+                if is_new_prompt
+                else next(self._cached_cycle)
             )
             await _generate(self._stub, prompt, 1 if name == "prefill" else 2)
             self._completed += 1

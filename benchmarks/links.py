@@ -28,6 +28,7 @@ from baton.shared_memory.segment import (
     round_up_segment_bytes,
 )
 from baton.types import (
+    TRANSPORTS,
     AttemptKey,
     BlockIndex,
     Incarnation,
@@ -44,7 +45,6 @@ from kv_transfer.inbound import KVReceiver
 from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
-TRANSPORTS = ("shm", "zmq", "grpc")
 MESSAGE_BYTES = (1 << 18, 1 << 20)
 # 1.5 MiB a block
 LAYOUT = KVLayout(num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32")

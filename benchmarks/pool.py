@@ -132,7 +132,7 @@ def measure_index(blocks: int, command: str) -> list[ResultRow]:
     hashing = _best_seconds(lambda: PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS))
     before = _resident_bytes()
     pool = SharedBlockPool(CacheTier(blocks, BLOCK_TOKENS, CostEvictor(blocks, BLOCK_TOKENS)))
-    pool.attach_client(_HOLDER, 0.0)
+    pool.attachments.attach_client(_HOLDER, 0.0)
     _fill(pool, blocks, depth, tokens)
     size = (_resident_bytes() - before) / blocks
     prompt = PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS)

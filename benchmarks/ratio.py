@@ -37,6 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", choices=(*PARTS, "all"), default="all", help="which (default all)"
     )
+    _add_sweep_arguments(parser)
+    parser.add_argument(
+        "--ask-seconds",
+        type=float,
+        default=60.0,
+        help="of load before advice is asked (default 60)",
+    )
+    _add_changing_load_arguments(parser)
+    parser.add_argument(
+        "--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)"
+    )
+
+
+def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload",
         choices=(*workloads.RATIO_WORKLOADS, "all"),
@@ -50,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=36.0, help="of a run of the sweep (default 36)"
     )
     parser.add_argument(
-        "--ask-seconds",
-        type=float,
-        default=60.0,
-        help="of load before advice is asked (default 60)",
-    )
-    parser.add_argument(
         "--runs", type=int, default=3, help="of each split, whose median counts (default 3)"
     )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("ratio.svg"), help="of the sweep (default ratio.svg)"
+    )
+
+
+def _add_changing_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--phase", type=float, default=90.0, help="seconds of each load of `turn` (default 90)"
     )
@@ -65,16 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--swings", type=int, default=9, help="of 20 s and 20 s, of `swing` (default 9)"
     )
     parser.add_argument(
-        "--plot", type=Path, default=Path("ratio.svg"), help="of the sweep (default ratio.svg)"
-    )
-    parser.add_argument(
         "--auto-plot",
         type=Path,
         default=Path("ratio-auto.svg"),
         help="of turn and swing (default ratio-auto.svg)",
-    )
-    parser.add_argument(
-        "--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)"
     )
 
 

@@ -22,24 +22,24 @@ from statistics import median
 from rich.console import Console
 
 from baton.cluster_link.messages import (
-    PROTOCOL_VERSION,
     CacheEvents,
     CacheSnapshot,
     Heartbeat,
     JoinInfo,
 )
+from baton.cluster_link.report_types import NodeStats
 from baton.config.settings import Config
 from baton.errors import Cancelled
 from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
+from baton.types import Incarnation, Request, RequestId, Role, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import PrefixAwarePolicy
 from coordinator.core.placement.request_placer import ServingMode
+from simulator.node_messages import make_join_info
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
 DECISION_LIMIT = 1000.0  # maximum for a decision, in microseconds of CPU
@@ -120,8 +120,10 @@ class StubbedCluster:
 
     def time_decisions(self, count: int) -> list[float]:
         """Return microseconds of each decision; a request ends before the next one is placed."""
-        table = self.brain._table  # time the decision itself, without the code around it
-        decide = table.placer.decide_placement
+        placer = (
+            self.brain.parts.placement.placer
+        )  # time the decision itself, without the code around it
+        decide = placer.decide_placement
 
         def timed(*arguments: object) -> object:
             began = time.thread_time_ns()
@@ -130,9 +132,9 @@ class StubbedCluster:
             return decision
 
         took: list[float] = []
-        table.placer.decide_placement = timed  # type: ignore[method-assign,assignment]
+        placer.decide_placement = timed  # type: ignore[method-assign,assignment]
         self.time_requests(count)
-        table.placer.decide_placement = decide  # type: ignore[method-assign]
+        placer.decide_placement = decide  # type: ignore[method-assign]
         return took
 
     def time_requests(self, count: int) -> list[float]:
@@ -212,13 +214,9 @@ def _take_first(names: Iterator[BlockHash], count: int) -> Iterator[BlockHash]:
 
 def _join_info(number: int, num_blocks: int) -> JoinInfo:
     role = Role.PREFILL if number % 2 else Role.DECODE
-    return JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(f"{role.value}-{number}"),
-        role=role,
-        host_id="h",
-        transfer_endpoint="tcp://127.0.0.1:1",
-        pid=1,
+    return make_join_info(
+        f"{role.value}-{number}",
+        role,
         model_digest=_DIGEST,
         layout=_LAYOUT,
         num_blocks=num_blocks,
@@ -226,9 +224,6 @@ def _join_info(number: int, num_blocks: int) -> JoinInfo:
         max_batched_tokens=8192,
         max_model_len=32768,
         vocab_size=32000,
-        eos_token_ids=(2,),
-        engine="paced",
-        process=f"{role.value}-{number}",
     )
 
 

@@ -37,6 +37,11 @@ HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
 _WAVES_PER_CLIENT = 4  # least requests of each client in a cell of a sweep
 
+_HEADINGS = (
+    *("load", "sent", "good", "errors", "TTFT", "TPOT", "ITL"),
+    *("tokens/s", "requests/s", "goodput", "cached"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeCell:
@@ -45,6 +50,16 @@ class ServeCell:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_endpoint_arguments(parser)
+    _add_load_arguments(parser)
+    _add_trace_arguments(parser)
+    _add_sweep_arguments(parser)
+    parser.add_argument(
+        "--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default"
+    )
+
+
+def _add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default="", help="base URL; without it a cluster is started for the run"
     )
@@ -54,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("BATON_API_KEY", ""),
         help="KEY or @FILE (BATON_API_KEY)",
     )
+
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", default="1,4,16", help="closed loops (default 1,4,16); none if empty"
     )
@@ -84,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1000,
         help="random prompts use ids below this (default 1000)",
     )
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         type=Path,
@@ -99,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-lengths", type=float, default=1.0, help="times as long as in the trace (default 1)"
     )
+
+
+def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep", default="", metavar="1,2,4,...", help="closed loops, plotted on one picture"
     )
@@ -110,9 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ttft-slo", default="", metavar="500ms", help="print the ceiling with p90 TTFT within it"
-    )
-    parser.add_argument(
-        "--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default"
     )
 
 
@@ -282,34 +303,16 @@ def latency_table(results: Sequence[CellResult]) -> Table:
         box=None,
         header_style="bold",
     )
-    for heading in (
-        "load",
-        "sent",
-        "good",
-        "errors",
-        "TTFT",
-        "TPOT",
-        "ITL",
-        "tokens/s",
-        "requests/s",
-        "goodput",
-        "cached",
-    ):
+    for heading in _HEADINGS:
         table.add_column(
             heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True
         )
     for result in results:
-        errors = (
-            ", ".join(f"{count} {kind}" for kind, count in sorted(result.error_counts.items()))
-            or "-"
-        )
-        if result.miscounted_count:
-            errors += f"; {result.miscounted_count} miscounted"
         table.add_row(
             result.name,
             str(result.sent_count),
             str(result.good_count),
-            errors,
+            _format_errors(result),
             *(_format_quantiles(summary) for summary in (result.ttft, result.tpot, result.itl)),
             f"{result.tokens_per_second:.1f}",
             f"{result.requests_per_second:.2f}",
@@ -317,6 +320,14 @@ def latency_table(results: Sequence[CellResult]) -> Table:
             "-" if result.cached_share is None else f"{result.cached_share:.0%}",
         )
     return table
+
+
+def _format_errors(result: CellResult) -> str:
+    kinds = [f"{count} {kind}" for kind, count in sorted(result.error_counts.items())]
+    text = ", ".join(kinds) or "-"
+    if result.miscounted_count:
+        text += f"; {result.miscounted_count} miscounted"
+    return text
 
 
 def _format_quantiles(summary: PercentileSummary | None) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from baton.cli.views.timeline import STAGES, early_arrival_share
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+from baton.types import TRANSPORTS
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import NARROW_SHAPE
 from benchmarks.figures.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
@@ -26,7 +27,6 @@ from benchmarks.figures.percentiles import percentile
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
-TRANSPORTS = ("shm", "zmq", "grpc")
 OVERHEAD_LIMIT = 15.0  # maximum of the median, in milliseconds
 EARLY_ARRIVAL_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
 # Enough that the prefill node has reported the hand-off before the answer ends.

@@ -11,6 +11,8 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+from starlette.types import ASGIApp
+
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 from baton.models.file_digests import compute_file_digests
@@ -25,7 +27,7 @@ from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import UnknownFieldPolicy
 from coordinator.node_links.cluster_readiness import ClusterReadiness
@@ -69,40 +71,54 @@ class Coordinator:
         )
         self._tokenizer: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
         self._text_workers = TextWorkers()
-        rejections = RejectionCounter(self._dispatcher.count_rejection)
-        intake = RequestIntake(
-            self._dispatcher,
+        intake = self._build_intake(unknown_fields)
+        clients = self._build_client_app(intake)
+        operators = admin_app.build_admin_app(
+            self._operations, self._readiness, config.admin_token, intake.rejections
+        )
+        self._bind_ports(intake, clients, operators)
+
+    def _build_intake(self, unknown_fields: UnknownFieldPolicy) -> RequestIntake:
+        dispatcher, config = self._dispatcher, self._config
+        return RequestIntake(
+            dispatcher,
             self._tokenizer,
             model=config.public_model_name,
             max_timeout_seconds=config.request_timeout,
-            rejections=rejections,
+            rejections=RejectionCounter(
+                lambda error, tenant_class: dispatcher.brain.count_rejection(
+                    error, tenant_class, dispatcher.clock()
+                )
+            ),
             defaults=_load_generation_defaults(config),
             unknown_fields=unknown_fields,
             on_client_request_id=self._operations.client_request_ids.add_request,
             workers=self._text_workers,
             bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
         )
+
+    def _build_client_app(self, intake: RequestIntake) -> ASGIApp:
+        config = self._config
         metrics = app.MetricsEndpoint(
             self._operations.render_metrics, AdminAuthenticator(config.admin_token)
         )
-        clients = app.build_app(
+        return app.build_app(
             intake,
             self._readiness,
             self._client_auth,
             metrics if config.metrics_on_http else None,
             parse_allowed_origins(config.allowed_origins),
         )
-        operators = admin_app.build_admin_app(
-            self._operations, self._readiness, config.admin_token, rejections
-        )
+
+    def _bind_ports(self, intake: RequestIntake, clients: ASGIApp, operators: ASGIApp) -> None:
+        config, ports = self._config, self._port_connections
         with ExitStack() as bound:
-            ports = self._port_connections
             http = bound.enter_context(bind_http_socket(config.host, config.port, "--port"))
             self._http_server = HttpServer(clients, http, ports.get_table("http"))
-            admin_port = bound.enter_context(
+            admin = bound.enter_context(
                 bind_http_socket(config.admin_host, config.admin_port, "--admin-port")
             )
-            self._admin_server = HttpServer(operators, admin_port, ports.get_table("admin"))
+            self._admin_server = HttpServer(operators, admin, ports.get_table("admin"))
             self._grpc_server = GrpcServer(
                 intake, self._readiness, self._client_auth, ports.limits["grpc"]
             )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.limits import ModelBounds
-from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, Principal, Request, RequestId, TokenLogprobs
+from coordinator.core.common.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The decode role: receives KV from prefill nodes, or computes it, and decodes. An attempt's life:
 
-    DecodeOrder with a KV writer -> match the cached prefix, reserve blocks for the rest, grant a
+    DecodeOrder with a KV writer   -> match the cached prefix, reserve blocks for the rest, grant a
                                       ticket and report Reserved; or report Refused at once
         InboundStarted             -> the KV writer has begun
         InboundSealed              -> all KV landed and verified, the writer fenced off: commit,
@@ -19,22 +19,17 @@ fill.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    ContextLengthExceeded,
-    IncompleteTransfer,
-    NodeFailed,
-    NodeLost,
-    StaleMessage,
+from baton.cluster_link.messages import (
+    DecodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
 )
-from baton.kv.block_hash import BlockHash, root_hash
-from baton.kv.pool_types import PoolHit
-from baton.process.failpoints import FAILPOINTS
+from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeLost
+from baton.kv.block_hash import BlockHash
+from baton.process.failpoints import failpoint
 from baton.types import (
     AttemptKey,
     AttemptSpec,
@@ -56,12 +51,7 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix
-from node_engine.core.node_commands import (
-    CoordinatorLost,
-    NodeCommand,
-    NodeJoined,
-    OrderWithPoolHit,
-)
+from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -73,7 +63,8 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.roles.role_policy import RoleContext, check_work, report_too_long
+from node_engine.roles.base_role import BaseRole
+from node_engine.roles.role_policy import RoleContext
 
 
 @dataclass(slots=True, eq=False)
@@ -87,17 +78,12 @@ class _PendingHandoff:
     is_over: bool = False  # its end is reported, or the coordinator has ended it
 
 
-class DecodeRole:
+class DecodeRole(BaseRole):
     """A RolePolicy that decodes attempts; see the module."""
 
     def __init__(self, context: RoleContext, plane: InboundPlane) -> None:
-        self._context = context
+        super().__init__(context, plane)
         self._plane = plane
-        self._scheduler = context.scheduler
-        self._block_pool = context.block_pool
-        self._reporter = context.reporter
-        self._pool_connector = context.pool_connector
-        self._layout = context.engine.layout
         self._pending_handoffs: dict[TicketId, _PendingHandoff] = {}
         self._tickets: dict[AttemptKey, TicketId] = {}
         # Prefills that are computed here and not yet reported as Admitted: their share, in seconds,
@@ -107,36 +93,14 @@ class DecodeRole:
         self._local_step_tokens: list[tuple[AttemptKey, int]] = []
 
     @property
-    def transfer_endpoint(self) -> str:
-        return self._plane.endpoint
-
-    @property
     def num_held_attempts(self) -> int:
         return len(self._pending_handoffs) + len(self._scheduler.sequences)
-
-    def counters(self) -> dict[str, float]:
-        return {
-            f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()
-        }
-
-    def close(self) -> None:
-        self._plane.close()
 
     def preview_command(self, command: NodeCommand) -> None:
         """No command is urgent: all of them wait for the step in progress."""
 
-    def handle_item(self, item: NodeCommand | object) -> None:
+    def _handle_event(self, item: object) -> None:
         match item:
-            case NodeJoined(incarnation):
-                self._drop_all_attempts(incarnation)
-            case CoordinatorLost():
-                self._drop_all_attempts(None)
-            case DecodeOrder():
-                self._on_decode_order(item, None)
-            case OrderWithPoolHit(DecodeOrder() as order, hit):
-                self._on_decode_order(order, hit)
-            case CancelOrder(key, reason):
-                self._cancel_attempt(key, reason)
             case PeerLostNotice(incarnation):
                 self._plane.on_peer_gone(incarnation)
             case InboundStarted(ticket):
@@ -150,6 +114,9 @@ class DecodeRole:
                 self._block_pool.reservations.free_quarantined_ticket(ticket)
             case _:
                 raise TypeError(f"a decode node cannot handle {item!r}")
+
+    def _on_joined(self, incarnation: Incarnation) -> None:
+        self._plane.rejoin(incarnation)
 
     def before_step(self, batch: StepBatch) -> None:
         """Record the tokens of local prefills in the step; no layer callback is needed."""
@@ -190,52 +157,28 @@ class DecodeRole:
         if tokens:
             self._reporter.report_tokens(tokens)
 
-    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        reason = (
-            error
-            if isinstance(error, BatonError)
-            else NodeFailed(f"{type(error).__name__} in the forward pass")
-        )
-        failed = [
-            self._scheduler.sequences_in_flight[slice_.sequence_id].key for slice_ in batch.slices
-        ]
-        self._scheduler.abandon_step(batch)
-        for key in failed:
-            self._cancel_attempt(key, reason)
-            self._reporter.report_failed(key, reason)
-
     # the life of one attempt
 
-    def _on_decode_order(self, order: DecodeOrder, hit: PoolHit | None) -> None:
+    def _start_attempt(
+        self, order: PrefillOrder | DecodeOrder, pool_prefix: PoolPrefix | None
+    ) -> None:
+        if not isinstance(order, DecodeOrder):
+            raise TypeError(f"a decode node cannot handle {order!r}")
         self._scheduler.prefill_budget.prefill_step_share = order.prefill_step_share or None
-        pool_prefix = self._pool_connector.build_pool_prefix(hit)
-        if self._scheduler.sequences.get(order.work.key) is None:  # else the order is a duplicate
-            self._begin_attempt(order.work, order.kv_writer, pool_prefix)
-        if pool_prefix is not None:
-            pool_prefix.release()
+        self._reserve_or_prefill(order.work, order.kv_writer, pool_prefix)
 
-    def _begin_attempt(
+    @failpoint("decode.allocate")
+    def _reserve_or_prefill(
         self, work: AttemptSpec, writer: PeerAddress | None, pool_prefix: PoolPrefix | None
     ) -> None:
-        engine = self._context.engine
-        try:
-            FAILPOINTS.hit("decode.allocate.before")
-            check_work(work, engine)
-            root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            estimate = self._scheduler.estimate_admission(work, root, pool_prefix)
-            if writer is None or estimate.num_missing_tokens == 1:
-                self._prefill_locally(
-                    work, root, pool_prefix, estimate.refusal, announce=writer is not None
-                )
-            else:
-                self._reserve_for_handoff(work, root, pool_prefix, writer)
-            FAILPOINTS.hit("decode.allocate.after")
-        except ContextLengthExceeded as error:
-            self._cancel_attempt(work.key, error)
-            report_too_long(work, self._block_pool, self._reporter)
-        except BatonError as error:
-            self._cancel_attempt(work.key, error)
-            self._reporter.report_failed(work.key, error)
+        self._check_work(work)
+        root = self._compute_root_hash(work)
+        estimate = self._scheduler.estimate_admission(work, root, pool_prefix)
+        if writer is None or estimate.num_missing_tokens == 1:
+            announce = writer is not None
+            self._prefill_locally(work, root, pool_prefix, estimate.refusal, announce=announce)
+        else:
+            self._reserve_for_handoff(work, root, pool_prefix, writer)
 
     def _prefill_locally(
         self,
@@ -298,31 +241,29 @@ class DecodeRole:
         )
 
     def _on_sealed(self, ticket: TicketId, seal: SealInfo) -> None:
-        arrival = self._pending_handoffs.get(ticket)
-        if arrival is None or arrival.is_over:  # revoked in the meantime: InboundLost follows
+        pending = self._pending_handoffs.get(ticket)
+        if pending is None or pending.is_over:  # revoked in the meantime: InboundLost follows
             return
-        work, key = arrival.work, arrival.work.key
+        work, key = pending.work, pending.work.key
         try:
-            FAILPOINTS.hit("decode.commit.before")
-            token = self._check_first_token(work, seal)
+            with failpoint("decode.commit"):
+                token = self._check_first_token(work, seal)
+                outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
+                self._plane.commit_ticket(ticket)
         except BatonError as error:
             self._plane.revoke_ticket(ticket, error)
             return
-        outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
-        self._plane.commit_ticket(ticket)
-        FAILPOINTS.hit("decode.commit.after")
         del self._pending_handoffs[ticket], self._tickets[key]
         self._reporter.report_admitted(
             key,
             computed_tokens=0,
-            cached_tokens=arrival.held_tokens,
-            received_tokens=len(work.context_token_ids) - arrival.held_tokens,
-            pool_tokens=arrival.pool_tokens,
-            remote_pool_tokens=arrival.remote_pool_tokens,
+            cached_tokens=pending.held_tokens,
+            received_tokens=len(work.context_token_ids) - pending.held_tokens,
+            pool_tokens=pending.pool_tokens,
+            remote_pool_tokens=pending.remote_pool_tokens,
         )
-        FAILPOINTS.hit("decode.first_token.before")
-        self.deliver_outcomes(outcomes)
-        FAILPOINTS.hit("decode.first_token.after")
+        with failpoint("decode.first_token"):
+            self.deliver_outcomes(outcomes)
 
     def _check_first_token(self, work: AttemptSpec, seal: SealInfo) -> int:
         """The token that prefill has sampled.
@@ -348,26 +289,27 @@ class DecodeRole:
         return token
 
     def _on_lost(self, ticket: TicketId, error: BatonError, fenced: bool) -> None:
-        arrival = self._pending_handoffs.pop(ticket)
-        key = arrival.work.key
+        pending = self._pending_handoffs.pop(ticket)
+        key = pending.work.key
         del self._tickets[key]
-        FAILPOINTS.hit("decode.free.before")
-        self._scheduler.cancel_sequence(key)
-        if fenced:
-            self._block_pool.reservations.release_ticket(ticket)
-        else:
-            self._block_pool.reservations.quarantine_ticket(ticket)
-        FAILPOINTS.hit("decode.free.after")
-        if not arrival.is_over and not isinstance(error, Cancelled):  # the canceller reports it
+        with failpoint("decode.free"):
+            self._scheduler.cancel_sequence(key)
+            if fenced:
+                self._block_pool.reservations.release_ticket(ticket)
+            else:
+                self._block_pool.reservations.quarantine_ticket(ticket)
+        if not pending.is_over and not isinstance(error, Cancelled):  # the canceller reports it
             self._reporter.report_failed(key, error)
 
-    def _cancel_attempt(self, key: AttemptKey, reason: BatonError) -> None:
+    def _end_attempt(self, key: AttemptKey, error: BatonError, *, report: bool) -> None:
         self._local_prefill_seconds.pop(key, None)
         self._scheduler.cancel_sequence(key)
         ticket = self._tickets.get(key)
         if ticket is not None:
             self._pending_handoffs[ticket].is_over = True
-            self._plane.revoke_ticket(ticket, reason)
+            self._plane.revoke_ticket(ticket, error)
+        if report:
+            self._reporter.report_failed(key, error)
 
     def _report_local_admission(self, sequence: Sequence) -> None:
         self._reporter.report_admitted(
@@ -380,20 +322,14 @@ class DecodeRole:
             share_seconds=self._local_prefill_seconds.pop(sequence.key),
         )
 
-    def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator no longer knows this work: end all attempts, keep the prefix cache."""
-        reason = (
-            StaleMessage("this node has joined anew")
-            if incarnation
-            else NodeLost("this node has no coordinator")
-        )
-        for sequence in self._scheduler.sequences:
-            self._cancel_attempt(sequence.key, reason)
-        for key in tuple(self._tickets):
-            self._cancel_attempt(key, reason)
-        if incarnation is not None:
-            self._reporter.incarnation = incarnation
-            self._plane.rejoin(incarnation)
+    def _is_known(self, key: AttemptKey) -> bool:
+        return self._scheduler.sequences.get(key) is not None
+
+    def _list_attempts(self) -> Collection[AttemptKey]:
+        return (*(sequence.key for sequence in self._scheduler.sequences), *self._tickets)
+
+    def _coordinator_lost_error(self) -> BatonError:
+        return NodeLost("this node has no coordinator")
 
 
 def _are_valid_logprobs(

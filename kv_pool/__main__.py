@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.config import flags as config_flags
 from baton.config.pool_config import PoolConfig
 from baton.process.entry import run_process
-from kv_pool.pool_process import run_pool
+from kv_pool.assemble import run_pool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

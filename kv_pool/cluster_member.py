@@ -4,19 +4,21 @@ import asyncio
 import os
 from collections.abc import Iterable
 
-from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import (
     POOL_ROLE,
     PROTOCOL_VERSION,
     CacheSnapshotRequest,
     LedgerQuery,
+    LedgerReport,
+    NodeLeaving,
     NodeOrder,
     PoolJoinInfo,
+    build_cache_report,
 )
+from baton.cluster_link.report_types import LedgerOwner, MemberLedger, NodeStats
 from baton.config.pool_config import PoolConfig
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS, MAX_HASHES_PER_BATCH, CacheEventBatch
-from baton.pb import cluster_pb2
 from baton.process import log
 from baton.process.clock import Clock
 from baton.types import Incarnation, NodeName, mint_id
@@ -63,8 +65,7 @@ class PoolClusterMember:
                 self._snapshot_task.cancel()
 
     def send_leaving(self) -> None:
-        leaving = cluster_pb2.Leaving(reason="stopping")
-        self._link.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, leaving=leaving))
+        self._link.send(NodeLeaving("stopping"), self._incarnation)
 
     def on_index_changed(self) -> None:
         """Send the changes of the index to the coordinator within FLUSH_INTERVAL_SECONDS."""
@@ -82,19 +83,21 @@ class PoolClusterMember:
             host_id=self._manager.host_id,
             endpoint=self._endpoint,
             pid=os.getpid(),
-            model_digest=self._manager.model_digest,
-            layout=self._manager.layout,
-            num_blocks=self._manager.block_pool.memory.num_blocks,
+            model_digest=self._manager.open_pool.model_digest,
+            layout=self._manager.open_pool.layout,
+            num_blocks=self._manager.open_pool.block_pool.memory.num_blocks,
             rejoining=self._incarnation,
         )
 
-    def build_stats(self) -> cluster_pb2.NodeStats:
-        ledger = self._manager.block_pool.ledger(self._clock())
+    def build_stats(self) -> NodeStats:
+        ledger = self._manager.open_pool.block_pool.ledger(self._clock())
         counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
         counters = (
-            self._manager.collect_counters() | self._peers.counters() | log.get_log_counters()
+            self._manager.open_pool.collect_counters()
+            | self._peers.counters()
+            | log.get_log_counters()
         )
-        return cluster_pb2.NodeStats(blocks_total=ledger.num_blocks, counters=counters, **counts)
+        return NodeStats(blocks_total=ledger.num_blocks, counters=counters, **counts)
 
     def on_joined(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -108,7 +111,7 @@ class PoolClusterMember:
     def on_order(self, order: NodeOrder) -> None:
         match order:
             case LedgerQuery(query):
-                self._link.send(self._ledger_answer(query))
+                self._link.send(self._build_ledger_report(query), self._incarnation)
             case CacheSnapshotRequest():
                 self._start_snapshot()
             case _:
@@ -116,22 +119,26 @@ class PoolClusterMember:
 
     # messages to the coordinator
 
-    def _ledger_answer(self, query: int) -> cluster_pb2.NodeMessage:
-        ledger = self._manager.block_pool.ledger(self._clock())
-        message = self._ledger_message(query, self._name, ledger)
-        disk_ledger = self._manager.disk_ledger()
-        if disk_ledger is not None:
-            disk_message = self._ledger_message(query, f"{self._name} disk", disk_ledger)
-            message.ledger.disk.CopyFrom(disk_message.ledger.ledger)
-        return message
-
-    def _ledger_message(self, query: int, name: str, ledger: PoolLedger) -> cluster_pb2.NodeMessage:
-        counts = {state.value: count for state, count in ledger.counts.items()}
-        owners = (
-            (entry.owner, entry.state.value, entry.num_blocks, entry.age_seconds)
-            for entry in ledger.entries
+    def _build_ledger_report(self, query_id: int) -> LedgerReport:
+        ledger = self._manager.open_pool.block_pool.ledger(self._clock())
+        disk = self._manager.open_pool.disk_ledger()
+        return LedgerReport(
+            query_id,
+            self._describe_ledger(self._name, ledger),
+            self._describe_ledger(f"{self._name} disk", disk) if disk is not None else None,
         )
-        return wire.ledger_to_pb(query, name, self._incarnation, ledger.num_blocks, counts, owners)
+
+    def _describe_ledger(self, name: str, ledger: PoolLedger) -> MemberLedger:
+        return MemberLedger(
+            name=name,
+            incarnation=self._incarnation,
+            num_blocks=ledger.num_blocks,
+            counts={state.value: count for state, count in ledger.counts.items()},
+            owners=tuple(
+                LedgerOwner(entry.owner, entry.state.value, entry.num_blocks, entry.age_seconds)
+                for entry in ledger.entries
+            ),
+        )
 
     def _send_changes(self) -> None:
         self._flush_timer = None
@@ -148,10 +155,13 @@ class PoolClusterMember:
         A million hashes take half a second to collect; the event loop runs other work after each
         part.
         """
-        journal, total = self._manager.cache_journal, self._manager.block_pool.memory.num_blocks
+        journal, total = (
+            self._manager.cache_journal,
+            self._manager.open_pool.block_pool.memory.num_blocks,
+        )
         journal.begin_snapshot()
         for first in range(0, max(1, total), MAX_HASHES_PER_BATCH):
-            hashes = self._manager.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
+            hashes = self._manager.open_pool.list_block_hashes(first, first + MAX_HASHES_PER_BATCH)
             self._send_cache_changes(
                 [journal.build_snapshot_part(hashes, self._clock(), first=first == 0)]
             )
@@ -160,4 +170,4 @@ class PoolClusterMember:
 
     def _send_cache_changes(self, batches: Iterable[CacheEventBatch]) -> None:
         for batch in batches:
-            self._link.send(wire.cache_events_to_pb(batch, self._incarnation))
+            self._link.send(build_cache_report(batch), self._incarnation)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from baton.config.common import MemberConfig
 from baton.kv.kv_layout import KVLayout
-from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.shared_memory.fence import ArenaFences
@@ -21,13 +20,7 @@ from kv_transfer.core.events import InboundEvent, OutboundEvent
 from kv_transfer.inbound import KVReceiver
 from kv_transfer.outbound import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
-from kv_transfer.transports.grpc_protocol import SCHEME
-from kv_transfer.transports.grpc_writer_link import GrpcDialer
-from kv_transfer.transports.links import DecodeLink, TransferDialer
-from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
-from kv_transfer.transports.zmq_keys import derive_curve_keys
-from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
+from kv_transfer.transports.registry import make_decode_link, make_dialers
 
 _RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live
 NOT_JOINED = Incarnation("")  # until `rejoin`
@@ -39,7 +32,7 @@ class _HasLayout(Protocol):
 
 
 class PlaneContext(Protocol):
-    """Those of a node's parts that a plane needs."""
+    """The parts of a node that its transfer plane needs."""
 
     @property
     def config(self) -> MemberConfig: ...
@@ -125,7 +118,7 @@ def build_kv_receiver(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        link=_make_decode_link(settings, token),
+        link=make_decode_link(settings, token),
         fences=fences,
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
@@ -133,22 +126,6 @@ def build_kv_receiver(
         clock=clock,
         failpoints=failpoints,
     )
-
-
-def _make_decode_link(settings: TransferSettings, token: str) -> DecodeLink:
-    """Raises ConfigError when `settings.listen` is not allowed or cannot be bound."""
-    if settings.transport == "memory":
-        return MemoryDecodeLink()
-    require_key_unless_loopback(
-        "--listen",
-        get_endpoint_host(settings.listen),
-        "cluster_token",
-        token,
-        insecure=settings.insecure,
-    )
-    if settings.transport == "grpc":
-        return GrpcDecodeLink(token, settings)
-    return ZmqDecodeLink(derive_curve_keys(token), settings)
 
 
 def build_kv_sender(
@@ -165,16 +142,11 @@ def build_kv_sender(
 ) -> KVSender:
     """Prefill's plane over the blocks in `arena`. It dials any transport that a ticket names."""
     settings = settings or TransferSettings()
-    dialers: dict[str, TransferDialer] = {
-        "memory": MemoryDialer(),
-        "tcp": ZmqDialer(derive_curve_keys(token), settings),
-        SCHEME: GrpcDialer(token, settings),
-    }
     return KVSender(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        dialers=dialers,
+        dialers=make_dialers(token, settings),
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
         emit=emit,

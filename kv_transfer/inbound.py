@@ -83,7 +83,7 @@ class KVReceiver:
         return self._fences.allocate_byte() if self._fences is not None else 0
 
     def grant_ticket(self, ticket: Ticket) -> None:
-        """Raises ValueError when the ticket's offsets are not those of blocks of the arena."""
+        """Accept writes under `ticket`. Raises ValueError for blocks that the arena lacks."""
         two_sided = not is_one_sided(ticket.transport)
         if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
             raise ValueError(

@@ -80,7 +80,7 @@ class KVSender:
     def announce_layer(
         self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
     ) -> None:
-        """Raises ValueError for blocks that the arena does not have."""
+        """Queue a computed layer to be sent. Raises ValueError for blocks that the arena lacks."""
         ready, now = ReadySlabs(layer, first, tuple(source)), self._clock()
         if (
             ready.source_blocks

@@ -10,8 +10,7 @@ import zmq
 
 from baton.process import log
 from baton.process.clock import Clock
-from kv_transfer.common.eventfd import EventFd
-from kv_transfer.transports.links import Pollable
+from kv_transfer.transports.links import EventFd, Pollable
 
 _MAX_WAIT_SECONDS = 3600.0  # poll takes no infinite deadline
 

@@ -170,7 +170,7 @@ class ReceiverLoop:
         self._revoke_all(HandoffFailed("the transfer plane is closing"))
 
     def is_drained(self) -> bool:
-        """True at once: a writer that misses its Refused frame finds its link lost."""
+        """Always true: a writer that misses its Refused frame finds its link lost."""
         return True
 
     def close(self) -> None:

@@ -230,19 +230,7 @@ class SenderLoop:
             self.counters["ignored_unknown"] += 1
             return
         handoff = self._handoffs[key]
-        machine, now = handoff.machine, self._clock()
-        match frame:
-            case frames.CreditFrame():
-                outputs = machine.on_credit(frame)
-            case frames.LandedFrame():
-                outputs = machine.on_landed(frame, now)
-            case frames.CommittedFrame():
-                outputs = machine.on_committed(frame, now)
-            case frames.RefusedFrame():
-                outputs = machine.on_refused(frame)
-            case _:
-                assert_never(frame)
-        self._apply_outputs(handoff, outputs)
+        self._apply_outputs(handoff, handoff.machine.on_frame(frame, self._clock()))
 
     def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
         if now < handoff.machine.deadline:

@@ -1,7 +1,7 @@
 """The prefill role: computes prompts and hands their KV to decode nodes. The life of an attempt:
 
-    PrefillOrder     -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
-    TicketOrder      -> `set_ticket`, on the event loop: it need not wait for the forward pass
+    PrefillOrder       -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
+    TicketOrder        -> `set_ticket`, on the event loop: it need not wait for the forward pass
     each computed layer -> `announce_layer`: the plane sends it while the next layer is computed
     first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
     OutboundCommitted  -> source blocks released, HandedOff reported (success)
@@ -17,23 +17,19 @@ last layer is announced, so that nothing is delayed, but not before the decode n
 its look-up for the same attempt would count the attempt's own computation as a hit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from baton.cluster_link.messages import CancelOrder, PeerLostNotice, PrefillOrder, TicketOrder
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    ContextLengthExceeded,
-    HandoffFailed,
-    NodeFailed,
-    Preempted,
-    StaleMessage,
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    PeerLostNotice,
+    PrefillOrder,
+    TicketOrder,
 )
-from baton.kv.block_hash import root_hash
-from baton.kv.pool_types import PoolHit
-from baton.pb.common_pb2 import HandoffReport
-from baton.process.failpoints import FAILPOINTS
+from baton.cluster_link.report_types import HandoffReport
+from baton.errors import BatonError, Cancelled, Preempted, StaleMessage
+from baton.process.failpoints import failpoint
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
 from kv_transfer.plane import (
     HandoffStats,
@@ -44,12 +40,7 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.node_commands import (
-    CoordinatorLost,
-    NodeCommand,
-    NodeJoined,
-    OrderWithPoolHit,
-)
+from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     PrefillRequeued,
@@ -59,8 +50,11 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence, handoff_owner_label
-from node_engine.core.step.step_batch import LayerCallback, StepBatch
-from node_engine.roles.role_policy import RoleContext, check_work, report_too_long
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
+from node_engine.roles.base_role import BaseRole
+from node_engine.roles.role_policy import RoleContext
+from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
 
 
 @dataclass(slots=True, eq=False)
@@ -84,47 +78,20 @@ class _PrefillAttempt:
         return handoff_owner_label(self.work.key)
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerAnnouncement:
-    """Blocks of one attempt that a step completes, layer by layer."""
-
-    key: AttemptKey
-    first_block: int
-    blocks: tuple[BlockIndex, ...]
-
-
-class PrefillRole:
+class PrefillRole(BaseRole):
     """A RolePolicy that computes contexts and sends their KV; see the module."""
 
     def __init__(self, context: RoleContext, plane: OutboundPlane) -> None:
-        self._context = context
+        super().__init__(context, plane)
         self._plane = plane
-        self._scheduler = context.scheduler
-        self._block_pool = context.block_pool
-        self._reporter = context.reporter
-        self._pool_connector = context.pool_connector
-        self._layout = context.engine.layout
         self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
-        self._aborted_early: dict[AttemptKey, BatonError] = {}
-        # Of the step in progress: the blocks that it completes, and its attempts with their tokens.
-        self._step_announcements: list[_LayerAnnouncement] = []
+        self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillOrder
+        # Attempts of the step in progress with their tokens in it.
         self._step_attempts: list[tuple[_PrefillAttempt, int]] = []
-
-    @property
-    def transfer_endpoint(self) -> str:
-        return self._plane.endpoint
 
     @property
     def num_held_attempts(self) -> int:
         return len(self._attempts)
-
-    def counters(self) -> dict[str, float]:
-        return {
-            f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()
-        }
-
-    def close(self) -> None:
-        self._plane.close()
 
     # on the event loop
 
@@ -147,20 +114,10 @@ class PrefillRole:
 
     # on the compute thread
 
-    def handle_item(self, item: NodeCommand | object) -> None:
+    def _handle_event(self, item: object) -> None:
         match item:
-            case NodeJoined(incarnation):
-                self._drop_all_attempts(incarnation)
-            case CoordinatorLost():
-                self._drop_all_attempts(None)
-            case PrefillOrder():
-                self._begin_attempt(item, None)
-            case OrderWithPoolHit(PrefillOrder() as order, hit):
-                self._begin_attempt(order, hit)
             case TicketOrder(ticket):
                 self._on_ticket(ticket.key)
-            case CancelOrder(key, reason):
-                self._end_attempt(key, reason, report=False)
             case OutboundCommitted(key, report):
                 self._on_committed(key, report)
             case OutboundAborted(key, error):
@@ -170,48 +127,37 @@ class PrefillRole:
             case _:
                 raise TypeError(f"a prefill node cannot handle {item!r}")
 
+    def _on_joined(self, incarnation: Incarnation) -> None:
+        """`preview_command` has told the plane."""
+
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
-        self._step_announcements, self._step_attempts = [], []
+        self._step_attempts = []
+        completed: list[BlockRange] = []
         for slice_ in batch.slices:
             sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
-            handoff = self._attempts[sequence.key]
-            self._step_attempts.append((handoff, len(slice_.token_ids)))
-            if handoff.needs_no_decode:
+            attempt = self._attempts[sequence.key]
+            self._step_attempts.append((attempt, len(slice_.token_ids)))
+            if attempt.needs_no_decode:
                 continue
             first = slice_.start // self._layout.block_size
             last = self._layout.count_blocks(slice_.start + len(slice_.token_ids))
-            if first > len(handoff.pinned_blocks):
-                # The blocks before the slice come from a cache: all their layers are complete.
-                cached = self._pin_blocks(handoff, sequence, first)
-                for layer in range(self._layout.num_layers):
-                    self._plane.announce_layer(
-                        sequence.key, layer, cached.first_block, cached.blocks
-                    )
-            self._step_announcements.append(self._pin_blocks(handoff, sequence, last))
-        return self._announce_layer if self._step_announcements else None
+            if first > len(attempt.pinned_blocks):
+                self._announce_cached_blocks(self._pin_blocks(attempt, sequence, first))
+            completed.append(self._pin_blocks(attempt, sequence, last))
+        return LayerAnnouncer(self._plane, completed) if completed else None
 
-    def _announce_layer(self, layer: int) -> None:
-        FAILPOINTS.hit("prefill.layer.before")
-        for announcement in self._step_announcements:
-            self._plane.announce_layer(
-                announcement.key, layer, announcement.first_block, announcement.blocks
-            )
-        FAILPOINTS.hit("prefill.layer.after")
-        timeout = FAILPOINTS.get_argument("prefill.layer.landed")
-        if timeout is not None:
-            for announcement in self._step_announcements:
-                if not self._plane.wait_for_layer(announcement.key, layer, timeout):
-                    raise HandoffFailed(
-                        f"layer {layer} of {announcement.key} did not land within {timeout} s"
-                    )
+    def _announce_cached_blocks(self, cached: BlockRange) -> None:
+        """Blocks before the first slice come from a cache: all their layers are complete."""
+        for layer in range(self._layout.num_layers):
+            self._plane.announce_layer(cached.key, layer, cached.first_block, cached.blocks)
 
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
-        for handoff, tokens in self._step_attempts:
-            handoff.compute_seconds += seconds
-            handoff.share_seconds += seconds * tokens / batch.num_tokens
-            handoff.computed_tokens += tokens
+        for attempt, tokens in self._step_attempts:
+            attempt.compute_seconds += seconds
+            attempt.share_seconds += seconds * tokens / batch.num_tokens
+            attempt.computed_tokens += tokens
         self.deliver_outcomes(outcomes)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
@@ -232,82 +178,61 @@ class PrefillRole:
                 case TokenEmitted(sequence, _):
                     raise TypeError(f"{sequence.key} is decoding on a prefill node")
 
-    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        reason = (
-            error
-            if isinstance(error, BatonError)
-            else NodeFailed(f"{type(error).__name__} in the forward pass")
-        )
-        failed = [
-            self._scheduler.sequences_in_flight[slice_.sequence_id].key for slice_ in batch.slices
-        ]
-        self._scheduler.abandon_step(batch)
-        for key in failed:
-            self._end_attempt(key, reason, report=True)
-
     # the life of one attempt
 
-    def _begin_attempt(self, order: PrefillOrder, hit: PoolHit | None) -> None:
-        pool_prefix = self._pool_connector.build_pool_prefix(hit)
-        if order.work.key not in self._attempts:  # else the order is a duplicate
-            self._begin_with_prefix(order.work, order.needs_no_decode, pool_prefix)
-        if pool_prefix is not None:
-            pool_prefix.release()
+    def _start_attempt(
+        self, order: PrefillOrder | DecodeOrder, pool_prefix: PoolPrefix | None
+    ) -> None:
+        if not isinstance(order, PrefillOrder):
+            raise TypeError(f"a prefill node cannot handle {order!r}")
+        work, needs_no_decode = order.work, order.needs_no_decode
+        early = self._aborted_early.pop(work.key, None)
+        if early is not None:
+            self._reporter.report_failed(work.key, early)
+            return
+        self._attempts[work.key] = _PrefillAttempt(work, needs_no_decode)
+        self._add_sequence(work, needs_no_decode, pool_prefix)
 
-    def _begin_with_prefix(
+    @failpoint("prefill.allocate")
+    def _add_sequence(
         self, work: AttemptSpec, needs_no_decode: bool, pool_prefix: PoolPrefix | None
     ) -> None:
-        handoff = self._attempts[work.key] = _PrefillAttempt(work, needs_no_decode)
-        early = self._aborted_early.pop(work.key, None)
-        try:
-            if early is not None:
-                raise early
-            FAILPOINTS.hit("prefill.allocate.before")
-            engine = self._context.engine
-            check_work(work, engine, context_only=not needs_no_decode)
-            root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            self._scheduler.add_sequence(work, root, is_prefill_only=True, pool_prefix=pool_prefix)
-            if needs_no_decode:
-                self._scheduler.mark_ticketed(work.key)
-            FAILPOINTS.hit("prefill.allocate.after")
-        except BatonError as error:
-            if early is not None or needs_no_decode:
-                self._forget_attempt(handoff)
-            too_long = isinstance(error, ContextLengthExceeded)
-            if too_long:
-                report_too_long(work, self._block_pool, self._reporter)
-            self._end_known_attempt(handoff, error, report=not too_long)
+        self._check_work(work, context_only=not needs_no_decode)
+        root = self._compute_root_hash(work)
+        self._scheduler.add_sequence(work, root, is_prefill_only=True, pool_prefix=pool_prefix)
+        if needs_no_decode:
+            self._scheduler.mark_ticketed(work.key)
 
     def _on_ticket(self, key: AttemptKey) -> None:
         if self._scheduler.sequences.get(key) is not None:
             self._scheduler.mark_ticketed(key)
-        handoff = self._attempts.get(key)
-        if handoff is not None:
-            handoff.has_ticket = True
-            self._publish_pending(handoff)
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.has_ticket = True
+            self._publish_pending(attempt)
 
-    def _publish_pending(self, handoff: _PrefillAttempt) -> None:
+    def _publish_pending(self, attempt: _PrefillAttempt) -> None:
         """Publish the computed sequence to the shared pool, unless that was done before."""
-        sequence, handoff.unpublished_sequence = handoff.unpublished_sequence, None
+        sequence, attempt.unpublished_sequence = attempt.unpublished_sequence, None
         if sequence is not None:
             self._pool_connector.publish_sequence(sequence)
 
     def _on_prefill_completed(self, sequence: Sequence, outcome: PrefillCompleted) -> None:
-        handoff = self._attempts.get(sequence.key)
-        if handoff is None or handoff.is_over:
+        attempt = self._attempts.get(sequence.key)
+        if attempt is None or attempt.is_over:
             self._scheduler.cancel_sequence(sequence.key)
             return
-        handoff.cached_tokens = sequence.num_cached_tokens
+        attempt.cached_tokens = sequence.num_cached_tokens
         self._reporter.report_prefill_ended(
             sequence.key,
-            computed_tokens=handoff.computed_tokens,
+            computed_tokens=attempt.computed_tokens,
             cached_tokens=sequence.num_cached_tokens,
-            compute_seconds=handoff.compute_seconds,
-            share_seconds=handoff.share_seconds,
+            compute_seconds=attempt.compute_seconds,
+            share_seconds=attempt.share_seconds,
             pool_tokens=sequence.pool_use.num_tokens,
             remote_pool_tokens=sequence.pool_use.num_remote_tokens,
         )
-        if handoff.needs_no_decode or outcome.event.finish_reason is not None:
+        if attempt.needs_no_decode or outcome.event.finish_reason is not None:
             self._reporter.report_tokens([outcome.event])
             self._pool_connector.publish_sequence(sequence)
             self._end_attempt(
@@ -315,101 +240,98 @@ class PrefillRole:
             )
             return
         try:
-            FAILPOINTS.hit("prefill.seal.before")
-            self._plane.seal_handoff(
-                sequence.key, SealInfo(sequence.output_token_ids, outcome.event.logprobs)
-            )
-            FAILPOINTS.hit("prefill.seal.after")
+            with failpoint("prefill.seal"):
+                self._plane.seal_handoff(
+                    sequence.key, SealInfo(sequence.output_token_ids, outcome.event.logprobs)
+                )
         except BatonError as error:
             self._end_attempt(sequence.key, error, report=True)
             return
-        handoff.unpublished_sequence = sequence
-        if handoff.has_ticket:
-            self._publish_pending(handoff)
-        self._scheduler.finish_handoff(
-            sequence.key
-        )  # the hand-off still holds references on the blocks
+        attempt.unpublished_sequence = sequence
+        if attempt.has_ticket:
+            self._publish_pending(attempt)
+        # The hand-off still holds references on the blocks.
+        self._scheduler.finish_handoff(sequence.key)
 
     def _on_committed(self, key: AttemptKey, stats: HandoffStats) -> None:
-        handoff = self._attempts.get(key)
-        if handoff is None:
+        attempt = self._attempts.get(key)
+        if attempt is None:
             return
-        self._forget_attempt(handoff)
-        if not handoff.is_over:
-            self._reporter.report_handed_off(key, _report_to_pb(handoff, stats))
+        self._forget_attempt(attempt)
+        if not attempt.is_over:
+            self._reporter.report_handed_off(key, _build_handoff_report(attempt, stats))
 
     def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
-        handoff = self._attempts.get(key)
-        if handoff is None:  # it ended before its PrefillOrder was handled
+        attempt = self._attempts.get(key)
+        if attempt is None:  # it ended before its PrefillOrder was handled
             self._aborted_early[key] = error
             return
-        self._forget_attempt(handoff)
-        self._end_known_attempt(handoff, error, report=True)
+        self._forget_attempt(attempt)
+        self._end_known_attempt(attempt, error, report=True)
 
     def _end_attempt(self, key: AttemptKey, error: BatonError, *, report: bool) -> None:
-        handoff = self._attempts.get(key)
-        if handoff is not None:
-            self._end_known_attempt(handoff, error, report=report)
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            self._end_known_attempt(attempt, error, report=report)
 
     def _end_known_attempt(
-        self, handoff: _PrefillAttempt, error: BatonError, *, report: bool
+        self, attempt: _PrefillAttempt, error: BatonError, *, report: bool
     ) -> None:
         """Stop computing, abort the hand-off and, with `report`, report the error once. Idempotent.
 
         The references on source blocks are kept until the plane has answered.
         """
-        key = handoff.work.key
+        key = attempt.work.key
         self._scheduler.cancel_sequence(key)
         if key in self._attempts:
-            if handoff.needs_no_decode:
-                self._forget_attempt(handoff)
+            if attempt.needs_no_decode:
+                self._forget_attempt(attempt)
             else:
                 self._plane.abort_handoff(key, error)
-        if report and not handoff.is_over:
+        if report and not attempt.is_over:
             self._reporter.report_failed(key, error)
-        handoff.is_over = True
+        attempt.is_over = True
 
-    def _pin_blocks(
-        self, handoff: _PrefillAttempt, sequence: Sequence, last: int
-    ) -> _LayerAnnouncement:
+    def _pin_blocks(self, attempt: _PrefillAttempt, sequence: Sequence, last: int) -> BlockRange:
         """Take the hand-off's own references on the logical blocks before `last`."""
-        first = len(handoff.pinned_blocks)
+        first = len(attempt.pinned_blocks)
         blocks = tuple(sequence.block_table[first:last])
-        self._block_pool.share_blocks(blocks, handoff.owner_label)
-        handoff.pinned_blocks.extend(blocks)
-        handoff.pool_pins.extend(
-            pin.acquire() for pin in sequence.pool_use.pins if pin not in handoff.pool_pins
+        self._block_pool.share_blocks(blocks, attempt.owner_label)
+        attempt.pinned_blocks.extend(blocks)
+        attempt.pool_pins.extend(
+            pin.acquire() for pin in sequence.pool_use.pins if pin not in attempt.pool_pins
         )
-        return _LayerAnnouncement(sequence.key, first, blocks)
+        return BlockRange(sequence.key, first, blocks)
 
-    def _forget_attempt(self, handoff: _PrefillAttempt) -> None:
-        FAILPOINTS.hit("prefill.free.before")
-        del self._attempts[handoff.work.key]
-        self._publish_pending(handoff)
-        self._block_pool.release_blocks(handoff.pinned_blocks, handoff.owner_label)
-        handoff.pinned_blocks.clear()
-        for pin in handoff.pool_pins:
+    @failpoint("prefill.free")
+    def _forget_attempt(self, attempt: _PrefillAttempt) -> None:
+        del self._attempts[attempt.work.key]
+        self._publish_pending(attempt)
+        self._block_pool.release_blocks(attempt.pinned_blocks, attempt.owner_label)
+        attempt.pinned_blocks.clear()
+        for pin in attempt.pool_pins:
             pin.release()
-        handoff.pool_pins.clear()
-        FAILPOINTS.hit("prefill.free.after")
+        attempt.pool_pins.clear()
 
-    def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
-        """The coordinator no longer knows this work: end all attempts, keep the prefix cache."""
-        for key in tuple(self._attempts):
-            self._end_attempt(key, StaleMessage("this node has joined anew"), report=False)
-        if incarnation is not None:
-            self._reporter.incarnation = incarnation
+    def _is_known(self, key: AttemptKey) -> bool:
+        return key in self._attempts
+
+    def _list_attempts(self) -> Collection[AttemptKey]:
+        return tuple(self._attempts)
+
+    def _coordinator_lost_error(self) -> BatonError:
+        return StaleMessage("this node has no coordinator")
 
 
-def _report_to_pb(handoff: _PrefillAttempt, stats: HandoffStats) -> HandoffReport:
+def _build_handoff_report(attempt: _PrefillAttempt, stats: HandoffStats) -> HandoffReport:
     return HandoffReport(
         transport=stats.transport,
         bytes=stats.bytes_sent,
         slabs=stats.slabs_sent,
         slabs_landed_before_last_layer=stats.slabs_landed_before_last_layer,
-        compute_seconds=handoff.compute_seconds,
+        compute_seconds=attempt.compute_seconds,
         exposed_seconds=stats.exposed_seconds,
         commit_seconds=stats.commit_seconds,
-        computed_tokens=handoff.computed_tokens,
-        cached_tokens=handoff.cached_tokens,
+        computed_tokens=attempt.computed_tokens,
+        cached_tokens=attempt.cached_tokens,
     )

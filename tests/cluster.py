@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from baton.cli.checks.ledger import OWNED_STATES, find_ledger_faults
 from baton.cli.client import health_watch as health
-from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import child_specs
 from baton.cli.supervisor.ports import Endpoints, cluster_endpoints, reserve_ports
 from baton.config.settings import Config
 from baton.pb import cluster_pb2
@@ -99,7 +99,7 @@ class Cluster:
         self._wait_ready = wait_ready
         self._start_timeout = start_timeout
         self._open_files = open_files  # of each process, soft and hard
-        self._specs: dict[str, plan.ChildSpec] = {}
+        self._specs: dict[str, child_specs.ChildSpec] = {}
         self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self.endpoints: Endpoints
         self.leaked_processes: dict[int, str] = {}
@@ -109,9 +109,9 @@ class Cluster:
     # life
 
     async def __aenter__(self) -> Self:
-        self.config, self._held_ports = reserve_ports(plan.complete_config(self.config)[0])
+        self.config, self._held_ports = reserve_ports(child_specs.complete_config(self.config)[0])
         self.endpoints = cluster_endpoints(self.config)
-        specs = plan.make_child_specs(
+        specs = child_specs.make_child_specs(
             self.config,
             self.endpoints,
             environ=self._environ,
@@ -131,7 +131,7 @@ class Cluster:
             if self._wait_ready:
                 await self.wait_ready(self._start_timeout)
                 nodes = sum(
-                    name != plan.COORDINATOR for name in started
+                    name != child_specs.COORDINATOR for name in started
                 )  # it is ready before the last has joined
                 await self.wait_status(
                     lambda status: len(status.nodes) >= nodes, self._start_timeout
@@ -331,7 +331,7 @@ class Cluster:
     def _up_environ(self) -> dict[str, str]:
         """The settings of the whole cluster, as any child of ours gets them, for `baton up` to
         resolve again."""
-        environ = self._specs[plan.COORDINATOR].environ
+        environ = self._specs[child_specs.COORDINATOR].environ
         return {
             key: value
             for key, value in environ.items()
@@ -343,7 +343,7 @@ class Cluster:
 
     def _stop_all(self) -> None:
         """The coordinator (or the supervisor) first, as `up` does it."""
-        for names in ([SUPERVISOR, plan.COORDINATOR], list(self._processes)):
+        for names in ([SUPERVISOR, child_specs.COORDINATOR], list(self._processes)):
             running = {
                 name: p for name in names if (p := self._processes.get(name)) and p.poll() is None
             }
@@ -372,9 +372,9 @@ def _config(settings: Mapping[str, Any], folder: Path, segment_dir: Path) -> Con
 def _process_name(pid: int) -> str:
     """The name of a process of a cluster, "" for any other."""
     module = read_module(pid)
-    return {"coordinator": plan.COORDINATOR, "baton.cli": SUPERVISOR}.get(module) or read_environ(
-        pid
-    ).get("BATON_NAME", "")
+    return {"coordinator": child_specs.COORDINATOR, "baton.cli": SUPERVISOR}.get(
+        module
+    ) or read_environ(pid).get("BATON_NAME", "")
 
 
 def _find_busy(answer: cluster_pb2.LedgerResponse) -> list[str]:

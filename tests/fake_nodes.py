@@ -15,9 +15,9 @@ from typing import Any, Self
 import grpc
 
 from baton.cluster_link import pb_conversion as wire
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import CoordinatorDialer
 from baton.cluster_link.messages import PROTOCOL_VERSION
+from baton.cluster_link.stream import SequenceNumbers
 from baton.errors import BatonError, ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
@@ -118,12 +118,12 @@ class FakeNode:
             await self._channel.close()
             raise wire.error_from_pb(first.refusal.error)
         self.incarnation = first.welcome.incarnation
-        self.sequence_numbers = link_codec.SequenceNumbers()
+        self.sequence_numbers = SequenceNumbers()
         self._tasks.append(asyncio.create_task(self._read_orders(first)))
         return first.welcome  # type: ignore[no-any-return]
 
     async def _read_orders(self, welcome: pb.CoordinatorMessage) -> None:
-        numbers = link_codec.SequenceNumbers()
+        numbers = SequenceNumbers()
         numbers.accept_message(welcome)
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:

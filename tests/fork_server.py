@@ -33,7 +33,7 @@ _PRELOADED = (
     "prefill_node.__main__",
     "kv_kernels.reference.torch_kernels",
     "kv_pool.client.pool_client",
-    "kv_pool.pool_process",
+    "kv_pool.assemble",
     "kv_transfer.factory",
     "node_engine.model.model_engine",
     "node_engine.paced.paced_engine",

@@ -1,4 +1,4 @@
-"""Invariant I1 of tests/history.py: block ledgers balance, and hold only cache without traffic."""
+"""Invariant I1 of tests/history_checks.py: ledgers balance, and hold only cache without traffic."""
 
 from collections import Counter
 from collections.abc import Iterable

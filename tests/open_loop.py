@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests import http_exchange
+from tests.paced_reference import paced_reference_tokens
 
 REFUSED_STATUS = 429
 
@@ -231,3 +231,9 @@ def check_outcomes(outcomes: list[OpenLoopOutcome], *, late: bool = False) -> Ma
 
 def for_tenant(ask: OpenLoopRequest, name: str) -> OpenLoopRequest:
     return replace(ask, tenant=name, api_key=f"key-of-{name}")
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the smallest of `values` that at least `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import grpc
 
-from baton.cli.supervisor import child_specs as plan
-from baton.cli.supervisor import ports
+from baton.cli.supervisor import child_specs, ports
 from baton.pb import cluster_pb2
 from baton.types import Role
 from tests.cluster import Cluster
@@ -64,7 +63,7 @@ class ProxiedCluster(Cluster):
             for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
             for index in range(count)
         )
-        self.process_names = (plan.COORDINATOR, *self.node_names)
+        self.process_names = (child_specs.COORDINATOR, *self.node_names)
         self.proxies: dict[str, FaultProxy] = {}
         self._seed = seed
         self._listen: list[socket.socket] = []
@@ -108,7 +107,7 @@ class ProxiedCluster(Cluster):
 
     async def _proxy_node(self, node: str) -> None:
         host, _, port = self.endpoints.cluster.rpartition(":")
-        up = await self._open_proxy(f"{node} -> {plan.COORDINATOR}", (host, int(port)))
+        up = await self._open_proxy(f"{node} -> {child_specs.COORDINATOR}", (host, int(port)))
         self._node_settings[node]["coordinator"] = _format_address(up.address)
         if node.startswith(Role.DECODE.value):
             held = ports.reserve_port("127.0.0.1", 0, "--listen")

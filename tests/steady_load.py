@@ -6,9 +6,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, GenerateCall, collect_answer
+from tests.paced_reference import paced_reference_tokens
 
 
 async def run_baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:

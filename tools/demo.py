@@ -35,17 +35,7 @@ START_TIMEOUT = 120.0  # seconds
 
 
 async def run_demo(console: Console, model: Path, folder: Path, began: float) -> None:
-    settings = Config(
-        model=str(model),
-        state_dir=str(folder),
-        port=0,
-        grpc_port=0,
-        admin_port=0,
-        kv_memory="128MiB",
-        pool_memory="128MiB",
-        drain_timeout=5.0,
-    )
-    config, sockets = reserve_ports(complete_config(settings)[0])
+    config, sockets = reserve_ports(complete_config(demo_config(model, folder))[0])
     logs = LogFiles(folder / "logs")
     segments = Path(config.segment_dir)
     foreign_segments = list_segment_files(segments, segment.SEGMENT_PREFIX)
@@ -81,6 +71,19 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
         logs.close()
         for reserved in sockets:
             reserved.close()
+
+
+def demo_config(model: Path, folder: Path) -> Config:
+    return Config(
+        model=str(model),
+        state_dir=str(folder),
+        port=0,
+        grpc_port=0,
+        admin_port=0,
+        kv_memory="128MiB",
+        pool_memory="128MiB",
+        drain_timeout=5.0,
+    )
 
 
 def describe_footprint(pids: list[int], segments: Iterable[Path]) -> str:

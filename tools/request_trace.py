@@ -15,12 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import defaultdict
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import httpx2
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,25 +104,24 @@ async def send_requests(console: Console) -> list[float]:
     from benchmarks.clusters.random_models import DEMO_SHAPE
 
     sent = []
-    async with start_local_cluster(
-        console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
-    ) as cluster:
+    async with (
+        start_local_cluster(
+            console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
+        ) as cluster,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
         for number in range(REQUESTS + 1):
             sent.append(time.monotonic())
-            await asyncio.to_thread(_complete, cluster.endpoints.http, number)
+            await _complete(client, cluster.endpoints.http, number)
             await asyncio.sleep(PAUSE)
     return sent[1:]  # the first one also loads what is loaded late
 
 
-def _complete(address: str, number: int) -> None:
+async def _complete(client: httpx2.AsyncClient, address: str, number: int) -> None:
     body = {"prompt": f"# {number}: a function\ndef f{number}(x):", "max_tokens": 2}
-    request = urllib.request.Request(
-        f"http://{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        response.read()
+    headers = {"connection": "close"}  # so that accepting one is on the path of each request
+    answer = await client.post(f"http://{address}/v1/completions", json=body, headers=headers)
+    answer.raise_for_status()
 
 
 def main() -> None:

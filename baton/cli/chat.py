@@ -49,8 +49,8 @@ def chat(
 
     client = ChatClient(url, read_secret(api_key, "api_key"))
     options: dict[str, Any] = {"model": model or client.get_first_model()}
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    options |= {name: value for name, value in given.items() if value is not None}
+    sampling = {"temperature": temperature, "max_tokens": max_tokens}
+    options |= {name: value for name, value in sampling.items() if value is not None}
     on_terminal = sys.stdin.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):

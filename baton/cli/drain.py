@@ -116,12 +116,12 @@ def format_remaining(node: Any) -> str:
         + stats.blocks_in_use
         + stats.blocks_quarantined
     )
-    rest = (
+    deadline_text = (
         f", what is left in {node.drain_seconds_left:.0f} s is placed again"
         if node.drain_seconds_left
         else ""
     )
-    return f"{node.name}: {node.placed} requests, {held_blocks} blocks held{rest}"
+    return f"{node.name}: {node.placed} requests, {held_blocks} blocks held{deadline_text}"
 
 
 _SERVICE_WORDS = {

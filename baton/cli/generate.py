@@ -9,6 +9,18 @@ import typer
 from baton.cli.common.errors import EXIT_INTERRUPTED
 from baton.cli.common.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
 
+TopKOption = Annotated[int | None, typer.Option(help="Draw among so many tokens; 0 is off", min=0)]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Same seed, same noise: in float32 the same answer")
+]
+IgnoreEosOption = Annotated[
+    bool, typer.Option("--ignore-eos", help="Do not stop at the model's end token")
+]
+TimeoutOption = Annotated[float, typer.Option(help="Seconds that the request may take", min=0.001)]
+TimelineOption = Annotated[
+    bool, typer.Option("--timeline", help="Then show where the time went, on stderr")
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("generate")(generate)
@@ -19,22 +31,12 @@ def generate(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to write", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 is off")] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw among so many tokens; 0 is off", min=0)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same noise: in float32 the same answer")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not stop at the model's end token")
-    ] = False,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
+    ignore_eos: IgnoreEosOption = False,
     model: Annotated[str, typer.Option(help="May be left out when one model is served")] = "",
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that the request may take", min=0.001)
-    ] = 600.0,
-    timeline: Annotated[
-        bool, typer.Option("--timeline", help="Then show where the time went, on stderr")
-    ] = False,
+    timeout: TimeoutOption = 600.0,
+    timeline: TimelineOption = False,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     api_key: ApiKeyOption = "",

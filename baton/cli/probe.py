@@ -6,7 +6,6 @@ wrong usage, 3 nobody answers.
 """
 
 import argparse
-import http.client
 import json
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from baton.errors import BatonError, ConfigError
 from baton.network.bind_policy import get_endpoint_host
 
 PROBE_TIMEOUT = 4.0  # seconds
-_MAX_BODY_BYTES = 1 << 16
 
 
 def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
@@ -28,19 +26,24 @@ def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
 
     Raises CommandFailed with the coordinator's reason, or EndpointUnreachable.
     """
+    import httpx2
+
     address = cluster_endpoints(config).admin
     headers = {"authorization": f"Bearer {config.admin_token}"} if config.admin_token else {}
-    connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
-        connection.request("GET", "/readyz", headers=headers)
-        with connection.getresponse() as answer:
-            body = answer.read(_MAX_BODY_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+        answer = httpx2.get(
+            f"http://{address}/readyz",
+            headers=headers,
+            timeout=timeout,
+            trust_env=False,  # no proxy stands between us and this machine
+            verify=False,  # there are no certificates to load
+        )
+    except httpx2.HTTPError as error:
         raise EndpointUnreachable(f"no coordinator answers at {address}: {error}") from None
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise CommandFailed(_error_message(body) or f"/readyz answers {answer.status}")
+    if not answer.is_success:
+        raise CommandFailed(
+            _error_message(answer.content) or f"/readyz answers {answer.status_code}"
+        )
 
 
 def probe_node(config: Config, timeout: float = PROBE_TIMEOUT) -> None:

@@ -12,6 +12,22 @@ from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, Endpoin
 
 _WATCH_INTERVAL = 0.1  # seconds, at most
 
+SplitArgument = Annotated[
+    str,
+    typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones"),
+]
+FlipTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        help="What a node still has then is placed again elsewhere (--flip-timeout)",
+    ),
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")
+]
+
 
 def register(app: typer.Typer) -> None:
     ratio = typer.Typer(help="Show or change the prefill:decode ratio, live.", no_args_is_help=True)
@@ -26,8 +42,7 @@ def show_ratio(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
 ) -> None:
-    """Show the ratio, the one that was asked for, and which nodes are on their way to another
-    role."""
+    """Show the present and the requested ratio, and the nodes that are changing their role."""
     from baton.cli.client.grpc_channel import CALL_TIMEOUT, admin_metadata, coordinator_channel
     from baton.cli.views.message_dict import message_to_dict
     from baton.cli.views.ratio_text import format_ratio, format_ratio_control, format_role_switch
@@ -51,21 +66,9 @@ def show_ratio(
 
 
 def set_ratio(
-    ratio: Annotated[
-        str,
-        typer.Argument(metavar="P:D", help="Nodes that prefill, nodes that decode; all live ones"),
-    ],
-    flip_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="What a node still has then is placed again elsewhere (--flip-timeout)",
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Return when every switch has counted, or now")
-    ] = True,
+    ratio: SplitArgument,
+    flip_timeout: FlipTimeoutOption = None,
+    wait: WaitOption = True,
     as_json: JsonOption = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     admin_token: AdminTokenOption = "",
@@ -91,15 +94,18 @@ def set_ratio(
                     f"\nthe cluster goes on to {ratio}; `baton ratio set` changes that\n"
                 )
                 raise SystemExit(EXIT_INTERRUPTED) from None
-    mine = [switch for switch in answer.over if switch.generation == answer.generation]
+    own_switches = [switch for switch in answer.over if switch.generation == answer.generation]
     if as_json:
         print(
             json.dumps(
-                {**message_to_dict(answer), "over": [message_to_dict(switch) for switch in mine]}
+                {
+                    **message_to_dict(answer),
+                    "over": [message_to_dict(switch) for switch in own_switches],
+                }
             )
         )
         return
-    for switch in mine:
+    for switch in own_switches:
         print(format_role_switch(switch))
     print(format_ratio(answer))
 

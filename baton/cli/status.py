@@ -73,9 +73,11 @@ def _print_table(answer: Any) -> None:
 
 def _format_degradation(answer: Any) -> str:
     """Say which degradation steps are active and which is next. `--json` has the details."""
-    taken = [f"{step.step} for {step.seconds:.0f} s" for step in answer.degradation if step.active]
+    active_steps = [
+        f"{step.step} for {step.seconds:.0f} s" for step in answer.degradation if step.active
+    ]
     able = [step.step for step in answer.degradation if not step.active and not step.cannot_help]
-    given_up = f", given up: [yellow]{', '.join(taken)}[/]" if taken else ""
+    given_up = f", given up: [yellow]{', '.join(active_steps)}[/]" if active_steps else ""
     next_step = able[0] if able else "no step available"
     return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {next_step}"
 

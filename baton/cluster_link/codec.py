@@ -8,9 +8,9 @@ from typing import Any, assert_never
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.messages import (
-    POOL_ROLE,
     ArmFailpoints,
     AttemptFailed,
+    AttemptReport,
     BlocksReserved,
     CacheEvents,
     CacheSnapshot,
@@ -20,16 +20,15 @@ from baton.cluster_link.messages import (
     DecodeStarted,
     HandoffCompleted,
     Heartbeat,
-    JoinInfo,
     JoinRefusal,
     LedgerQuery,
+    LedgerReport,
     LinkControl,
     NodeLeaving,
     NodeOrder,
     NodeReport,
     PeerLostNotice,
     Ping,
-    PoolJoinInfo,
     PrefillEnded,
     PrefillOrder,
     PromptLogprobsReport,
@@ -39,116 +38,9 @@ from baton.cluster_link.messages import (
     TicketOrder,
     Welcome,
 )
-from baton.errors import ConfigError
 from baton.kv.pool_types import RemotePrefix
-from baton.models.file_digests import ModelFileDigests
 from baton.pb import cluster_pb2 as pb
-from baton.types import Incarnation, NodeName, Role
-
-
-def encode_join(join: JoinInfo | PoolJoinInfo) -> pb.NodeMessage:
-    match join:
-        case JoinInfo():
-            return pb.NodeMessage(join=_encode_node_join(join))
-        case PoolJoinInfo():
-            return pb.NodeMessage(join=_encode_pool_join(join))
-        case _:
-            assert_never(join)
-
-
-def _encode_node_join(join: JoinInfo) -> pb.Join:
-    return pb.Join(
-        protocol_version=join.protocol_version,
-        name=join.name,
-        role=join.role.value,
-        host_id=join.host_id,
-        transfer_endpoint=join.transfer_endpoint,
-        pid=join.pid,
-        model_digest=join.model_digest,
-        layout=wire.layout_to_pb(join.layout),
-        num_blocks=join.num_blocks,
-        max_num_seqs=join.max_num_seqs,
-        max_batched_tokens=join.max_batched_tokens,
-        max_model_len=join.max_model_len,
-        vocab_size=join.vocab_size,
-        eos_token_ids=join.eos_token_ids,
-        engine=join.engine,
-        rejoining=join.rejoining,
-        process=join.process,
-        implementation=join.implementation,
-        dtype=join.dtype,
-        quantization=join.quantization,
-        config_digest=join.files.config_digest,
-        tokenizer_digest=join.files.tokenizer_digest,
-        weights_digest=join.files.weights_digest,
-    )
-
-
-def _encode_pool_join(join: PoolJoinInfo) -> pb.Join:
-    return pb.Join(
-        protocol_version=join.protocol_version,
-        name=join.name,
-        role=POOL_ROLE,
-        host_id=join.host_id,
-        transfer_endpoint=join.endpoint,
-        pid=join.pid,
-        model_digest=join.model_digest,
-        layout=wire.layout_to_pb(join.layout),
-        num_blocks=join.num_blocks,
-        rejoining=join.rejoining,
-        process=join.process,
-    )
-
-
-def decode_join(join: pb.Join) -> JoinInfo | PoolJoinInfo:
-    """Raises ConfigError for an unknown role."""
-    if join.role == POOL_ROLE:
-        return _decode_pool_join(join)
-    try:
-        role = Role(join.role)
-    except ValueError:
-        known = ", ".join((*(role.value for role in Role), POOL_ROLE))
-        raise ConfigError(
-            f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role"
-        ) from None
-    return JoinInfo(
-        protocol_version=join.protocol_version,
-        name=NodeName(join.name),
-        role=role,
-        host_id=join.host_id,
-        transfer_endpoint=join.transfer_endpoint,
-        pid=join.pid,
-        model_digest=join.model_digest,
-        layout=wire.layout_from_pb(join.layout),
-        num_blocks=join.num_blocks,
-        max_num_seqs=join.max_num_seqs,
-        max_batched_tokens=join.max_batched_tokens,
-        max_model_len=join.max_model_len,
-        vocab_size=join.vocab_size,
-        eos_token_ids=tuple(join.eos_token_ids),
-        engine=join.engine,
-        rejoining=join.rejoining,
-        process=join.process,
-        implementation=join.implementation,
-        dtype=join.dtype,
-        quantization=join.quantization,
-        files=ModelFileDigests(join.config_digest, join.tokenizer_digest, join.weights_digest),
-    )
-
-
-def _decode_pool_join(join: pb.Join) -> PoolJoinInfo:
-    return PoolJoinInfo(
-        protocol_version=join.protocol_version,
-        name=NodeName(join.name),
-        host_id=join.host_id,
-        endpoint=join.transfer_endpoint,
-        pid=join.pid,
-        model_digest=join.model_digest,
-        layout=wire.layout_from_pb(join.layout),
-        num_blocks=join.num_blocks,
-        process=join.process,
-        rejoining=join.rejoining,
-    )
+from baton.types import Incarnation, Role
 
 
 def encode_order(order: NodeOrder | LinkControl) -> pb.CoordinatorMessage:
@@ -266,7 +158,87 @@ def _decode_remote_prefix(message: pb.Submit | pb.Prefill) -> RemotePrefix | Non
     return wire.remote_prefix_from_pb(message.elsewhere) if message.HasField("elsewhere") else None
 
 
-def decode_report(message: pb.NodeMessage) -> NodeReport | None:
+def encode_report(report: NodeReport | LedgerReport, sender: Incarnation) -> pb.NodeMessage:
+    message = pb.NodeMessage(incarnation=sender)
+    match report:
+        case StepTokens(events):
+            message.tokens.tokens.extend(map(wire.token_event_to_pb, events))
+        case Heartbeat(stats):
+            message.heartbeat.stats.CopyFrom(wire.stats_to_pb(stats))
+        case CacheEvents(number, inserted, evicted):
+            message.cache_events.sequence = number
+            message.cache_events.inserted.extend(inserted)
+            message.cache_events.evicted.extend(evicted)
+        case CacheSnapshot(number, hashes):
+            message.cache_snapshot.sequence = number
+            message.cache_snapshot.names.extend(hashes)
+        case NodeLeaving(reason):
+            message.leaving.reason = reason
+        case LedgerReport(query_id, ledger, disk):
+            reply = pb.LedgerReply(query=query_id, ledger=wire.ledger_to_pb(ledger))
+            if disk is not None:
+                reply.disk.CopyFrom(wire.ledger_to_pb(disk))
+            message.ledger.CopyFrom(reply)
+        case _:
+            _encode_attempt_report(report, message)
+    return message
+
+
+def _encode_attempt_report(report: AttemptReport, message: pb.NodeMessage) -> None:
+    key = wire.attempt_key_to_pb(report.key)
+    match report:
+        case BlocksReserved(_, ticket, held_tokens):
+            reserved = pb.Reserved(key=key, held_tokens=held_tokens)
+            if ticket is not None:
+                reserved.ticket.CopyFrom(wire.ticket_to_pb(ticket))
+            message.reserved.CopyFrom(reserved)
+        case ReservationRefused(_, needed, free):
+            message.refused.CopyFrom(pb.Refused(key=key, needed=needed, free=free))
+        case PromptLogprobsReport(_, first, logprobs):
+            scores = [wire.logprobs_to_pb(entry) for entry in logprobs]
+            message.prompt_scores.CopyFrom(pb.PromptScores(key=key, first=first, scores=scores))
+        case AttemptFailed(_, error, preempting_class):
+            failed = pb.AttemptFailed(
+                key=key, error=wire.error_to_pb(error), caused_by=preempting_class
+            )
+            message.failed.CopyFrom(failed)
+        case PrefillEnded():
+            message.prefill_ended.CopyFrom(_encode_prefill_ended(report, key))
+        case HandoffCompleted(_, handoff):
+            message.handed_off.CopyFrom(
+                pb.HandedOff(key=key, report=wire.handoff_report_to_pb(handoff))
+            )
+        case DecodeStarted():
+            message.admitted.CopyFrom(_encode_decode_started(report, key))
+        case _:
+            assert_never(report)
+
+
+def _encode_prefill_ended(report: PrefillEnded, key: pb.AttemptKey) -> pb.PrefillEnded:
+    return pb.PrefillEnded(
+        key=key,
+        computed_tokens=report.computed_tokens,
+        cached_tokens=report.cached_tokens,
+        compute_seconds=report.step_seconds,
+        share_seconds=report.compute_seconds,
+        pooled_tokens=report.pool_tokens,
+        remote_tokens=report.remote_pool_tokens,
+    )
+
+
+def _encode_decode_started(report: DecodeStarted, key: pb.AttemptKey) -> pb.Admitted:
+    return pb.Admitted(
+        key=key,
+        computed_tokens=report.computed_tokens,
+        cached_tokens=report.cached_tokens,
+        received_tokens=report.received_tokens,
+        share_seconds=report.compute_seconds,
+        pooled_tokens=report.pool_tokens,
+        remote_tokens=report.remote_pool_tokens,
+    )
+
+
+def decode_report(message: pb.NodeMessage) -> NodeReport | LedgerReport | None:
     """The report in `message`; None if there is none that this version knows.
 
     Raises ValueError if a field is out of its bounds.
@@ -286,19 +258,20 @@ def _decode_prefill_ended(message: pb.PrefillEnded) -> PrefillEnded:
         wire.attempt_key_from_pb(message.key),
         message.computed_tokens,
         message.cached_tokens,
-        message.share_seconds,
+        wire.check_seconds(message.share_seconds),
         message.pooled_tokens,
         message.remote_tokens,
+        wire.check_seconds(message.compute_seconds),
     )
 
 
-def _decode_admitted(message: pb.Admitted) -> DecodeStarted:
+def _decode_decode_started(message: pb.Admitted) -> DecodeStarted:
     return DecodeStarted(
         wire.attempt_key_from_pb(message.key),
         message.computed_tokens,
         message.cached_tokens,
         message.received_tokens,
-        message.share_seconds,
+        wire.check_seconds(message.share_seconds),
         message.pooled_tokens,
         message.remote_tokens,
     )
@@ -312,8 +285,8 @@ def _decode_prompt_scores(message: pb.PromptScores) -> PromptLogprobsReport:
     )
 
 
-_REPORT_DECODERS: dict[str, Callable[[Any], NodeReport]] = {
-    "heartbeat": lambda message: Heartbeat(message.stats),
+_REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
+    "heartbeat": lambda message: Heartbeat(wire.stats_from_pb(message.stats)),
     "reserved": _decode_reserved,
     "refused": lambda message: ReservationRefused(
         wire.attempt_key_from_pb(message.key), message.needed, message.free
@@ -327,12 +300,17 @@ _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport]] = {
     ),
     "prefill_ended": _decode_prefill_ended,
     "handed_off": lambda message: HandoffCompleted(
-        wire.attempt_key_from_pb(message.key), message.report
+        wire.attempt_key_from_pb(message.key), wire.handoff_report_from_pb(message.report)
     ),
-    "admitted": _decode_admitted,
+    "admitted": _decode_decode_started,
     "cache_events": lambda message: CacheEvents(
         message.sequence, tuple(message.inserted), tuple(message.evicted)
     ),
     "cache_snapshot": lambda message: CacheSnapshot(message.sequence, tuple(message.names)),
     "leaving": lambda message: NodeLeaving(message.reason),
+    "ledger": lambda message: LedgerReport(
+        message.query,
+        wire.ledger_from_pb(message.ledger),
+        wire.ledger_from_pb(message.disk) if message.HasField("disk") else None,
+    ),
 }

@@ -20,21 +20,25 @@ from typing import Protocol
 import grpc
 
 from baton.cluster_link import stream as link_stream
-from baton.cluster_link.codec import decode_order, encode_join
+from baton.cluster_link.codec import decode_order, encode_report
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
+from baton.cluster_link.join_codec import encode_join
 from baton.cluster_link.messages import (
     ArmFailpoints,
+    Heartbeat,
     JoinInfo,
     JoinRefusal,
+    LedgerReport,
     LinkControl,
     NodeOrder,
+    NodeReport,
     Ping,
     PoolJoinInfo,
     Welcome,
 )
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
-from baton.pb import cluster_pb2
 from baton.process import log
 from baton.process.failpoints import FAILPOINTS
 from baton.process.log_rate_limit import RateLimitedLogger
@@ -66,7 +70,7 @@ class LinkMember(Protocol):
         """Describe the member as it is now; the link fills in `process`."""
         ...
 
-    def build_stats(self) -> cluster_pb2.NodeStats:
+    def build_stats(self) -> NodeStats:
         """Return the statistics that the next heartbeat carries."""
         ...
 
@@ -92,7 +96,7 @@ class CoordinatorLink:
         self._dialer = CoordinatorDialer(token)
         self._silence = silence
         self._incarnation = Incarnation("")
-        self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        self._unsent: asyncio.Queue[NodeReport | LedgerReport] = asyncio.Queue(MAX_UNSENT_MESSAGES)
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
         self._member_changed = asyncio.Event()  # the last Join is out of date
         self._was_member = False
@@ -106,12 +110,12 @@ class CoordinatorLink:
     def is_joined(self) -> bool:
         return bool(self._incarnation)
 
-    def send(self, message: cluster_pb2.NodeMessage) -> None:
+    def send(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
         """Queue a report. A report of another incarnation than the present one is dropped."""
-        if not self.is_joined or message.incarnation != self._incarnation:
+        if not self.is_joined or sender != self._incarnation:
             return
         try:
-            self._unsent.put_nowait(message)
+            self._unsent.put_nowait(report)
         except asyncio.QueueFull:
             self._overflow.set()
 
@@ -285,19 +289,24 @@ class CoordinatorLink:
                 return
             self._heard_at = asyncio.get_running_loop().time()
             try:
-                if numbers.accept_message(message):
-                    self._handle_order(decode_order(message))
+                order = decode_order(message) if numbers.accept_message(message) else None
             except link_stream.MessagesLost as error:
                 self._log.warning(
                     "messages from the coordinator lost, reconnecting", error=str(error)
                 )
                 return
+            except ValueError as error:
+                self._log.warning(
+                    "malformed message from the coordinator, reconnecting", error=str(error)
+                )
+                return
+            self._handle_order(order)
 
     def _handle_order(self, order: NodeOrder | LinkControl | None) -> None:
         match order:
             case ArmFailpoints(spec):
                 FAILPOINTS.arm(spec)
-            case Welcome() | JoinRefusal() | Ping() | None:  # None: of a later version
+            case Welcome() | JoinRefusal() | Ping() | None:  # None: repeated, or of a later version
                 pass
             case _:
                 self._member.on_order(order)
@@ -305,9 +314,10 @@ class CoordinatorLink:
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_stream.SequenceNumbers()
         while True:
-            message = await self._unsent.get()
-            numbers.number_message(message)
+            report = await self._unsent.get()
             try:
+                message = encode_report(report, self._incarnation)
+                numbers.number_message(message)
                 await link_stream.send_message(call.write, message, "link.node.send")
             except asyncio.InvalidStateError:  # the call has ended: the reader gets the error
                 return
@@ -327,8 +337,7 @@ class CoordinatorLink:
 
     async def _send_heartbeats(self, seconds: float) -> None:
         while True:
-            beat = cluster_pb2.Heartbeat(stats=self._member.build_stats())
-            self.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, heartbeat=beat))
+            self.send(Heartbeat(self._member.build_stats()), self._incarnation)
             await asyncio.sleep(seconds)
 
 

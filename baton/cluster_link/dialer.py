@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import stream as link_stream
-from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import (
     COORDINATOR_CERTIFICATE_NAME,
     node_channel_credentials,
 )
 from baton.network.cluster_secret import derive_secret
+from baton.network.grpc_options import LINK_CHANNEL_OPTIONS
 
 PROOF_METADATA_KEY = "baton-cluster-proof-bin"  # metadata of every stream
 _CHANNEL_OPTIONS = (

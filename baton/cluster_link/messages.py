@@ -5,13 +5,13 @@
 
 from dataclasses import dataclass
 
+from baton.cluster_link.report_types import HandoffReport, MemberLedger, NodeStats
 from baton.errors import BatonError
+from baton.kv.cache_journal import CacheEventBatch
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
 from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
 from baton.models.model_identity import UNQUANTIZED, ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,
@@ -184,6 +184,7 @@ class PrefillEnded:
     compute_seconds: float = 0.0  # the prompt's share of the node's steps
     pool_tokens: int = 0  # of `cached_tokens`, those from the shared pool
     remote_pool_tokens: int = 0  # of `pool_tokens`, those fetched from another host's pool
+    step_seconds: float = 0.0  # duration of the steps that computed the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,25 +230,39 @@ class CacheSnapshot:
     block_hashes: tuple[int, ...]
 
 
+def build_cache_report(batch: CacheEventBatch) -> CacheEvents | CacheSnapshot:
+    if batch.is_reset:
+        return CacheSnapshot(batch.sequence_number, batch.inserted_hashes)
+    return CacheEvents(batch.sequence_number, batch.inserted_hashes, batch.evicted_hashes)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
+    """The node stops: it takes no new work."""
+
     reason: str
 
 
-NodeReport = (
+AttemptReport = (
     BlocksReserved
     | ReservationRefused
     | PromptLogprobsReport
-    | StepTokens
     | AttemptFailed
     | PrefillEnded
     | HandoffCompleted
     | DecodeStarted
-    | Heartbeat
-    | CacheEvents
-    | CacheSnapshot
-    | NodeLeaving
 )
+NodeReport = AttemptReport | StepTokens | Heartbeat | CacheEvents | CacheSnapshot | NodeLeaving
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """The answer to a `LedgerQuery`; it is for the operator who asked, not for the brain."""
+
+    query_id: int
+    ledger: MemberLedger
+    disk: MemberLedger | None = None  # of a pool that has one
+
 
 # what nodes are told
 

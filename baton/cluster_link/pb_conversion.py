@@ -3,10 +3,10 @@
 No other code reads fields of the messages that carry these types.
 """
 
-from collections.abc import Iterable, Mapping
+import math
 
+from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger, NodeStats
 from baton.errors import BatonError, error_from_code
-from baton.kv.cache_journal import CacheEventBatch
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
 from baton.pb import cluster_pb2, common_pb2
@@ -28,11 +28,12 @@ from baton.types import (
     TokenLogprobs,
 )
 
+LEDGER_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
 FINISH_REASON_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_REASON_FROM_PB: dict[int, FinishReason] = {
+FINISH_REASON_FROM_PB: dict[int, FinishReason] = {
     value: key for key, value in FINISH_REASON_TO_PB.items()
 }
 
@@ -232,7 +233,7 @@ def token_event_from_pb(message: cluster_pb2.Token) -> TokenEvent:
         key=attempt_key_from_pb(message.key),
         output_index=message.index,
         token_id=message.token,
-        finish_reason=_FINISH_REASON_FROM_PB.get(message.finish),
+        finish_reason=FINISH_REASON_FROM_PB.get(message.finish),
         logprobs=logprobs_from_pb(message.score) if message.HasField("score") else None,
     )
 
@@ -251,36 +252,110 @@ def logprobs_from_pb(message: common_pb2.Score) -> TokenLogprobs:
     )
 
 
-def cache_events_to_pb(batch: CacheEventBatch, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
-    message = cluster_pb2.NodeMessage(incarnation=incarnation)
-    if batch.is_reset:
-        message.cache_snapshot.sequence = batch.sequence_number
-        message.cache_snapshot.names.extend(batch.inserted_hashes)
-    else:
-        message.cache_events.sequence = batch.sequence_number
-        message.cache_events.inserted.extend(batch.inserted_hashes)
-        message.cache_events.evicted.extend(batch.evicted_hashes)
-    return message
+def handoff_report_to_pb(report: HandoffReport) -> common_pb2.HandoffReport:
+    return common_pb2.HandoffReport(
+        transport=report.transport,
+        bytes=report.bytes,
+        slabs=report.slabs,
+        slabs_landed_before_last_layer=report.slabs_landed_before_last_layer,
+        compute_seconds=report.compute_seconds,
+        exposed_seconds=report.exposed_seconds,
+        commit_seconds=report.commit_seconds,
+        computed_tokens=report.computed_tokens,
+        cached_tokens=report.cached_tokens,
+    )
 
 
-def ledger_to_pb(
-    query: int,
-    node: str,
-    incarnation: Incarnation,
-    total: int,  # blocks; the reader compares it with the sum of `counts`
-    counts: Mapping[str, int],  # blocks by state
-    owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, age in seconds
-) -> cluster_pb2.NodeMessage:
-    ledger = common_pb2.Ledger(
-        node=node,
-        incarnation=incarnation,
-        total=total,
+def handoff_report_from_pb(message: common_pb2.HandoffReport) -> HandoffReport:
+    return HandoffReport(
+        transport=message.transport,
+        bytes=message.bytes,
+        slabs=message.slabs,
+        slabs_landed_before_last_layer=message.slabs_landed_before_last_layer,
+        compute_seconds=check_seconds(message.compute_seconds),
+        exposed_seconds=check_seconds(message.exposed_seconds),
+        commit_seconds=check_seconds(message.commit_seconds),
+        computed_tokens=message.computed_tokens,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def stats_to_pb(stats: NodeStats) -> cluster_pb2.NodeStats:
+    return cluster_pb2.NodeStats(
+        blocks_total=stats.blocks_total,
+        blocks_free=stats.blocks_free,
+        blocks_cached=stats.blocks_cached,
+        blocks_reserved=stats.blocks_reserved,
+        blocks_writing=stats.blocks_writing,
+        blocks_in_use=stats.blocks_in_use,
+        blocks_quarantined=stats.blocks_quarantined,
+        waiting=stats.waiting,
+        running=stats.running,
+        queued_tokens=stats.queued_tokens,
+        progress_age_seconds=stats.progress_age_seconds,
+        counters=stats.counters,
+        decode_steps=stats.decode_steps,
+        decode_step_seconds=stats.decode_step_seconds,
+        decode_step_sequences=stats.decode_step_sequences,
+        decode_step_tokens=stats.decode_step_tokens,
+    )
+
+
+def stats_from_pb(message: cluster_pb2.NodeStats) -> NodeStats:
+    return NodeStats(
+        blocks_total=message.blocks_total,
+        blocks_free=message.blocks_free,
+        blocks_cached=message.blocks_cached,
+        blocks_reserved=message.blocks_reserved,
+        blocks_writing=message.blocks_writing,
+        blocks_in_use=message.blocks_in_use,
+        blocks_quarantined=message.blocks_quarantined,
+        waiting=message.waiting,
+        running=message.running,
+        queued_tokens=message.queued_tokens,
+        progress_age_seconds=check_seconds(message.progress_age_seconds),
+        counters=dict(message.counters),
+        decode_steps=message.decode_steps,
+        decode_step_seconds=check_seconds(message.decode_step_seconds),
+        decode_step_sequences=message.decode_step_sequences,
+        decode_step_tokens=message.decode_step_tokens,
+    )
+
+
+def ledger_to_pb(ledger: MemberLedger) -> common_pb2.Ledger:
+    return common_pb2.Ledger(
+        node=ledger.name,
+        incarnation=ledger.incarnation,
+        total=ledger.num_blocks,
         owners=[
-            common_pb2.LedgerOwner(owner=owner, state=state, blocks=blocks, age_seconds=age)
-            for owner, state, blocks, age in owners
+            common_pb2.LedgerOwner(
+                owner=entry.owner,
+                state=entry.state,
+                blocks=entry.num_blocks,
+                age_seconds=entry.age_seconds,
+            )
+            for entry in ledger.owners
         ],
-        **counts,
+        **ledger.counts,
     )
-    return cluster_pb2.NodeMessage(
-        incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger)
+
+
+def ledger_from_pb(message: common_pb2.Ledger) -> MemberLedger:
+    owners = (
+        LedgerOwner(entry.owner, entry.state, entry.blocks, check_seconds(entry.age_seconds))
+        for entry in message.owners
     )
+    return MemberLedger(
+        name=message.node,
+        incarnation=Incarnation(message.incarnation),
+        num_blocks=message.total,
+        counts={state: getattr(message, state) for state in LEDGER_STATES},
+        owners=tuple(owners),
+    )
+
+
+def check_seconds(seconds: float) -> float:
+    """Raise ValueError unless it is a duration: finite and not negative."""
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"a duration is {seconds:g} s: it must be finite and at least 0")
+    return seconds

@@ -54,8 +54,8 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
     for assignment in namespace.config_assignments:
         key, value = parse_assignment(assignment)
         if key in typed and typed[key] != value:
-            shown = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
-            raise ConfigError(f"{key} is given {shown}: set it once", param=key)
+            description = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
+            raise ConfigError(f"{key} is given {description}: set it once", param=key)
         typed[key] = value
     return typed
 

@@ -60,13 +60,15 @@ def resolve_config(
         try:
             merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)
         except msgspec.ValidationError as error:
-            shown = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
+            value_text = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
             reason = (
                 f"it must be one of {', '.join(words)}"
                 if (words := get_field_choices(key))
                 else str(error)
             )
-            raise ConfigError(f"{key} is {shown}: {reason} ({sources[key]})", param=key) from None
+            raise ConfigError(
+                f"{key} is {value_text}: {reason} ({sources[key]})", param=key
+            ) from None
     for key in SECRET_FIELDS & merged.keys():
         merged[key] = read_secret(str(merged[key]), key)
     return Config(**merged)  # type: ignore[arg-type]

@@ -54,8 +54,8 @@ class CacheJournal:
         hashes = list(changes)
         for start in range(0, len(hashes), MAX_HASHES_PER_BATCH):
             part = hashes[start : start + MAX_HASHES_PER_BATCH]
-            inserted = tuple(each for each in part if changes[each])
-            evicted = tuple(each for each in part if not changes[each])
+            inserted = tuple(short for short in part if changes[short])
+            evicted = tuple(short for short in part if not changes[short])
             yield self._next_batch(inserted, evicted, is_reset=False)
 
     def build_snapshot(self, hashes: Iterable[BlockHash], now: float) -> Iterator[CacheEventBatch]:

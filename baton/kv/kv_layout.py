@@ -45,8 +45,8 @@ class KVLayout:
     def require_equal(self, other: "KVLayout", whose: str) -> None:
         """Raise LayoutMismatch that names the first field that differs and both values."""
         for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if mine != theirs:
+            own, requested = getattr(self, field.name), getattr(other, field.name)
+            if own != requested:
                 raise LayoutMismatch(
-                    f"KV layout of {whose}: {field.name} is {theirs!r}, the cluster has {mine!r}"
+                    f"KV layout of {whose}: {field.name} is {requested!r}, the cluster has {own!r}"
                 )

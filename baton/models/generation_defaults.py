@@ -90,6 +90,6 @@ def _get_float_field(
 
 
 def _invalid_field_error(
-    field: str, value: object, wanted: str, file: str = GENERATION_CONFIG_FILE
+    field: str, value: object, requirement: str, file: str = GENERATION_CONFIG_FILE
 ) -> ConfigError:
-    return ConfigError(f"{field} {value!r} in {file}: must be {wanted}")
+    return ConfigError(f"{field} {value!r} in {file}: must be {requirement}")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 
 from baton.kv.kv_layout import KVLayout
 
@@ -11,7 +12,7 @@ PACED_IMPLEMENTATION = "paced"
 UNQUANTIZED = "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelIdentity:
     """Nodes of equal identity give the same tokens for a request, up to rounding by the device."""
 
@@ -37,6 +38,7 @@ class ModelIdentity:
             found[f"layout.{name}"] = getattr(self.layout, name)
         return found
 
+    @cached_property
     def digest(self) -> bytes:
-        """Return the 32-byte digest that requests are bound to and that every order carries."""
+        """The 32-byte digest that requests are bound to and that every order carries."""
         return hashlib.sha256(json.dumps(self.named_fields(), sort_keys=True).encode()).digest()

@@ -1,12 +1,13 @@
-"""Finds the address that peers dial when the settings name none.
+"""The address that peers dial, which need not be the one that a process listens on.
 
-It is the address of the interface that reaches the coordinator. Peers cannot dial a wildcard, and
-the address of a container is not known before it runs.
+When the settings name none, it is that of the interface that reaches the coordinator. Peers cannot
+dial a wildcard, and the address of a container is not known before it runs.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import re
 import socket
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from baton.process import log
 _C = TypeVar("_C", bound=MemberConfig)
 
 AUTO = "auto"
+_HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts
 
@@ -54,6 +56,16 @@ async def with_advertised_address(config: _C, stop: asyncio.Event) -> _C:
     return config
 
 
+def has_port(address: str) -> bool:
+    """Whether an address is HOST:PORT or [IPV6]:PORT."""
+    return _HAS_PORT.fullmatch(address) is not None
+
+
+def address_to_dial(advertise: str, port: str) -> str:
+    """Add the bound port to `advertise`, unless it has one: behind a port mapping they differ."""
+    return advertise if has_port(advertise) else f"{advertise}:{port}"
+
+
 async def find_own_address(host: str, port: int) -> str:
     """Return the source address of packets to `host`, in brackets if it is IPv6.
 
@@ -64,8 +76,8 @@ async def find_own_address(host: str, port: int) -> str:
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        own = str(probe.getsockname()[0])
-    return f"[{own}]" if ":" in own else own
+        source_address = str(probe.getsockname()[0])
+    return f"[{source_address}]" if ":" in source_address else source_address
 
 
 def _parse_coordinator(coordinator: str) -> tuple[str, int]:

@@ -1,11 +1,15 @@
 """Rules for listening without a key: only on loopback addresses."""
 
 import ipaddress
+from functools import lru_cache
 
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 
+_MAX_CACHED_HOSTS = 256  # every request asks about its host and its client's address
 
+
+@lru_cache(maxsize=_MAX_CACHED_HOSTS)
 def is_loopback(host: str) -> bool:
     """Whether `host` is a loopback address or the name localhost. Any other name is not."""
     try:
@@ -16,6 +20,7 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+@lru_cache(maxsize=_MAX_CACHED_HOSTS)
 def is_numeric_or_local(host: str) -> bool:
     """Whether `host` is an address or the name localhost, so that no name server is asked."""
     try:
@@ -31,10 +36,10 @@ def require_key_unless_loopback(
     """Raise ConfigError if other hosts can reach `host`, the value of `flag`, without a key."""
     if key or insecure or is_loopback(host):
         return
-    wanted = "--" + key_field.replace("_", "-")
+    key_flag = "--" + key_field.replace("_", "-")
     raise ConfigError(
-        f"{flag} {host} can be reached from other hosts and {wanted} is not set: "
-        f"set {wanted}, or bind to 127.0.0.1, or use --insecure",
+        f"{flag} {host} can be reached from other hosts and {key_flag} is not set: "
+        f"set {key_flag}, or bind to 127.0.0.1, or use --insecure",
         param=key_field,
     )
 

@@ -35,9 +35,11 @@ _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 def decode_server_credentials(token: str) -> grpc.ServerCredentials:
     """Credentials of a decode node's server, which requires a certificate of this cluster."""
     authority = _derive_authority_key(token)
-    shown = _issue_certificate(authority, DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    decode_certificate = _issue_certificate(
+        authority, DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH
+    )
     return grpc.ssl_server_credentials(
-        [shown], _authority_certificate(authority), require_client_auth=True
+        [decode_certificate], _authority_certificate(authority), require_client_auth=True
     )
 
 
@@ -59,11 +61,11 @@ def coordinator_server_credentials(
     gRPC calls `on_handshake` on one of its threads whenever a connection begins a handshake.
     """
     authority = _derive_authority_key(token)
-    shown = _issue_certificate(
+    certificate = _issue_certificate(
         authority, COORDINATOR_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH
     )
     configuration = grpc.ssl_server_certificate_configuration(
-        [shown], _authority_certificate(authority)
+        [certificate], _authority_certificate(authority)
     )
 
     def fetch() -> None:  # gRPC asks for a newer configuration; None keeps the present one

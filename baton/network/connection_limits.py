@@ -43,26 +43,26 @@ class PortLimit:
 
 
 def compute_port_limit(
-    port: str, descriptors: int, *, most: int = 0, per_address: int = 0
+    port: str, descriptors: int, *, max_connections: int = 0, per_address: int = 0
 ) -> PortLimit:
     """Return the limit of the port of this name in a process that may open `descriptors` files.
 
-    `most` and `per_address` are the configured limits, 0 for the default. Raises ConfigError if
-    `most` exceeds the port's share.
+    `max_connections` and `per_address` are the configured limits, 0 for the default. Raises
+    ConfigError if `max_connections` exceeds the port's share.
     """
     counted = min(descriptors, MAX_DESCRIPTORS)
     reserve = min(max(_MIN_RESERVE, counted // 8), _MAX_RESERVE)
     possible = max(8, (counted - reserve) * _PORT_TWELFTHS[port] // 12)
     if port not in _CLIENT_PORTS:
-        most = 0
-    if most > possible:
+        max_connections = 0
+    if max_connections > possible:
         raise ConfigError(
-            f"max_connections is {most}: a limit of {descriptors} open files "
+            f"max_connections is {max_connections}: a limit of {descriptors} open files "
             f"leaves {possible} for the {port} port: "
             "raise the limit (ulimit -n) or lower --max-connections",
             param="max_connections",
         )
-    granted = most or possible
+    granted = max_connections or possible
     return PortLimit(granted, min(per_address or max(4, granted // 2), granted))
 
 
@@ -96,5 +96,5 @@ def choose_connections_to_close(
             closed.append(connection)
     chosen = set(closed)
     excess = len(connections) - len(closed) - limit.max_connections
-    rest: Iterable[PortConnection] = (c for c in order if c not in chosen)
-    return [*closed, *(c for c, _ in zip(rest, range(excess), strict=False))]
+    remaining: Iterable[PortConnection] = (c for c in order if c not in chosen)
+    return [*closed, *(c for c, _ in zip(remaining, range(excess), strict=False))]

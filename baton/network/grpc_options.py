@@ -1,11 +1,17 @@
-"""Bounds of every gRPC server of Baton: connections, handshakes, idle time and streams."""
+"""Bounds of Baton's gRPC channels and servers: messages, connections, handshakes and streams."""
 
 from typing import Any
 
+from baton.limits import MAX_LINK_MESSAGE_BYTES
 from baton.network.connection_limits import PortLimit
 
 HANDSHAKE_TIMEOUT_SECONDS = 10.0  # for TLS, if any, and the first HTTP/2 frames
 _IDLE_SECONDS = 300.0  # without a call; the client dials again for its next call
+# Of channels and servers between processes of Baton.
+LINK_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
+)
 
 
 def grpc_server_options(

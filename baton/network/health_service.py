@@ -28,9 +28,9 @@ class StreamLimiter:
     """Counts and bounds the open streams of one server."""
 
     def __init__(
-        self, most: int = MAX_STREAMS, per_connection: int = MAX_STREAMS_PER_CONNECTION
+        self, max_streams: int = MAX_STREAMS, per_connection: int = MAX_STREAMS_PER_CONNECTION
     ) -> None:
-        self._max_streams = most
+        self._max_streams = max_streams
         self._max_per_connection = per_connection
         self._open: Counter[str] = Counter()
 

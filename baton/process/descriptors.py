@@ -8,11 +8,11 @@ from baton.limits import MAX_DESCRIPTORS
 def raise_descriptor_limit() -> int:
     """Raise the soft limit to the hard one, at most to MAX_DESCRIPTORS. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return get_descriptor_limit()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return target
 
 
 def get_descriptor_limit() -> int:

@@ -11,7 +11,7 @@ Grammar, with entries separated by `;`:
 
 Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `hit`
 returns `drop`, `duplicate` and `corrupt` for the call site to carry out; KNOWN_FAILPOINTS says
-which sites can.
+which sites can. `failpoint(NAME)` puts NAME.before and NAME.after around a block or a function.
 """
 
 import os
@@ -19,6 +19,8 @@ import random
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -225,6 +227,18 @@ def _parse_entry(entry: str) -> tuple[str, _ArmedFailpoint]:
 
 
 FAILPOINTS = Failpoints()  # those of this process
+
+
+@contextmanager
+def failpoint(name: str) -> Iterator[None]:
+    """Hit `name`.before on entry and `name`.after on exit, unless the body raises.
+
+    For points of this process whose actions need nothing of the call site. Works as a decorator,
+    too. Raises what `Failpoints.hit` raises.
+    """
+    FAILPOINTS.hit(f"{name}.before")
+    yield
+    FAILPOINTS.hit(f"{name}.after")
 
 
 def arm_from_environment() -> None:

@@ -9,7 +9,7 @@ LIVENESS_FD_VARIABLE = "BATON_LIVENESS_FD"
 LIVENESS_PERIOD_SECONDS = 1.0
 
 
-def take_inherited_pipe() -> int | None:
+def consume_liveness_fd() -> int | None:
     """Return the descriptor of the supervisor's pipe, if any. Children do not inherit it."""
     number = os.environ.pop(LIVENESS_FD_VARIABLE, "")
     if not number.isdecimal():

@@ -53,7 +53,7 @@ async def _run_with_signals(
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(log_capture.on_loop_error)
-    pipe = liveness.take_inherited_pipe()
+    pipe = liveness.consume_liveness_fd()
     signs = None if pipe is None else asyncio.create_task(liveness.send_liveness_signals(pipe))
 
     def on_signal(number: int) -> None:

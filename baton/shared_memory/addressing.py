@@ -60,8 +60,8 @@ class BlockAddressMap:
         Raises LayoutMismatch unless the size is a multiple of `alignment_blocks` blocks,
         ConfigError if the range is full, and ValueError if the segment has a span already.
         """
-        blocks, rest = divmod(size, self.block_bytes)
-        if rest or blocks <= 0 or blocks % self.alignment_blocks:
+        blocks, remainder = divmod(size, self.block_bytes)
+        if remainder or blocks <= 0 or blocks % self.alignment_blocks:
             raise LayoutMismatch(
                 f"segment {segment} has {size} bytes, "
                 f"not a multiple of {self.alignment_blocks} x {self.block_bytes}"
@@ -100,8 +100,8 @@ class BlockAddressMap:
         Raises LayoutMismatch unless a block of the segment begins there.
         """
         span = self.get_span(segment)
-        block, rest = divmod(offset, self.block_bytes)
-        if rest or not 0 <= block < span.num_blocks:
+        block, remainder = divmod(offset, self.block_bytes)
+        if remainder or not 0 <= block < span.num_blocks:
             raise LayoutMismatch(
                 f"offset {offset} is not a block of segment {segment}, which has {span.num_blocks}"
             )

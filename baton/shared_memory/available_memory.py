@@ -57,16 +57,17 @@ def measure_available_memory(
 
 
 def insufficient_memory_error(
-    folder: Path, wanted: int, available: AvailableMemory, knob: str, promised: int = 0
+    folder: Path, requested_bytes: int, available: AvailableMemory, knob: str, promised: int = 0
 ) -> ConfigError:
-    """Build the error for a segment of `wanted` bytes that does not fit.
+    """Build the error for a segment of `requested_bytes` that does not fit.
 
     `promised` is how many bytes other segments have reserved and not yet allocated.
     """
     others = f", {format_size(promised)} promised to other segments" if promised else ""
     usable = max(0, available.usable_bytes - promised)
     return ConfigError(
-        f"segment folder {folder} cannot hold {wanted} bytes ({format_size(wanted)}): "
+        f"segment folder {folder} cannot hold {requested_bytes} bytes "
+        f"({format_size(requested_bytes)}): "
         f"{format_size(available.free_bytes)} {available.limited_by}, "
         f"{format_size(available.reserve_bytes)} kept in reserve{others}: "
         f"lower {knob} to {format_size(usable)} or less, enlarge the folder (docker: --shm-size) "

@@ -36,17 +36,17 @@ from baton.shared_memory.memory_map import (
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
 DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
-_PIECE_BYTES = 32 * HUGE_PAGE  # allocated between two calls of `wanted`
+_PIECE_BYTES = 32 * HUGE_PAGE  # allocated between two calls of `is_wanted`
 _SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 
 
-def round_up_segment_bytes(wanted: int, block_bytes: int) -> int:
-    """Round `wanted` bytes up to a multiple of lcm(block_bytes, huge page).
+def round_up_segment_bytes(num_bytes: int, block_bytes: int) -> int:
+    """Round `num_bytes` up to a multiple of lcm(block_bytes, huge page).
 
     Segments that are mapped side by side then start at a whole block and at a huge page.
     """
     unit = math.lcm(block_bytes, HUGE_PAGE)
-    return max(1, -(-wanted // unit)) * unit
+    return max(1, -(-num_bytes // unit)) * unit
 
 
 def compute_host_id(folder: Path) -> str:
@@ -90,31 +90,35 @@ def create_segment(
     kind: str,
     size: int,
     knob: str = "--kv-memory",
-    wanted: Callable[[], bool] = lambda: True,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Segment:
     """Create a segment: zeroed, private to this user, locked and pre-faulted.
 
     `size` is in bytes, rounded by `round_up_segment_bytes`. Pre-faulting takes seconds for a few
     GiB. Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting
-    that determines its size, and ShuttingDown once `wanted()` is false.
+    that determines its size, and ShuttingDown once `is_wanted()` is false.
     """
     path, fd = _create_locked(folder, kind, knob)
-    address, start, whole = reserve_addresses(size, HUGE_PAGE)
+    address, start, reserved_size = reserve_addresses(size, HUGE_PAGE)
     try:
         _reserve_size(folder, fd, size, knob)
         map_file(address, size, fd)
         huge = all(
-            [_fill_piece(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)]
+            [_fill_piece(folder, fd, address, piece, knob, is_wanted) for piece in _pieces(size)]
         )
     except (OSError, ConfigError, ShuttingDown) as error:
         _unlink(path)
         os.close(fd)
-        release_addresses(start, whole)
+        release_addresses(start, reserved_size)
         if isinstance(error, OSError):
             raise _creation_error(folder, size, error, knob) from error
         raise
     return Segment(
-        path, size, huge, view_memory(address, size, lambda: release_addresses(start, whole)), fd
+        path,
+        size,
+        huge,
+        view_memory(address, size, lambda: release_addresses(start, reserved_size)),
+        fd,
     )
 
 
@@ -155,14 +159,14 @@ def unfilled_bytes(folder: Path) -> int:
 
 
 def _fill_piece(
-    folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]
+    folder: Path, fd: int, address: int, piece: range, knob: str, is_wanted: Callable[[], bool]
 ) -> bool:
     """Allocate and pre-fault one piece. Returns whether it consists of huge pages.
 
     Raises ConfigError if other programs have used the memory that was reserved for it, and
-    ShuttingDown once `wanted()` is false.
+    ShuttingDown once `is_wanted()` is false.
     """
-    if not wanted():
+    if not is_wanted():
         raise ShuttingDown("the process stops while it allocates memory")
     room = measure_available_memory(folder)
     if len(piece) > room.free_bytes - room.reserve_bytes // 2:

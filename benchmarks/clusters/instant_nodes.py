@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import pb_conversion as wire
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import CoordinatorDialer
 from baton.cluster_link.messages import PROTOCOL_VERSION
+from baton.cluster_link.stream import SequenceNumbers
 from baton.kv.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
@@ -73,7 +73,7 @@ class InstantNode:
         self._all_sent.clear()
 
     async def _write_reports(self, call: Any, heartbeat: float) -> None:
-        numbers = link_codec.SequenceNumbers()
+        numbers = SequenceNumbers()
         while True:
             while self._unsent:
                 message = self._unsent.popleft()

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli.supervisor import child_specs as plan
-from baton.cli.supervisor import ports
+from baton.cli.supervisor import child_specs, ports
 from baton.cli.supervisor.child_output import LogFiles
 from baton.cli.supervisor.supervisor import Supervisor, running_cluster
 from baton.config.settings import Config
@@ -50,7 +49,7 @@ async def start_local_cluster(
         }
         # Allocating the default pool takes seconds and would disturb the measurement.
         defaults["pool_memory"] = "256MiB"
-        config, _ = plan.complete_config(
+        config, _ = child_specs.complete_config(
             Config(**{**defaults, **settings, "model": str(model), "state_dir": str(folder)})
         )
         config, sockets = ports.reserve_ports(config)

@@ -51,10 +51,10 @@ def plot_ratio_sweep(
 def plot_timelines(courses: Sequence[LoadTimeline], path: Path) -> None:
     figure, save = _new_figure((10, 3 * len(courses)))
     for place, course in enumerate(courses):
-        left = figure.add_subplot(len(courses), 1, place + 1)
-        right = left.twinx()
+        share_axis = figure.add_subplot(len(courses), 1, place + 1)
+        right = share_axis.twinx()
         x = [(number + 0.5) * course.bin_seconds for number in range(len(course.slo_shares))]
-        left.plot(
+        share_axis.plot(
             x,
             [100 * share for share in course.slo_shares],
             "o-",
@@ -72,8 +72,8 @@ def plot_timelines(courses: Sequence[LoadTimeline], path: Path) -> None:
             label="prefill nodes",
         )
         for turn in course.load_changes:
-            left.axvline(turn, color="tab:gray", linestyle=":")
-        left.set(
+            share_axis.axvline(turn, color="tab:gray", linestyle=":")
+        share_axis.set(
             title=course.title,
             xlabel="seconds",
             ylabel="% of requests",
@@ -81,8 +81,11 @@ def plot_timelines(courses: Sequence[LoadTimeline], path: Path) -> None:
             xlim=(0, end),
         )
         right.set(ylabel="prefill nodes", ylim=(0, 8))
-        handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-        left.legend(handles=handles, loc="lower right")
+        handles = [
+            *share_axis.get_legend_handles_labels()[0],
+            *right.get_legend_handles_labels()[0],
+        ]
+        share_axis.legend(handles=handles, loc="lower right")
     save(path)
 
 

@@ -80,8 +80,9 @@ def require_same_model(models: Mapping[str, EndpointModel]) -> None:
         for field in fields(EndpointModel):
             if field.name == ("model" if by_digest else "digest"):
                 continue
-            mine, theirs = getattr(reference, field.name), getattr(other, field.name)
-            if mine != theirs:
+            expected, actual = getattr(reference, field.name), getattr(other, field.name)
+            if expected != actual:
                 raise ValueError(
-                    f"{first} and {name} do not compare: {field.name} is {mine!r} and {theirs!r}"
+                    f"{first} and {name} do not compare: "
+                    f"{field.name} is {expected!r} and {actual!r}"
                 )

@@ -1,6 +1,7 @@
 """What was measured of each request, and the results of many. Pure; times are in seconds."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,11 +80,6 @@ def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Sl
         for measurement in measurements
         if not measurement.error and measurement.token_arrivals
     ]
-    errors: dict[str, int] = {}
-    for measurement in measurements:
-        if measurement.error or not measurement.token_arrivals:
-            kind = measurement.error or "no tokens"
-            errors[kind] = errors.get(kind, 0) + 1
     seconds = max((measurement.ended_at for measurement in measurements), default=0.0) - min(
         (measurement.due_at for measurement in measurements), default=0.0
     )
@@ -96,7 +92,7 @@ def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Sl
         sent_count=len(measurements),
         good_count=good,
         succeeded_count=len(succeeded),
-        error_counts=errors,
+        error_counts=_count_errors(measurements),
         miscounted_count=sum(
             measurement.usage_tokens not in (None, measurement.received_tokens)
             for measurement in succeeded
@@ -113,4 +109,13 @@ def evaluate_cell(name: str, measurements: Sequence[RequestMeasurement], slo: Sl
         cached_share=sum(measurement.cached_tokens for measurement in succeeded) / prompt_tokens
         if prompt_tokens
         else None,
+    )
+
+
+def _count_errors(measurements: Sequence[RequestMeasurement]) -> dict[str, int]:
+    """Failed requests by kind of error."""
+    return Counter(
+        measurement.error or "no tokens"
+        for measurement in measurements
+        if measurement.error or not measurement.token_arrivals
     )

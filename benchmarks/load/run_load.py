@@ -29,9 +29,9 @@ async def run_load(
     try:
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
             if isinstance(load, ClosedLoop):
-                rest = iter(plan)
+                remaining = iter(plan)
                 for _ in range(load.concurrency):
-                    group.create_task(_run_closed_loop_client(client, rest, measurements))
+                    group.create_task(_run_closed_loop_client(client, remaining, measurements))
             else:
                 await _send_at_arrivals(client, plan, started, measurements, group)
     except TimeoutError:
@@ -41,11 +41,11 @@ async def run_load(
 
 async def _run_closed_loop_client(
     client: CompletionsClient,
-    rest: Iterator[PlannedRequest],
+    remaining: Iterator[PlannedRequest],
     measurements: list[RequestMeasurement],
 ) -> None:
     """Send the remaining requests one after another."""
-    for request in rest:
+    for request in remaining:
         await _measure_one(client, request, time.perf_counter(), measurements)
 
 

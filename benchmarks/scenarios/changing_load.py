@@ -92,10 +92,8 @@ async def _run_timeline(
         await cluster.enable_auto_ratio(SLO)
     cluster.ratio_history.clear()
     watching = asyncio.create_task(cluster.record_ratio_changes())
-    plan, seconds = (
-        workloads.plan_phases(loads, f"{seed}/{name}"),
-        sum(load_seconds for _, load_seconds in loads),
-    )
+    plan = workloads.plan_phases(loads, f"{seed}/{name}")
+    seconds = sum(load_seconds for _, load_seconds in loads)
     began = time.perf_counter()
     try:
         measurements = await cluster.send_plan(plan, seconds, f"{name}/{automatic}")

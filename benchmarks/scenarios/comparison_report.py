@@ -95,39 +95,35 @@ def to_rows(
     command: str,
 ) -> list[ResultRow]:
     """Return the SLOs, each cell's goodput and spread, and the share of the best other system."""
-    rows = []
-    for length, bound in bounds.items():
-        rows.append(
-            make_row(f"compare/slo/{length}/ttft", (bound.ttft_seconds or 0.0) * 1e3, "ms", command)
-        )
-        rows.append(
-            make_row(f"compare/slo/{length}/tpot", (bound.tpot_seconds or 0.0) * 1e3, "ms", command)
-        )
-    for name, cells in results.items():
-        for cell, goodput in cells.items():
-            rows.append(
-                make_row(f"compare/{cell}/{name}/goodput", goodput.median, "requests/s", command)
-            )
-            rows.append(
-                make_row(f"compare/{cell}/{name}/spread", goodput.spread, "of the median", command)
-            )
+    rows = _slo_rows(bounds, command) + _goodput_rows(results, command)
     for cell in next(iter(results.values())):
-        share = comparison.share_of_best_other(
-            results, system, {name: results[name][cell].median for name in results}
-        )
+        goodputs = {name: results[name][cell].median for name in results}
+        share = comparison.share_of_best_other(results, system, goodputs)
         rows.append(make_row(f"compare/{cell}/{system}_of_best", share, "x", command))
         if cell in local:
-            rows.append(
-                make_row(f"compare/{cell}/{system}_local", local[cell], "of prompts", command)
-            )
+            name = f"compare/{cell}/{system}_local"
+            rows.append(make_row(name, local[cell], "of prompts", command))
     for workload in workloads:
         peaks = {name: comparison.peak_goodput(results, name, workload.name) for name in results}
-        rows.append(
-            make_row(
-                f"compare/{workload.name}/{system}_of_best",
-                comparison.share_of_best_other(results, system, peaks),
-                "x",
-                command,
-            )
-        )
+        share = comparison.share_of_best_other(results, system, peaks)
+        rows.append(make_row(f"compare/{workload.name}/{system}_of_best", share, "x", command))
+    return rows
+
+
+def _slo_rows(bounds: Mapping[int, Slo], command: str) -> list[ResultRow]:
+    rows = []
+    for length, bound in bounds.items():
+        for metric, seconds in (("ttft", bound.ttft_seconds), ("tpot", bound.tpot_seconds)):
+            name = f"compare/slo/{length}/{metric}"
+            rows.append(make_row(name, (seconds or 0.0) * 1e3, "ms", command))
+    return rows
+
+
+def _goodput_rows(results: GoodputBySystem, command: str) -> list[ResultRow]:
+    rows = []
+    for name, cells in results.items():
+        for cell, goodput in cells.items():
+            prefix = f"compare/{cell}/{name}"
+            rows.append(make_row(f"{prefix}/goodput", goodput.median, "requests/s", command))
+            rows.append(make_row(f"{prefix}/spread", goodput.spread, "of the median", command))
     return rows

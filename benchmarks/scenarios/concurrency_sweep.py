@@ -70,9 +70,9 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
     x = [point.concurrency for point in plotted]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    left = figure.add_subplot()
-    right = left.twinx()
-    left.plot(
+    ttft_axis = figure.add_subplot()
+    right = ttft_axis.twinx()
+    ttft_axis.plot(
         x,
         [point.result.tokens_per_second for point in plotted],
         "o-",
@@ -86,11 +86,13 @@ def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, ti
         right.axhline(bound * 1e3, color="tab:red", linestyle=":", label="TTFT bound")
         best = find_ceiling(points, bound)
         if best is not None:
-            left.axvline(best.concurrency, color="tab:gray", linestyle=":", label="ceiling")
-    left.set_xscale("log", base=2)
-    left.set_xticks(x, [str(point) for point in x])
-    left.set(xlabel="concurrent requests", ylabel="output tokens/s", title=title, ylim=(0, None))
+            ttft_axis.axvline(best.concurrency, color="tab:gray", linestyle=":", label="ceiling")
+    ttft_axis.set_xscale("log", base=2)
+    ttft_axis.set_xticks(x, [str(point) for point in x])
+    ttft_axis.set(
+        xlabel="concurrent requests", ylabel="output tokens/s", title=title, ylim=(0, None)
+    )
     right.set(ylabel="TTFT, ms", ylim=(0, None))
-    handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    left.legend(handles=handles, loc="upper left")
+    handles = [*ttft_axis.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
+    ttft_axis.legend(handles=handles, loc="upper left")
     figure.savefig(path)

@@ -1,22 +1,18 @@
-"""Turns the token events of one choice into chunks of text, up to a stop string.
+"""The output of one request: the tokens of all its choices, as one stream of chunks of text.
 
-However the tokens are cut into events, the texts of all chunks concatenate to the same text, and
-their tokens to the same tokens.
-
-The output of one request: the generations of all its choices as one stream of chunks.
-
-Merges the event streams of several generations into one.
+However the tokens are cut into events, the texts of all chunks of a choice concatenate to the same
+text, up to a stop string, and their tokens to the same tokens.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId, TokenLogprobs
+from coordinator.core.common.timeline import Timeline
 from coordinator.generation import (
     FinishedEvent,
     Generation,
@@ -223,8 +219,9 @@ class ChoiceStream:
     """One choice of a request."""
 
     generation: Generation
-    output_processor: OutputProcessor
+    make_output_processor: Callable[[], OutputProcessor]
     prompt_index: int  # among the request's prompts
+    output_processor: OutputProcessor = field(init=False)  # made when the choice starts
     has_started: bool = False  # its first chunk may be emitted
     is_passthrough: bool = False  # each event becomes one chunk at once
     # Events that wait for the logprobs of the prompt, until the choice has started.
@@ -312,6 +309,7 @@ class ResponseStream:
         self, choice: ChoiceStream, logprobs: Sequence[TokenLogprobs | None]
     ) -> Iterator[OutputChunk]:
         choice.has_started = True
+        choice.output_processor = choice.make_output_processor()
         choice.is_passthrough = choice.output_processor.is_passthrough and not self.is_echo_only
         if self.prompt_echoes:
             echo = self.prompt_echoes[choice.prompt_index]

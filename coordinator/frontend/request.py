@@ -1,4 +1,4 @@
-"""What a client asked for, and its conversion to `Request`s with defaults and bounds.
+"""What a client asked for: its checks, and its conversion to `Request`s with defaults and bounds.
 
 HTTP and gRPC each turn their wire format into a `GenerationRequest` and know nothing of defaults,
 bounds or tokenizing, so that the two cannot drift apart.
@@ -6,7 +6,7 @@ bounds or tokenizing, so that the two cannot drift apart.
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -15,13 +15,19 @@ from baton import limits
 from baton.errors import InvalidRequest, RequestRejected
 from baton.limits import ModelBounds
 from baton.models.generation_defaults import GenerationDefaults
+from baton.process import log
+from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import DEFAULT_PRINCIPAL, Principal, Request, RequestId, SamplingParams, mint_id
+from coordinator.core.common.counters import DEFAULT_TENANT_CLASS
 from coordinator.text.chat_template import ChatPrompt
 
 Value = TypeVar("Value")
 Prompt = str | Sequence[int]
 
 MAX_CLIENT_REQUEST_ID_CHARS = 128
+
+_log = log.get_logger("front")
+_limited = RateLimitedLogger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,28 @@ def rename_error_params(param_names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(
             message, param=name.partition("[")[0], retry_after=error.retry_after
         ) from None
+
+
+class RejectionCounter:
+    """Counts and logs requests that a front end rejects before it submits them.
+
+    The brain counts what it rejects itself. Log lines are rate limited.
+    """
+
+    def __init__(self, count: Callable[[RequestRejected, str], None]) -> None:
+        """`count(error, tenant_class)` adds one to baton_rejected_total."""
+        self._count = count
+
+    @contextmanager
+    def count_rejections(self, tenant_class: str = DEFAULT_TENANT_CLASS) -> Iterator[None]:
+        """Count a RequestRejected that the block raises, under the caller's class if known."""
+        try:
+            yield
+        except RequestRejected as error:
+            self._count(error, tenant_class)
+            # neither message nor field name: both may quote the client
+            _limited.log_event(_log.info, "request rejected", per=error.code, code=error.code)
+            raise
 
 
 def check_timeout(seconds: float, name: str) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 
 from baton import limits
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServiceUnavailable
@@ -14,10 +15,10 @@ from baton.process.clock import Clock, monotonic_clock
 from baton.types import Request, RequestId
 from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.output import ChoiceStream, OutputProcessor, PromptEcho, ResponseStream
-from coordinator.frontend.rejections import RejectionCounter
 from coordinator.frontend.request import (
     GenerationRequest,
     Prompt,
+    RejectionCounter,
     build_request,
     check_request,
     check_timeout,
@@ -142,7 +143,7 @@ class RequestIntake:
             choices=[
                 ChoiceStream(
                     generation,
-                    _build_output_processor(request, tokenizer, index),
+                    partial(_build_output_processor, request, tokenizer, index),
                     index // request.n,
                 )
                 for index, generation in enumerate(generations)

@@ -10,6 +10,7 @@ from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.policies import POLICIES
+from coordinator.explanation_codec import EXPLANATION_PACKING
 
 
 def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) -> Brain:
@@ -23,6 +24,7 @@ def build_brain(config: CoordinatorConfig, served: ServedModel | None = None) ->
         max_attempts=config.max_attempts,
         reserve_timeout=config.stall,
         explain_keep=config.explain_keep,
+        explanation_packing=EXPLANATION_PACKING,
         retry_budget_share=config.retry_budget,
         local_prefill_share=config.local_prefill_share,
         degrade_wait_seconds=config.degrade_wait,

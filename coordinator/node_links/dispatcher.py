@@ -10,26 +10,22 @@ from typing import Protocol
 
 from baton.cluster_link.messages import (
     Heartbeat,
-    JoinInfo,
     LinkControl,
     NodeLeaving,
     NodeOrder,
     NodeReport,
-    PoolJoinInfo,
-    Welcome,
 )
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import (
     BatonError,
     Cancelled,
-    RequestRejected,
     ShuttingDown,
     SlowReader,
 )
 from baton.limits import ModelBounds
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import Incarnation, Principal, Request, RequestId, mint_id
+from baton.types import Incarnation, Principal, Request, RequestId
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.effects import (
     AdmitRequest,
@@ -140,10 +136,6 @@ class Dispatcher:
     def reload_tenants(self, tenants: TenantTable) -> None:
         self.apply_effects(self.brain.reload_tenants(tenants, self.clock()))
 
-    def count_rejection(self, error: RequestRejected, tenant_class: str) -> None:
-        """Count a request that a front end rejects before it submits it."""
-        self.brain.count_rejection(error, tenant_class, self.clock())
-
     async def drain_requests(self, timeout_seconds: float) -> None:
         """Refuse new requests and wait for running ones; then end the rest with ShuttingDown."""
         self.brain.start_draining()
@@ -158,7 +150,7 @@ class Dispatcher:
             for request in self.brain.list_active_requests():
                 self._cancel_request(request, error)
 
-    # for operators and the node link
+    # for operators and node links
 
     def apply_effects(self, effects: Sequence[Effect]) -> None:
         """Carry out effects in order. Carrying one out may add others to the end of the queue."""
@@ -185,35 +177,15 @@ class Dispatcher:
         for link in list(self.node_connections.values()):
             link.close()
 
-    # for the node link
+    # for node links
 
-    def join_node(self, info: JoinInfo, link: NodeConnection) -> Incarnation:
-        """Make a node a member and send it Welcome. Raises ConfigError if it may not join."""
-        incarnation = Incarnation(mint_id(64))
-        effects = self.brain.join_node(info, incarnation, self.clock())
+    def add_member(
+        self, incarnation: Incarnation, link: NodeConnection, effects: Sequence[Effect]
+    ) -> None:
+        """Add the stream of a node or pool that has joined, with the effects of its join."""
         self.node_connections[incarnation] = link
-        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
-        _log.info(
-            "node joined",
-            node=info.name,
-            role=info.role.value,
-            incarnation=incarnation,
-            pid=info.pid,
-        )
         self.apply_effects(effects)
         self.notify_cluster_change()
-        return incarnation
-
-    def join_pool(self, info: PoolJoinInfo, link: NodeConnection) -> Incarnation:
-        """Make the shared pool of a host a member. Raises ConfigError if it may not join."""
-        incarnation = Incarnation(mint_id(64))
-        effects = self.brain.join_pool(info, incarnation, self.clock())
-        self.node_connections[incarnation] = link
-        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
-        _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
-        self.apply_effects(effects)
-        self.notify_cluster_change()
-        return incarnation
 
     def receive_report(self, sender: Incarnation, message: NodeReport) -> None:
         self.apply_effects(self.brain.receive_report(sender, message, self.clock()))
@@ -237,13 +209,8 @@ class Dispatcher:
 
     def _apply_effect(self, effect: Effect) -> None:
         match effect:
-            case EmitTokens(request, tokens, scores):
-                stream = self._generation_streams.get(request)
-                if stream is not None and not stream.push_tokens(TokensEvent(tokens, scores)):
-                    self._cancel_request(
-                        request,
-                        SlowReader(f"the client left more than {MAX_UNREAD_TOKENS} tokens unread"),
-                    )
+            case EmitTokens():
+                self._push_tokens(effect)
             case EmitPromptLogprobs(request, scores):
                 stream = self._generation_streams.get(request)
                 if stream is not None:
@@ -258,40 +225,36 @@ class Dispatcher:
                     stream.mark_admitted()
             case EndRequest():
                 self._end_request(effect)
-            case AttemptReplaced(key, reason):
-                _log.info(
-                    "attempt replaced",
-                    request=key.request_id,
-                    attempt=key.attempt_number,
-                    reason=reason,
-                )
-            case DegradationChanged(step, taken, pressure):
-                _log.warning(
-                    "service degraded" if taken else "service restored",
-                    step=step,
-                    pressure=pressure,
-                )
-                self.notify_cluster_change()
-            case BreakerChanged(prefill, decode, state):
-                _log.warning(
-                    "circuit breaker changed", state=state.value, prefill=prefill, decode=decode
-                )
             case RoleSwitchReport():
                 self._report_role_switch(effect)
-            case RatioChanged(target, reason):
-                _log.info("ratio changed", target=str(target), why=reason)
+            case MemberLost():
+                self._drop_member(effect)
+            case AttemptReplaced() | BreakerChanged():
+                _log_change(effect)
+            case DegradationChanged() | RatioChanged():
+                _log_change(effect)
                 self.notify_cluster_change()
-            case MemberLost(node, name, error, expected):
-                write_log, event = _log.warning, "node lost"
-                if self._is_closing:
-                    write_log, event = _log.info, "node disconnected at shutdown"
-                elif expected:
-                    write_log, event = _log.info, "node rejoining"
-                write_log(event, node=name, incarnation=node, reason=error.message)
-                link = self.node_connections.pop(node, None)
-                if link is not None:
-                    link.close()
-                self.notify_cluster_change()
+
+    def _push_tokens(self, emitted: EmitTokens) -> None:
+        request = emitted.request_id
+        stream = self._generation_streams.get(request)
+        if stream is not None and not stream.push_tokens(
+            TokensEvent(emitted.token_ids, emitted.logprobs)
+        ):
+            error = SlowReader(f"the client left more than {MAX_UNREAD_TOKENS} tokens unread")
+            self._cancel_request(request, error)
+
+    def _drop_member(self, lost: MemberLost) -> None:
+        write_log, event = _log.warning, "node lost"
+        if self._is_closing:
+            write_log, event = _log.info, "node disconnected at shutdown"
+        elif lost.is_expected:
+            write_log, event = _log.info, "node rejoining"
+        write_log(event, node=lost.name, incarnation=lost.incarnation, reason=lost.error.message)
+        link = self.node_connections.pop(lost.incarnation, None)
+        if link is not None:
+            link.close()
+        self.notify_cluster_change()
 
     def _end_request(self, end: EndRequest) -> None:
         stream = self._generation_streams.pop(end.request_id, None)
@@ -349,3 +312,25 @@ class Dispatcher:
     def _on_timer(self) -> None:
         self._timer = None
         self.apply_effects(self.brain.tick(self.clock()))
+
+
+def _log_change(
+    effect: AttemptReplaced | BreakerChanged | DegradationChanged | RatioChanged,
+) -> None:
+    match effect:
+        case AttemptReplaced(key, reason):
+            _log.info(
+                "attempt replaced",
+                request=key.request_id,
+                attempt=key.attempt_number,
+                reason=reason,
+            )
+        case BreakerChanged(prefill, decode, state):
+            _log.warning(
+                "circuit breaker changed", state=state.value, prefill=prefill, decode=decode
+            )
+        case DegradationChanged(step, taken, pressure):
+            event = "service degraded" if taken else "service restored"
+            _log.warning(event, step=step, pressure=pressure)
+        case RatioChanged(target, reason):
+            _log.info("ratio changed", target=str(target), why=reason)

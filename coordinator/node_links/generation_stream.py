@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from baton.errors import BatonError
-from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
+from coordinator.core.common.timeline import Timeline
 from coordinator.generation import FinishedEvent, GenerationEvent, PromptLogprobsEvent, TokensEvent
 
 MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave unread

@@ -4,9 +4,10 @@ import asyncio
 from itertools import chain, count
 from operator import attrgetter
 
-from baton.cluster_link.messages import LedgerQuery
-from baton.pb.cluster_pb2 import LedgerReply, LedgerResponse
-from baton.pb.common_pb2 import Ledger
+from baton.cluster_link.messages import LedgerQuery, LedgerReport
+from baton.cluster_link.pb_conversion import ledger_to_pb
+from baton.cluster_link.report_types import MemberLedger
+from baton.pb.cluster_pb2 import LedgerResponse
 from baton.types import Incarnation
 from coordinator.node_links.dispatcher import Dispatcher
 
@@ -19,7 +20,7 @@ class LedgerCollector:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._query_numbers = count(1)
-        self._open_queries: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
+        self._open_queries: dict[int, dict[Incarnation, asyncio.Future[list[MemberLedger]]]] = {}
 
     async def collect_ledgers(
         self, timeout_seconds: float = REPLY_TIMEOUT_SECONDS
@@ -33,7 +34,7 @@ class LedgerCollector:
         names = {
             member.incarnation: member.info.name for member in self._dispatcher.brain.list_members()
         }
-        waiting: dict[Incarnation, asyncio.Future[list[Ledger]]] = {
+        waiting: dict[Incarnation, asyncio.Future[list[MemberLedger]]] = {
             node: loop.create_future() for node in names
         }
         self._open_queries[number] = waiting
@@ -47,14 +48,14 @@ class LedgerCollector:
         finally:
             del self._open_queries[number]
         answered = {node: future.result() for node, future in waiting.items() if future.done()}
-        ledgers = sorted(chain.from_iterable(answered.values()), key=attrgetter("node"))
+        ledgers = sorted(chain.from_iterable(answered.values()), key=attrgetter("name"))
         return LedgerResponse(
-            ledgers=ledgers,
+            ledgers=map(ledger_to_pb, ledgers),
             silent=sorted(name for node, name in names.items() if node not in answered),
         )
 
-    def on_ledger_reply(self, sender: Incarnation, reply: LedgerReply) -> None:
+    def on_ledger_report(self, sender: Incarnation, report: LedgerReport) -> None:
         """Accept a reply. Late and repeated replies are ignored."""
-        future = self._open_queries.get(reply.query, {}).get(sender)
+        future = self._open_queries.get(report.query_id, {}).get(sender)
         if future is not None and not future.done():
-            future.set_result([reply.ledger, *([reply.disk] if reply.HasField("disk") else [])])
+            future.set_result([report.ledger, *([report.disk] if report.disk else [])])

@@ -6,11 +6,10 @@ import grpc.aio
 
 from baton.cluster_link import stream
 from baton.config.coordinator_config import CoordinatorConfig
-from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.network.connection_limits import PortLimit
 from baton.network.grpc_bind import bind_grpc_port
-from baton.network.grpc_options import grpc_server_options
+from baton.network.grpc_options import LINK_CHANNEL_OPTIONS, grpc_server_options
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.handshake_monitor import STREAM_OPEN_TIMEOUT_SECONDS, HandshakeMonitor
 from coordinator.node_links.ledger_collector import LedgerCollector

@@ -14,15 +14,18 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import stream
-from baton.cluster_link.codec import decode_join, decode_report, encode_order
+from baton.cluster_link.codec import decode_report, encode_order
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
+from baton.cluster_link.join_codec import decode_join
 from baton.cluster_link.messages import (
     JoinInfo,
     JoinRefusal,
+    LedgerReport,
     LinkControl,
     NodeOrder,
     Ping,
     PoolJoinInfo,
+    Welcome,
 )
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost
@@ -30,7 +33,7 @@ from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
-from baton.types import Incarnation
+from baton.types import Incarnation, mint_id
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 
@@ -114,9 +117,9 @@ class NodeLinkService:
         try:
             join = self._decode_join(first.join)
             if isinstance(join, PoolJoinInfo):
-                incarnation = self._dispatcher.join_pool(join, node_stream)
+                incarnation = self._join_pool(join, node_stream)
             else:
-                incarnation = self._dispatcher.join_node(join, node_stream)
+                incarnation = self._join_node(join, node_stream)
         except ConfigError as error:
             _limited.log_event(
                 _log.warning, "join refused", node=first.join.name, reason=error.message
@@ -138,6 +141,30 @@ class NodeLinkService:
             self._dispatcher.remove_member(
                 incarnation, NodeLost(f"the stream of node {first.join.name} ended")
             )
+
+    def _join_node(self, info: JoinInfo, link: NodeStream) -> Incarnation:
+        """Make a node a member and send it Welcome. Raises ConfigError if it may not join."""
+        incarnation, brain = Incarnation(mint_id(64)), self._dispatcher.brain
+        effects = brain.join_node(info, incarnation, self._dispatcher.clock())
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info(
+            "node joined",
+            node=info.name,
+            role=info.role.value,
+            incarnation=incarnation,
+            pid=info.pid,
+        )
+        self._dispatcher.add_member(incarnation, link, effects)
+        return incarnation
+
+    def _join_pool(self, info: PoolJoinInfo, link: NodeStream) -> Incarnation:
+        """Make the shared pool of a host a member. Raises ConfigError if it may not join."""
+        incarnation, brain = Incarnation(mint_id(64)), self._dispatcher.brain
+        effects = brain.join_pool(info, incarnation, self._dispatcher.clock())
+        link.send_order(Welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
+        self._dispatcher.add_member(incarnation, link, effects)
+        return incarnation
 
     def _decode_join(self, join: Join) -> JoinInfo | PoolJoinInfo:
         """Raises ConfigError, and counts it, for a join that is no node's."""
@@ -197,12 +224,13 @@ class NodeLinkService:
                 _limited.log_event(_log.warning, "malformed message from a node", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
-            if report is not None:
-                self._dispatcher.receive_report(incarnation, report)
-            elif message.HasField("ledger"):
-                self._ledger_collector.on_ledger_reply(incarnation, message.ledger)
-            else:
-                counters.dropped_messages["unexpected"] += 1
+            match report:
+                case None:
+                    counters.dropped_messages["unexpected"] += 1
+                case LedgerReport():
+                    self._ledger_collector.on_ledger_report(incarnation, report)
+                case _:
+                    self._dispatcher.receive_report(incarnation, report)
 
     @staticmethod
     async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:

@@ -28,7 +28,7 @@ from coordinator.frontend.http.metrics_page import build_metrics_route
 from coordinator.frontend.http.middleware import RequestMiddleware, check_admin_request
 from coordinator.frontend.http.request_body import receive_body
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, RequestBody
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.readiness import Readiness
 from coordinator.text.text_workers import TextWorkers
 
@@ -36,18 +36,8 @@ UNBUILT_ROUTES = (("/", "GET"),)
 ADMIN_BODY_TIMEOUT_SECONDS = 10.0
 
 
-class ClusterAdmin(Protocol):
-    """What the admin port needs of `ClusterOperations`."""
-
-    def get_status(self) -> StatusResponse: ...
-
-    async def collect_ledgers(self) -> LedgerResponse: ...
-
-    def explain_request(self, request: str) -> ExplainResponse: ...
-
-    def drain_node(self, name: str, timeout: float | None) -> DrainResponse: ...
-
-    def undrain_node(self, name: str) -> DrainResponse: ...
+class RatioAdmin(Protocol):
+    """What the admin port needs of `RatioOperations`."""
 
     def get_ratio(self) -> Ratio: ...
 
@@ -58,6 +48,23 @@ class ClusterAdmin(Protocol):
     def set_auto_ratio(self, slo: Slo | None, flip_timeout: float | None) -> Ratio: ...
 
     def set_manual_ratio(self) -> Ratio: ...
+
+
+class ClusterAdmin(Protocol):
+    """What the admin port needs of `ClusterOperations`."""
+
+    @property
+    def ratio(self) -> RatioAdmin: ...
+
+    def get_status(self) -> StatusResponse: ...
+
+    async def collect_ledgers(self) -> LedgerResponse: ...
+
+    def explain_request(self, request: str) -> ExplainResponse: ...
+
+    def drain_node(self, name: str, timeout: float | None) -> DrainResponse: ...
+
+    def undrain_node(self, name: str) -> DrainResponse: ...
 
     def render_metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -149,17 +156,17 @@ def _ratio_routes(cluster: ClusterAdmin) -> list[Route]:
     decoder, bodies, workers = BodyDecoder(_RatioBody), BodyBudgets(), TextWorkers()
 
     async def show(_: Request) -> Response:
-        return _to_json_response(cluster.get_ratio())
+        return _to_json_response(cluster.ratio.get_ratio())
 
     async def change(request: Request) -> Response:
         async with receive_body(request, ADMIN_BODY_TIMEOUT_SECONDS, bodies) as body:
             return _to_json_response(
-                _change_ratio(cluster, await decoder.decode_body(body, workers))
+                _change_ratio(cluster.ratio, await decoder.decode_body(body, workers))
             )
 
     async def advise(request: Request) -> Response:
         slo = request.query_params.get("slo")
-        return _to_json_response(cluster.advise_ratio(parse_slo(slo) if slo else None))
+        return _to_json_response(cluster.ratio.advise_ratio(parse_slo(slo) if slo else None))
 
     return [
         Route("/admin/ratio", show),
@@ -168,17 +175,17 @@ def _ratio_routes(cluster: ClusterAdmin) -> list[Route]:
     ]
 
 
-def _change_ratio(cluster: ClusterAdmin, body: _RatioBody) -> Ratio:
+def _change_ratio(ratio: RatioAdmin, body: _RatioBody) -> Ratio:
     """Raises InvalidRequest."""
     if (body.ratio is None) == (body.auto is None):
         raise InvalidRequest("give either ratio, as in 3:1, or auto, true or false", param="ratio")
     if body.slo is not None and not body.auto:
         raise InvalidRequest("slo belongs to auto: true", param="slo")
     if body.ratio is not None:
-        return cluster.set_ratio(parse_split(body.ratio), body.flip_timeout)
+        return ratio.set_ratio(parse_split(body.ratio), body.flip_timeout)
     if body.auto:
-        return cluster.set_auto_ratio(parse_slo(body.slo) if body.slo else None, body.flip_timeout)
-    return cluster.set_manual_ratio()
+        return ratio.set_auto_ratio(parse_slo(body.slo) if body.slo else None, body.flip_timeout)
+    return ratio.set_manual_ratio()
 
 
 async def _raise_not_available(request: Request) -> Response:

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.cluster_link.messages import POOL_ROLE
-from baton.pb.cluster_pb2 import NodeStats
+from baton.cluster_link.report_types import NodeStats
 from baton.process import log
 from baton.process.clock import Clock
 from baton.types import Role
@@ -44,7 +44,11 @@ class BrainCollector(Collector):
         yield from self._node_metrics({family.name for family in own})
 
     def coordinator_counters(self) -> list[CounterMetricFamily]:
-        return [*self._request_counters(), *self._cluster_counters()]
+        return [
+            *self._request_counters(),
+            *self._cluster_counters(),
+            *self._change_counters(),
+        ]
 
     def _request_counters(self) -> Iterator[CounterMetricFamily]:
         counts, retries = self._brain.counters, self._brain.retries
@@ -73,8 +77,7 @@ class BrainCollector(Collector):
             yield _counter_family(f"baton_{name}_total", help_text, labels, values)
 
     def _cluster_counters(self) -> Iterator[CounterMetricFamily]:
-        brain, counts = self._brain, self._brain.counters
-        resyncs = brain.placement_state.prefix_directory.resync_count
+        counts, directory = self._brain.counters, self._brain.placement_state.prefix_directory
         for name, help_text, labels, values in (
             (
                 "dropped_messages",
@@ -94,8 +97,15 @@ class BrainCollector(Collector):
                 "prefix_directory_resyncs",
                 "Cache snapshots requested from nodes after a gap in their cache events",
                 [],
-                {(): resyncs},
+                {(): directory.resync_count},
             ),
+        ):
+            yield _counter_family(f"baton_{name}_total", help_text, labels, values)
+
+    def _change_counters(self) -> Iterator[CounterMetricFamily]:
+        """Count what the coordinator changes by itself, and lost log lines."""
+        brain = self._brain
+        for name, help_text, labels, values in (
             (
                 "degradation_changes",
                 "Degradation steps taken and taken back",
@@ -151,7 +161,7 @@ class BrainCollector(Collector):
             "baton_degradation_step", "1 while a degradation step is taken, else 0", labels=["step"]
         )
         for step in DegradationStep:
-            degraded.add_metric([step.value], float(step in brain.degradation))
+            degraded.add_metric([step.value], float(step in brain.degradation.active_steps))
         yield degraded
         yield GaugeMetricFamily(
             "baton_pressure_ratio",

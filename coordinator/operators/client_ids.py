@@ -5,8 +5,11 @@ Only operators use these ids. No decision depends on them, and several requests 
 
 from collections import OrderedDict
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, NotFound
+from baton.pb import cluster_pb2 as pb
 from baton.types import RequestId
+from coordinator.core.brain import Brain
+from coordinator.explanation_codec import explanation_to_pb
 
 MAX_CLIENT_IDS = 4096  # the most recently used ids
 MAX_REQUESTS_PER_ID = 16  # the most recent requests of one id
@@ -51,3 +54,20 @@ class ClientIds:
                 param="request_id",
             )
         return found[0] if found else None
+
+
+def explain_by_name(
+    brain: Brain, client_ids: ClientIds, name: str, now: float
+) -> pb.ExplainResponse:
+    """Explain a request by the id of its response, or by the id that its client gave it.
+
+    Raises NotFound, or InvalidRequest if several requests have that client's id.
+    """
+    try:
+        explanation = brain.explain_request(parse_request_id(name), now)
+    except NotFound:
+        found = client_ids.find_request(name)
+        if found is None:
+            raise
+        explanation = brain.explain_request(found, now)
+    return explanation_to_pb(explanation)

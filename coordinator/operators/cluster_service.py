@@ -51,14 +51,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def GetRatio(self, _: pb.GetRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
-            return self._operations.get_ratio()
+            return self._operations.ratio.get_ratio()
 
     async def SetRatio(self, request: pb.SetRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
             flip_timeout = (
                 request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
             )
-            return self._operations.set_ratio(
+            return self._operations.ratio.set_ratio(
                 RoleSplit(request.prefill, request.decode), flip_timeout
             )
 
@@ -66,18 +66,20 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self, request: pb.AdviseRatioRequest, context: ServicerContext
     ) -> pb.RatioAdvice:
         async with grpc_errors(context):
-            return self._operations.advise_ratio(_parse_slo_or_none(request.slo))
+            return self._operations.ratio.advise_ratio(_parse_slo_or_none(request.slo))
 
     async def AutoRatio(self, request: pb.AutoRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
             flip_timeout = (
                 request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
             )
-            return self._operations.set_auto_ratio(_parse_slo_or_none(request.slo), flip_timeout)
+            return self._operations.ratio.set_auto_ratio(
+                _parse_slo_or_none(request.slo), flip_timeout
+            )
 
     async def ManualRatio(self, _: pb.ManualRatioRequest, context: ServicerContext) -> pb.Ratio:
         async with grpc_errors(context):
-            return self._operations.set_manual_ratio()
+            return self._operations.ratio.set_manual_ratio()
 
     async def Ledger(self, _: pb.LedgerRequest, context: ServicerContext) -> pb.LedgerResponse:
         async with grpc_errors(context):

@@ -20,7 +20,7 @@ from baton.errors import (
     RequestTooLarge,
     Unauthenticated,
 )
-from baton.types import FinishReason, Role
+from baton.types import TRANSPORTS, FinishReason, Role
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.counters import DEFAULT_TENANT_CLASS, INTERNAL_CLASS
@@ -29,7 +29,6 @@ from coordinator.core.requests.record import TokenSources
 
 MetricLabels = tuple[str, ...]
 
-TRANSPORTS = ("shm", "zmq", "grpc")
 # Front ends raise these before a request is submitted, so no request ends with them.
 _BEFORE_SUBMISSION = (NotSupported, NotFound, RequestTooLarge, Unauthenticated)
 

@@ -50,33 +50,21 @@ class CoordinatorMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._brain = dispatcher.brain
         self.registry.register(_BeforeScrape(self._initialise_histograms))
-        self._ttft = Histogram(
+        self._ttft = self._add_histogram(
             "baton_request_ttft_seconds",
             "Time from the arrival of a request to its first token",
-            ["class"],
-            buckets=_DURATION_BUCKETS,
-            registry=self.registry,
+            "class",
         )
-        self._tpot = Histogram(
-            "baton_request_tpot_seconds",
-            "Time per output token after the first",
-            ["class"],
-            buckets=_DURATION_BUCKETS,
-            registry=self.registry,
+        self._tpot = self._add_histogram(
+            "baton_request_tpot_seconds", "Time per output token after the first", "class"
         )
-        self._stage = Histogram(
+        self._stage = self._add_histogram(
             "baton_request_stage_seconds",
             "Parts of the time to the first token; they add up to it",
-            ["stage"],
-            buckets=_DURATION_BUCKETS,
-            registry=self.registry,
+            "stage",
         )
-        self._role_switch = Histogram(
-            "baton_role_switch_seconds",
-            "Phases of a role switch",
-            ["phase"],
-            buckets=_DURATION_BUCKETS,
-            registry=self.registry,
+        self._role_switch = self._add_histogram(
+            "baton_role_switch_seconds", "Phases of a role switch", "phase"
         )
         self._recent_latency = LatencyWindow()
         self._clock = dispatcher.clock
@@ -90,6 +78,11 @@ class CoordinatorMetrics:
         self.registry.register(unknown_fields)
         dispatcher.on_request_end.append(self.observe_request)
         dispatcher.on_role_switch.append(self.observe_role_switch)
+
+    def _add_histogram(self, name: str, help_text: str, label: str) -> Histogram:
+        return Histogram(
+            name, help_text, [label], buckets=_DURATION_BUCKETS, registry=self.registry
+        )
 
     def add_port_connections(self, ports: PortConnections) -> None:
         """Expose the connection counts of this process's ports, too."""

@@ -16,9 +16,14 @@ class PortConnections(Collector):
 
     def __init__(self, config: CoordinatorConfig, descriptors: int) -> None:
         """`descriptors` is the limit of open files. Raises ConfigError if it is too low."""
-        wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
         self.limits = {
-            name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS
+            name: compute_port_limit(
+                name,
+                descriptors,
+                max_connections=config.max_connections,
+                per_address=config.max_connections_per_address,
+            )
+            for name in COORDINATOR_PORTS
         }
         self._tables: dict[str, ConnectionTable] = {}
         self._guard = ConnectionGuard()

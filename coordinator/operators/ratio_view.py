@@ -11,7 +11,7 @@ from coordinator.core.ratio.split_forecast import SplitForecast
 
 def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
     switches = brain.role_switcher
-    current, target = switches.current_split(), switches.target_split
+    current, target = switches.roles.current_split(), switches.target_split
     controller = brain.ratio_controller
     results = controller.get_slo_results(now)
     answer = pb.Ratio(
@@ -20,7 +20,7 @@ def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
         has_target=target is not None,
         generation=switches.target_generation,
         settled=switches.is_settled,
-        possible=format_splits(switches.list_possible_splits(now)),
+        possible=format_splits(switches.roles.list_possible_splits()),
         over=[_role_switch_to_pb(report, 0) for report in switches.finished],
         automatic=controller.is_automatic,
         slo=str(controller.target_slo),

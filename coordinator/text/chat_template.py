@@ -88,22 +88,8 @@ class ChatTemplate:
         """Return the prompt. Raises InvalidRequest, with the reason that the template gives."""
         check_messages(conversation)
         self._check_arguments(conversation.template_kwargs)
-        deadline = self._clock() + MAX_RENDER_SECONDS
-        pieces: list[str] = []
-        length = 0
         try:
-            for piece in self._template.generate(
-                **conversation.template_kwargs,
-                messages=[dict(message) for message in conversation.messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=conversation.add_generation_prompt,
-                **self._special_tokens,
-            ):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_RENDERED_CHARS or self._clock() > deadline:
-                    raise _RenderLimitExceeded
+            return self._render_within_limits(conversation)
         except _RenderLimitExceeded:
             bound = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_SECONDS:g} s"
             raise InvalidRequest(
@@ -125,6 +111,24 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from None
+
+    def _render_within_limits(self, conversation: ChatPrompt) -> str:
+        """Raises _RenderLimitExceeded, and the template's errors."""
+        deadline = self._clock() + MAX_RENDER_SECONDS
+        pieces: list[str] = []
+        length = 0
+        for piece in self._template.generate(
+            **conversation.template_kwargs,
+            messages=[dict(message) for message in conversation.messages],
+            tools=None,
+            documents=None,
+            add_generation_prompt=conversation.add_generation_prompt,
+            **self._special_tokens,
+        ):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_RENDERED_CHARS or self._clock() > deadline:
+                raise _RenderLimitExceeded
         return "".join(pieces)
 
     def _check_arguments(self, arguments: Mapping[str, object]) -> None:

@@ -4,10 +4,9 @@ However the tokens are cut into steps, the texts of all `append_tokens` calls an
 `flush` concatenate to the tokenizer's own decoding of all tokens without special ones; for tokens
 that continue a text, to what they add to its decoding. No step emits an incomplete character.
 
-Finds stop strings across token boundaries, with one Knuth-Morris-Pratt automaton for each.
-
-The result does not depend on how the text is cut into steps: it is the match that ends first, and
-of those that end together, the longest.
+Stop strings are found across token boundaries, with one Knuth-Morris-Pratt automaton for each. The
+result does not depend on how the text is cut into steps: it is the match that ends first, and of
+those that end together, the longest.
 """
 
 import codecs

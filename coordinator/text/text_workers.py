@@ -5,12 +5,11 @@ times only, as Python code does. Long texts have separate threads, so short ones
 them. Within a lane, smaller texts go first, unless a larger one has waited long. Pending work is
 bounded in bytes, for short and long texts separately.
 
-Encodes text with the bound on its tokens checked before and during the work.
-
-`encode_batch_fast` of `tokenizers` releases Python's lock while it works, unlike `encode`, but its
-result is freed under the lock. So a text that could be far too long is first encoded in slices,
-until they have more than twice the allowed tokens. A cut changes only the tokens next to it, so
-such a text is too long however it is cut.
+The bound on the tokens of a text is checked before and while it is encoded. `encode_batch_fast` of
+`tokenizers` releases Python's lock while it works, unlike `encode`, but its result is freed under
+the lock. So a text that could be far too long is first encoded in slices, until they have more than
+twice the allowed tokens. A cut changes only the tokens next to it, so such a text is too long
+however it is cut.
 """
 
 import asyncio

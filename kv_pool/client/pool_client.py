@@ -12,18 +12,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.cluster_link.pb_conversion import layout_to_pb, remote_prefix_to_pb
 from baton.errors import BatonError, PeerUnreachable, ShuttingDown
 from baton.kv.block_hash import BlockHash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
-from baton.pb import pool_pb2 as pb
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.types import mint_id
 from kv_pool.client.attachment import POOL_MISS, PoolAttachment, SegmentMappings
 from kv_pool.client.connection import PoolConnection
-from kv_pool.client.prefix_lookup import PrefixLookup
+from kv_pool.client.prefix_lookup import PrefixLookup, make_lookup_question
 from kv_pool.client.publisher import Publisher, PublishJob
 from kv_pool.client.stream import PoolStream
 from kv_pool.common.grpc_link import PoolDialer
@@ -31,7 +29,6 @@ from kv_pool.common.protocol import (
     ATTACH_TIMEOUT_SECONDS,
     LATE_PUBLICATION_SECONDS,
     MAX_REFUSED_RETRY_SECONDS,
-    POOL_PROTOCOL_VERSION,
     RETRY_SECONDS,
     PoolClientConfig,
 )
@@ -43,8 +40,11 @@ _TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)
 
 
 class PoolClient:
-    """The client. `run` belongs to an event loop; all other methods are thread-safe and return at
-    once. The pool's segment is mapped in `space`, beside the node's own `arena`."""
+    """A node's client of its host's pool. `run` belongs to an event loop.
+
+    All other methods are thread-safe and return at once. The pool's segment is mapped in `space`,
+    beside the node's own `arena`.
+    """
 
     def __init__(
         self,
@@ -116,24 +116,33 @@ class PoolClient:
         *,
         partial: bool = True,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         """Look up the longest prefix of a prompt (see kv_pool/core/index/prompt_chain.py).
 
         `token_seconds` is the time in which this node computes a token of a prompt, None if
-        unknown; `elsewhere` is another host's pool that may have a longer prefix. `on_result` is
-        called once, on the loop, within `lookup_timeout_seconds`; if more blocks are pending, after
-        the time in which they could be computed, or after MAX_LOAD_WAIT_SECONDS, at the latest.
+        unknown; `remote_prefix` names another host's pool that may have a longer one. `on_result`
+        is called once, on the loop, within `lookup_timeout_seconds`; if more blocks are pending,
+        after the time in which they could be computed, or MAX_LOAD_WAIT_SECONDS, at the latest.
         """
-        chain = pb.Chain(root=root, names=packed_hashes, tokens=packed_tokens)
-        find = pb.FindPrefix(
-            chain=chain,
-            max_tokens=max_tokens,
+        question = make_lookup_question(
+            root,
+            packed_hashes,
+            packed_tokens,
+            max_tokens,
             partial=partial,
-            token_seconds=token_seconds or 0.0,
-            elsewhere=remote_prefix_to_pb(elsewhere),
+            token_seconds=token_seconds,
+            remote_prefix=remote_prefix,
         )
-        self._call_on_loop(lambda: self._start_lookup(pb.PoolQuestion(find=find), on_result))
+
+        def start_lookup() -> None:
+            if self._connection is None:
+                on_result(POOL_MISS)
+                return
+            timeout = self._config.lookup_timeout_seconds
+            PrefixLookup(self._connection, question, on_result, self._count, timeout)
+
+        self._call_on_loop(start_lookup)
 
     def release_pin(self, pin: PoolPin) -> None:
         """Release a pin, when its blocks are not read any more.
@@ -186,27 +195,17 @@ class PoolClient:
 
     async def _attach(self, stream: PoolStream) -> PoolConnection | None:
         """Attach; returns None, and logs the reason, if that fails."""
-        config = self._config
-        question = pb.AttachPool(
-            protocol_version=POOL_PROTOCOL_VERSION,
-            node=config.node,
-            incarnation=self._incarnation,
-            host_id=config.host_id,
-            model_digest=config.model_digest,
-            layout=layout_to_pb(config.layout),
-        )
         try:
-            async with asyncio.timeout(ATTACH_TIMEOUT_SECONDS):
-                answer = await stream.send_question(pb.PoolQuestion(attach=question))
+            attached = await stream.attach(self._config, self._incarnation)
             number = self._num_attachments = self._num_attachments + 1
             attachment = await asyncio.to_thread(
-                PoolAttachment, number, answer.attached, self._segment_mappings
+                PoolAttachment, number, attached, self._segment_mappings
             )
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {ATTACH_TIMEOUT_SECONDS:g} s"
             if reason != self._last_error:
                 self._log.warning(
-                    "cannot attach to the pool", address=config.address, reason=reason
+                    "cannot attach to the pool", address=self._config.address, reason=reason
                 )
             self._last_error = reason
             if not isinstance(error, _TRANSIENT_ERRORS):
@@ -234,18 +233,6 @@ class PoolClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_SECONDS):
                     await stream.send_goodbye()
-
-    # looking up, on the loop
-
-    def _start_lookup(
-        self, question: pb.PoolQuestion, on_result: Callable[[PoolHit], None]
-    ) -> None:
-        connection = self._connection
-        if connection is None:
-            on_result(POOL_MISS)
-            return
-        timeout = self._config.lookup_timeout_seconds
-        PrefixLookup(connection, question, on_result, self._count, timeout)
 
     # publishing, on the loop
 

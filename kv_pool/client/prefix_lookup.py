@@ -3,13 +3,37 @@
 import asyncio
 from collections.abc import Callable
 
-from baton.kv.pool_types import PoolHit
-from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
+from baton.cluster_link.pb_conversion import remote_prefix_to_pb
+from baton.kv.block_hash import BlockHash
+from baton.kv.pool_types import PoolHit, RemotePrefix
+from baton.pb.pool_pb2 import Chain, FindPrefix, PoolAnswer, PoolQuestion
 from kv_pool.client.attachment import POOL_MISS
 from kv_pool.client.connection import PoolConnection
 from kv_pool.common.protocol import MAX_LOAD_WAIT_SECONDS
 
 _AnswerFuture = asyncio.Future[PoolAnswer]
+
+
+def make_lookup_question(
+    root: BlockHash,
+    packed_hashes: bytes,
+    packed_tokens: bytes,
+    max_tokens: int,
+    *,
+    partial: bool,
+    token_seconds: float | None,
+    remote_prefix: RemotePrefix | None,
+) -> PoolQuestion:
+    """Build the question of a look-up; the arguments are those of PoolClient.find_prefix."""
+    return PoolQuestion(
+        find=FindPrefix(
+            chain=Chain(root=root, names=packed_hashes, tokens=packed_tokens),
+            max_tokens=max_tokens,
+            partial=partial,
+            token_seconds=token_seconds or 0.0,
+            elsewhere=remote_prefix_to_pb(remote_prefix),
+        )
+    )
 
 
 class PrefixLookup:

@@ -234,8 +234,8 @@ class _PublishTask:
 
     def _conclude_early(self) -> None:
         """Conclude with the blocks that are published; the rest is not."""
-        held, self._held_hit = self._held_hit, None
-        self._connection.call_on_loop(lambda: self._on_concluded(self._job, held))
+        held_hit, self._held_hit = self._held_hit, None
+        self._connection.call_on_loop(lambda: self._on_concluded(self._job, held_hit))
 
     def _send_and_hold(self, question: pb.PoolQuestion, *, last: bool) -> None:
         hit = self._connection.send_and_wait(

@@ -7,10 +7,15 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link.pb_conversion import error_from_pb
+from baton.cluster_link.pb_conversion import error_from_pb, layout_to_pb
 from baton.errors import BatonError, PeerUnreachable
 from baton.pb import pool_pb2_grpc
-from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
+from baton.pb.pool_pb2 import Attached, AttachPool, PoolAnswer, PoolQuestion
+from kv_pool.common.protocol import (
+    ATTACH_TIMEOUT_SECONDS,
+    POOL_PROTOCOL_VERSION,
+    PoolClientConfig,
+)
 
 _MAX_UNSENT = 256  # questions; with so many queued, new questions fail
 _MAX_UNANSWERED = 4096  # questions; likewise
@@ -33,6 +38,22 @@ class PoolStream:
         self._unsent: asyncio.Queue[PoolQuestion] = asyncio.Queue(_MAX_UNSENT)
         self._pending: dict[int, _PendingAnswer] = {}
         self._is_closed = False
+
+    async def attach(self, config: PoolClientConfig, incarnation: str) -> Attached:
+        """Attach this node; returns the pool's answer.
+
+        Raises the pool's refusal, PeerUnreachable, or TimeoutError after ATTACH_TIMEOUT_SECONDS.
+        """
+        attach = AttachPool(
+            protocol_version=POOL_PROTOCOL_VERSION,
+            node=config.node,
+            incarnation=incarnation,
+            host_id=config.host_id,
+            model_digest=config.model_digest,
+            layout=layout_to_pb(config.layout),
+        )
+        async with asyncio.timeout(ATTACH_TIMEOUT_SECONDS):
+            return (await self.send_question(PoolQuestion(attach=attach))).attached
 
     def send_question(
         self, question: PoolQuestion, second_answer: "asyncio.Future[PoolAnswer] | None" = None

@@ -9,14 +9,13 @@ from collections import OrderedDict
 import grpc
 
 from baton.errors import ConfigError
-from baton.limits import LINK_CHANNEL_OPTIONS
 from baton.network.cluster_certificates import (
     DECODE_CERTIFICATE_NAME,
     decode_server_credentials,
     writer_channel_credentials,
 )
 from baton.network.connection_limits import PortLimit
-from baton.network.grpc_options import grpc_server_options
+from baton.network.grpc_options import LINK_CHANNEL_OPTIONS, grpc_server_options
 from baton.pb import pool_pb2_grpc
 
 _MAX_STREAMS = 256  # open at the same time

@@ -23,10 +23,10 @@ class PoolLedgerError(AssertionError):
     """An illegal state transition or an unbalanced ledger: a bug of the pool, not of a client."""
 
 
-def require_invariant(holds: bool, what: str) -> None:
-    """Raise PoolLedgerError unless `holds`; unlike `assert`, this also works under `python -O`."""
-    if not holds:
-        raise PoolLedgerError(f"the pool's ledger is inconsistent: {what}")
+def require_invariant(condition: bool, description: str) -> None:
+    """Raise PoolLedgerError unless `condition` holds; also under `python -O`, unlike `assert`."""
+    if not condition:
+        raise PoolLedgerError(f"the pool's ledger is inconsistent: {description}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class DiskJournalFile:
         """Write each slot's last record to a new file, and atomically replace the journal by it."""
         path = self._path.with_suffix(".new")
         path.unlink(missing_ok=True)
-        fresh = open_private_file(path, os.O_CREAT | os.O_EXCL)
+        new_file = open_private_file(path, os.O_CREAT | os.O_EXCL)
         last, count, check = array("q", [-1]) * len(self._last_record), 0, self._generation
         try:
             for number, (entry, _) in enumerate(
@@ -98,15 +98,15 @@ class DiskJournalFile:
             ):
                 if entry.slot < len(last) and self._last_record[entry.slot] == number:
                     record = encode_record(entry, check)
-                    write_all(fresh, record, count * self._record_size)
+                    write_all(new_file, record, count * self._record_size)
                     last[entry.slot], count, check = count, count + 1, record_checksum(record)
             os.replace(path, self._path)
         except BaseException:
-            os.close(fresh)
+            os.close(new_file)
             raise
         os.close(self._fd)
         self._fd, self._last_record, self._num_records, self._last_checksum = (
-            fresh,
+            new_file,
             last,
             count,
             check,

@@ -94,7 +94,7 @@ class BlockLoader:
         self._on_blocks_sealed = on_blocks_sealed
         self._in_flight: dict[bytes, PendingBlocks] = {}  # by hash of the first block
         self._tasks: set[asyncio.Task[None]] = set()
-        pool.attach_client(LOADER_CLIENT_ID, clock())
+        pool.attachments.attach_client(LOADER_CLIENT_ID, clock())
 
     def find_or_start_load(
         self,

@@ -24,13 +24,13 @@ async def make_store(
     folder: Path, size: int, layout: KVLayout, should_continue: Callable[[], bool]
 ) -> "SegmentStore":
     """Create a SegmentStore on a thread of low priority. Raises what SegmentStore does."""
-    maker = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_lower_priority)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_lower_priority)
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            maker, SegmentStore, folder, size, layout, should_continue
+            executor, SegmentStore, folder, size, layout, should_continue
         )
     finally:
-        maker.shutdown(wait=False)
+        executor.shutdown(wait=False)
 
 
 def _lower_priority() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.config.pool_config import PoolConfig
+from baton.network.advertised_address import has_port
 from baton.process.clock import Clock
 from baton.types import Incarnation, NodeName
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
@@ -12,33 +13,38 @@ from kv_pool.common.protocol import PoolIdentity
 from kv_pool.peers.promotion_receiver import PromotionReceiver
 from kv_pool.peers.promotion_sender import PromotionSender
 from kv_pool.peers.promotion_source import PromotionSource
-from kv_pool.service.pool_manager import PoolManager
-from kv_transfer.common.advertised_address import has_port
+from kv_pool.service.open_pool import OpenPool
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import NOT_JOINED, build_kv_receiver, build_kv_sender, settings_from_config
 
 
 class PeerPools:
-    """Receiver, sender and promotions of an open pool that is, or will be, a cluster member."""
+    """Fetches blocks from other hosts' pools for an open pool, and sends blocks to them."""
 
     def __init__(
-        self, config: PoolConfig, manager: PoolManager, name: str, dialer: PoolDialer, clock: Clock
+        self,
+        config: PoolConfig,
+        pool: OpenPool,
+        host_id: str,
+        name: str,
+        dialer: PoolDialer,
+        clock: Clock,
     ) -> None:
         settings = peer_transfer_settings(config)
         identity = PoolIdentity(
             NodeName(name),
-            manager.host_id,
-            manager.segment_name,
-            manager.model_digest,
-            manager.layout,
+            host_id,
+            pool.store.name,
+            pool.model_digest,
+            pool.layout,
         )
         parts: dict[str, Any] = {
-            "arena": manager.segment_memory,
-            "layout": manager.layout,
+            "arena": pool.store.view,
+            "layout": pool.layout,
             "incarnation": NOT_JOINED,
             "token": config.cluster_token,
             "settings": settings,
-            "host_id": manager.host_id,
+            "host_id": host_id,
             "clock": clock,
         }
         self.receiver = PromotionReceiver(
@@ -48,12 +54,12 @@ class PeerPools:
             settings.ticket_ttl,
         )
         self.sender = PromotionSender(
-            lambda emit: build_kv_sender(emit=emit, **parts), identity, manager.block_pool, clock
+            lambda emit: build_kv_sender(emit=emit, **parts), identity, pool.block_pool, clock
         )
         self.promotions = promotions = PromotionSource(
-            self.receiver, manager.layout, manager.compute_checksums, clock
+            self.receiver, pool.layout, pool.store.compute_checksums, clock
         )
-        manager.add_block_source(promotions)
+        pool.loader.sources.append(promotions)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         """Adopt this pool's new incarnation; transfers of the old one fail."""

@@ -9,7 +9,7 @@ from kv_pool.peers.promotion_sender import PromotionSender
 
 
 class PoolPeerService(pool_pb2_grpc.PoolPeersServicer):
-    """The service; it refuses requests until `sender` is set, when the pool is open."""
+    """Sends blocks to pools that ask for them; refuses until the pool is open and `sender` set."""
 
     def __init__(self) -> None:
         self.sender: PromotionSender | None = None

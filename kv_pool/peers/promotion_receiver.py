@@ -36,7 +36,7 @@ MakeInboundPlane = Callable[[Callable[[InboundEvent], None]], InboundPlane]
 
 
 class PromotionReceiver:
-    """Fetches blocks. Belongs to one event loop.
+    """Fetches blocks from other hosts' pools. Belongs to one event loop.
 
     `make_plane` gets a callback for the plane's events, which may be called from any thread.
     """

@@ -42,7 +42,7 @@ MakeOutboundPlane = Callable[[Callable[[OutboundEvent], None]], OutboundPlane]
 
 
 class PromotionSender:
-    """Sends blocks. Belongs to one event loop.
+    """Sends blocks to other hosts' pools. Belongs to one event loop.
 
     `make_plane` gets a callback for the plane's events, which may be called from any thread.
     """
@@ -62,7 +62,7 @@ class PromotionSender:
         self._incarnation = Incarnation("")
         self._in_flight: dict[AttemptKey, asyncio.Future[None]] = {}
         self.block_counters = {"baton_pool_sent_blocks_total": 0.0}
-        pool.attach_client(SENDER_CLIENT_ID, clock())
+        pool.attachments.attach_client(SENDER_CLIENT_ID, clock())
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -93,13 +93,13 @@ class PromotionSender:
     def _validate(self, request: pb.SendBlocks) -> tuple[Ticket, PromptChain]:
         """Check a request against this pool; returns its ticket and chain."""
         pool, layout = self._identity, self._identity.layout
-        for field, theirs, ours in (
+        for field, requested, own in (
             ("protocol_version", request.protocol_version, PEER_PROTOCOL_VERSION),
             ("model_digest", request.model_digest, pool.model_digest),
             ("layout", wire.layout_from_pb(request.layout), layout),
         ):
-            if theirs != ours:
-                raise LayoutMismatch(f"{field} is {theirs!r}, pool {pool.name} has {ours!r}")
+            if requested != own:
+                raise LayoutMismatch(f"{field} is {requested!r}, pool {pool.name} has {own!r}")
         ticket = wire.ticket_from_pb(request.ticket)
         if not self._incarnation or ticket.writer_incarnation != self._incarnation:
             raise StaleMessage(

@@ -20,7 +20,7 @@ from kv_pool.memory.block_loader import LoadPlan, LoadRequest
 
 
 class PeerFetcher(Protocol):
-    """The part of PromotionReceiver that promotion needs."""
+    """Fetches blocks from other hosts' pools, as PromotionReceiver does."""
 
     @property
     def is_joined(self) -> bool: ...

@@ -22,8 +22,9 @@ from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from kv_pool.core.blocks.attachments import PoolMatch
 from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.service.client_session import PoolClientSession
 from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import AttachRequest, PoolClientSession, PrefixQuery
+from kv_pool.service.requests import AttachRequest, PrefixQuery
 
 _ATTACH_TIMEOUT_SECONDS = 5.0  # from the start of a stream to its first question
 _FLUSH_TIMEOUT_SECONDS = 2.0  # for a node to read the last answers of a pool that stops
@@ -36,7 +37,7 @@ GrpcContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 
 class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
-    """The service, with the streams of all nodes."""
+    """The gRPC service that nodes attach to, with the streams of all nodes."""
 
     def __init__(self, manager: PoolManager) -> None:
         self._manager = manager
@@ -99,12 +100,12 @@ class _ClientStream:
 
         `attach_id` is the id of the question AttachPool, which is answered first.
         """
-        manager = self._manager
+        pool = self._manager.open_pool
         attached = pb.Attached(
-            segment=manager.segment_name,
-            blocks=manager.block_pool.memory.num_blocks,
-            fence=self._session.fence,
-            incarnation=manager.incarnation,
+            segment=pool.store.name,
+            blocks=pool.block_pool.memory.num_blocks,
+            fence=self._session.fence_byte,
+            incarnation=self._manager.incarnation,
         )
         self._queue_answer(attach_id, attached=attached)
         writer = asyncio.create_task(self._write())
@@ -164,15 +165,15 @@ class _ClientStream:
 
     def _handle_question(self, question: pb.PoolQuestion) -> None:
         """Answer one question, or start a task that does. Raises BatonError."""
-        manager, session = self._manager, self._session
+        session = self._session
         match question.WhichOneof("question"):
             case "find":
                 self._handle_find(question.id, question.find)
             case "release":
-                manager.release_pins(session, question.release.pins)
+                session.release_pins(question.release.pins)
             case "reserve":
-                granted, demoted = manager.reserve_blocks(
-                    session, self._chain(question.reserve.chain), question.reserve.first
+                granted, demoted = session.reserve_blocks(
+                    self._chain(question.reserve.chain), question.reserve.first
                 )
                 answer = pb.Granted(
                     publication=granted.publication_id or 0,
@@ -185,12 +186,10 @@ class _ClientStream:
                     self._start_slow_answer(self._answer_grant(question.id, answer, demoted))
             case "seal":
                 seal = question.seal
-                get_match = partial(
-                    manager.seal_publication, session, seal.publication, seal.checksums
-                )
+                get_match = partial(session.seal_publication, seal.publication, seal.checksums)
                 self._start_slow_answer(self._answer_match(question.id, get_match))
             case "withdraw":
-                manager.withdraw_publication(session, question.withdraw.publication)
+                session.withdraw_publication(question.withdraw.publication)
             case other:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
@@ -202,13 +201,11 @@ class _ClientStream:
         query = PrefixQuery(
             self._chain(find.chain), find.max_tokens, find.partial, token_seconds, remote_prefix
         )
-        found, pending = self._manager.find_prefix(self._session, query)
+        found, pending = self._session.find_prefix(query)
         answer = _match_to_pb(found)
         if pending is not None and len(self._slow_answers) < _MAX_SLOW_ANSWERS:
             answer.loading, answer.patience = pending.num_blocks, pending.max_wait_seconds
-            get_match = partial(
-                self._manager.wait_for_more, self._session, query, pending, len(found.blocks)
-            )
+            get_match = partial(self._session.wait_for_more, query, pending, len(found.blocks))
             self._start_slow_answer(self._answer_match(question_id, get_match))
         self._queue_answer(question_id, found=answer)
 
@@ -247,7 +244,10 @@ class _ClientStream:
     def _chain(self, chain: pb.Chain) -> PromptChain:
         """Convert a chain. Raises InvalidRequest."""
         return PromptChain(
-            BlockHash(chain.root), chain.names, chain.tokens, self._manager.layout.block_size
+            BlockHash(chain.root),
+            chain.names,
+            chain.tokens,
+            self._manager.open_pool.layout.block_size,
         )
 
 

@@ -1,11 +1,10 @@
-"""What clients ask of the pool: requests to attach, their sessions, and queries for prefixes."""
+"""What clients ask of the pool: requests to attach and queries for prefixes."""
 
 from dataclasses import dataclass
 
 from baton.errors import LayoutMismatch
 from baton.kv.kv_layout import DTYPE_BYTES, KVLayout
 from baton.kv.pool_types import RemotePrefix
-from kv_pool.core.blocks.attachments import PoolClientId
 from kv_pool.core.index.prompt_chain import PromptChain
 
 
@@ -29,14 +28,6 @@ class AttachRequest:
         for name in (self.node, self.incarnation):
             if not name.isprintable():
                 raise LayoutMismatch(f"node name {name!r} is not printable")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolClientSession:
-    """A live attachment, as its stream knows it."""
-
-    client_id: PoolClientId
-    fence: int  # byte of the fence file that the node is to lock
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from baton.types import AttemptKey, TicketId, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SealInfo:
-    """What Seal carries beside the manifest. Everything else derives from the request."""
+    """What the last frame of a hand-off carries beside the manifest: the request's output."""
 
     emitted_token_ids: tuple[int, ...]  # the request's output so far
-    last_token_score: TokenLogprobs | None = None  # of the last of these, if scores are asked for
+    last_token_score: TokenLogprobs | None = None  # of the last of these, if logprobs are requested
 
 
 @dataclass(frozen=True, slots=True)

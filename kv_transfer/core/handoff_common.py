@@ -1,4 +1,4 @@
-"""What the state machines of both sides share."""
+"""Values that the hand-off state machines of both sides share."""
 
 from dataclasses import dataclass
 

@@ -252,16 +252,24 @@ class OutboundHandoff:
 
     # frames from decode
 
-    def on_credit(self, frame: frames.CreditFrame) -> list[OutboundOutput]:
+    def on_frame(self, frame: frames.FrameToWriter, now: float) -> list[OutboundOutput]:
+        """Handle what decode sent; frames that are stale in the present state change nothing."""
         if not self._is_current_frame(frame):
             return [IgnoredInput("stale")]
-        self.window_bytes = frame.window_bytes
-        return []
+        match frame:
+            case frames.CreditFrame():
+                self.window_bytes = frame.window_bytes
+                return []
+            case frames.LandedFrame() if self.state in _OPEN_STATES:
+                return self._on_landed(frame.slab_range, now)
+            case frames.CommittedFrame() if self.state is OutboundState.SEALED:
+                return self._on_committed(now)
+            case frames.RefusedFrame() if self.state in _OPEN_STATES:
+                return self._on_refused(frame)
+            case _:
+                return [IgnoredInput("stale")]
 
-    def on_landed(self, frame: frames.LandedFrame, now: float) -> list[OutboundOutput]:
-        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
-            return [IgnoredInput("stale")]
-        slab_range = frame.slab_range
+    def _on_landed(self, slab_range: SlabRange, now: float) -> list[OutboundOutput]:
         if not self.grid.contains(slab_range):
             return self.abort(
                 IncompleteTransfer(f"decode acknowledged {slab_range}, which is out of range")
@@ -281,9 +289,7 @@ class OutboundHandoff:
             for part in split_by_layer(slab_range)
         ]
 
-    def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
-        if not self._is_current_frame(frame) or self.state is not OutboundState.SEALED:
-            return [IgnoredInput("stale")]
+    def _on_committed(self, now: float) -> list[OutboundOutput]:
         self.state = OutboundState.COMMITTED
         assert self.ticket is not None
         stats = HandoffStats(
@@ -296,9 +302,7 @@ class OutboundHandoff:
         )
         return [OutboundCommitted(self.key, stats)]
 
-    def on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
-        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
-            return [IgnoredInput("stale")]
+    def _on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
         self.error = handoff_error_from_peer(frame.code, frame.message)
         self.send_queue = ()
         self.state = OutboundState.ABORTING
@@ -373,15 +377,11 @@ class OutboundHandoff:
             return []
         self.state = OutboundState.ABORTED
         assert self.error is not None
-        outputs: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
-        if self.needs_abort_frame:
-            outputs.insert(
-                0,
-                frames.AbortFrame(
-                    *self._frame_ids, code=self.error.code, message=self.error.message[:512]
-                ),
-            )
-        return outputs
+        aborted = OutboundAborted(self.key, self.error)
+        if not self.needs_abort_frame:
+            return [aborted]
+        code, message = self.error.code, self.error.message[:512]
+        return [frames.AbortFrame(*self._frame_ids, code=code, message=message), aborted]
 
     def _release_write(self) -> None:
         self.writes_in_flight -= 1

@@ -30,7 +30,7 @@ class ReadySlabs:
         return SlabRange(self.layer, 1, self.first_block, len(self.source_blocks))
 
     def clip_before(self, first: int) -> tuple["ReadySlabs", ...]:
-        """The part from logical block `first` on: itself, a rest of it, or nothing."""
+        """The part of the announcement from logical block `first` on; () if there is none."""
         skip = max(0, first - self.first_block)
         if skip == 0:
             return (self,)
@@ -60,10 +60,10 @@ def split_next_write(
     head = queue[0]
     num_blocks = len(head.source_blocks)
     if num_blocks > max_slabs:
-        first, rest = head.source_blocks[:max_slabs], head.source_blocks[max_slabs:]
+        first, later = head.source_blocks[:max_slabs], head.source_blocks[max_slabs:]
         write = OutgoingWrite(SlabRange(head.layer, 1, head.first_block, max_slabs), first)
-        left = replace(head, first_block=head.first_block + max_slabs, source_blocks=rest)
-        return write, (left, *queue[1:])
+        remaining = replace(head, first_block=head.first_block + max_slabs, source_blocks=later)
+        return write, (remaining, *queue[1:])
     limit = min(max_layers or max_slabs, max_slabs // num_blocks, len(queue))
     layers = 1
     while layers < limit and queue[layers] == replace(head, layer=head.layer + layers):

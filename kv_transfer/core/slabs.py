@@ -72,7 +72,7 @@ class SlabGrid:
 
 
 def split_by_layer(slab_range: SlabRange) -> Iterator[SlabRange]:
-    """One range for each layer."""
+    """Split a slab range into one range for each of its layers."""
     for layer in range(slab_range.first_layer, slab_range.end_layer):
         yield SlabRange(layer, 1, slab_range.first_block, slab_range.num_blocks)
 

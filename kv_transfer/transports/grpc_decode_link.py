@@ -17,11 +17,10 @@ from typing import Any
 import grpc
 
 from baton.errors import ConfigError
+from baton.network.advertised_address import address_to_dial
 from baton.network.cluster_certificates import decode_server_credentials
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.grpc_options import grpc_server_options
-from kv_transfer.common.advertised_address import address_to_dial
-from kv_transfer.common.eventfd import EventFd
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.message_framing import unpack_message
 from kv_transfer.transports.grpc_protocol import (
@@ -32,7 +31,7 @@ from kv_transfer.transports.grpc_protocol import (
     channel_options,
     stream_proof,
 )
-from kv_transfer.transports.links import LinkMessage, Pollable
+from kv_transfer.transports.links import EventFd, LinkMessage, Pollable
 
 _MAX_STREAMS = 256
 _MAX_STREAMS_PER_CONNECTION = 4  # a writer has one

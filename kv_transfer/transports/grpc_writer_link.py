@@ -15,7 +15,6 @@ import grpc
 
 from baton.errors import PeerUnreachable
 from baton.network.cluster_certificates import DECODE_CERTIFICATE_NAME, writer_channel_credentials
-from kv_transfer.common.eventfd import EventFd
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.message_framing import pack_message
 from kv_transfer.transports.grpc_protocol import (
@@ -26,7 +25,7 @@ from kv_transfer.transports.grpc_protocol import (
     channel_options,
     stream_proof,
 )
-from kv_transfer.transports.links import LinkLoss, Pollable
+from kv_transfer.transports.links import EventFd, LinkLoss, Pollable
 
 _ADDRESS = re.compile(rf"{SCHEME}://((?:\[[0-9a-fA-F:.%]+\]|[^\[\]:/]+):\d{{1,5}})")
 _CLOSE_TIMEOUT = 1.0  # seconds to wait for a cancelled call
@@ -109,9 +108,9 @@ class GrpcWriterLink:
             )
         return f"{code.name}: {details}"
 
-    def _set_loss(self, what: str) -> None:
+    def _set_loss(self, reason: str) -> None:
         self._loss = LinkLoss(
-            PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {what}"), self._is_up
+            PeerUnreachable(f"transfer link to {self._endpoint[:200]}: {reason}"), self._is_up
         )
 
     def receive(self) -> bytes | None:
@@ -124,7 +123,7 @@ class GrpcWriterLink:
         return header
 
     def get_loss(self) -> LinkLoss | None:
-        """Reported only after every message that arrived has been received."""
+        """Why the link is lost, once every message that arrived before has been received."""
         return None if self._incoming else self._loss
 
     def read_pollables(self) -> Sequence[Pollable]:

@@ -16,6 +16,8 @@ message.
 A writer's links to decode nodes, with the messages that wait on each.
 """
 
+import os
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,35 @@ from baton.types import Incarnation, TicketId
 from kv_transfer.core import frames
 
 Pollable = Any  # a zmq socket or a file descriptor: what zmq.Poller.register takes
+
+
+class EventFd:
+    """Wakes a thread that polls; any thread may set it at any time, even after `close`.
+
+    One thread polls `fd` and clears it.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def set(self) -> None:
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +213,7 @@ class PeerLinks:
         return [pollable for link in self._links.values() for pollable in link.pollables()]
 
     def has_no_unacked_aborts(self) -> bool:
-        """Whether every abort that was sent has been answered."""
+        """Whether the peers have acknowledged every abort that was sent."""
         return not any(link.unacked_aborts for link in self._links.values())
 
     def close(self) -> None:

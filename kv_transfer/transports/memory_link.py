@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import PeerUnreachable
-from kv_transfer.common.eventfd import EventFd
-from kv_transfer.transports.links import LinkLoss, LinkMessage, Pollable
+from kv_transfer.transports.links import EventFd, LinkLoss, LinkMessage, Pollable
 
 _CAPACITY = 256  # messages per direction and link
 

@@ -18,8 +18,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.errors import ConfigError, PeerUnreachable
+from baton.network.advertised_address import address_to_dial
 from baton.network.connection_guard import ConnectionGuard
-from kv_transfer.common.advertised_address import address_to_dial
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.transports.links import LinkLoss, LinkMessage, Pollable
@@ -121,9 +121,9 @@ class ZmqWriterLink:
             if self._refusals >= _MAX_REFUSED_DIALS:
                 self._set_loss("does not accept connections")
 
-    def _set_loss(self, what: str) -> None:
+    def _set_loss(self, reason: str) -> None:
         self._loss = LinkLoss(
-            PeerUnreachable(f"transfer link to {self._endpoint}: {what}"), self._is_up
+            PeerUnreachable(f"transfer link to {self._endpoint}: {reason}"), self._is_up
         )
 
     def read_pollables(self) -> Sequence[Pollable]:
@@ -198,10 +198,12 @@ class ZmqDecodeLink:
         self._serve_authentication()
         try:
             # A DEALER sends at least one part.
-            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            route, header, *payload_frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return LinkMessage(route.bytes, header.bytes, rest[0].buffer if rest else None)
+        return LinkMessage(
+            route.bytes, header.bytes, payload_frames[0].buffer if payload_frames else None
+        )
 
     def send(self, route: bytes, header: bytes) -> bool:
         try:

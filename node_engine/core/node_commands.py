@@ -1,4 +1,4 @@
-"""What the compute thread is told, beside events of the transfer plane: a closed union.
+"""Commands to the compute thread, beside events of the transfer plane: a closed union.
 
 Orders come from the coordinator (`baton/cluster_link/messages.py`); the rest is local to the node.
 """

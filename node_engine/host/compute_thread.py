@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from baton.cluster_link.messages import CacheSnapshotRequest, LedgerQuery
+from baton.cluster_link.messages import (
+    CacheSnapshotRequest,
+    LedgerQuery,
+)
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
-from baton.process.failpoints import FAILPOINTS
+from baton.process.failpoints import failpoint
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
 from node_engine.core.node_commands import NodeCommand, NodeJoined
-from node_engine.core.step.step_batch import StepBatch
+from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
 
@@ -109,15 +112,13 @@ class ComputeThread:
         assert self._role is not None
         idle = True
         while self._handle_inbox(wait=idle):
-            self._report_cache_changes(is_idle=False)
-            plan = self._context.scheduler.schedule_step()
-            if plan.outcomes:
-                self._role.deliver_outcomes(plan.outcomes)
-            if plan.batch is not None:
-                self._run_step(plan.batch)
-            idle = plan.batch is None and not plan.outcomes
-            if idle:
-                self._report_cache_changes(is_idle=True)
+            step = self._context.scheduler.schedule_step()
+            if step.outcomes:
+                self._role.deliver_outcomes(step.outcomes)
+            if step.batch is not None:
+                self._run_step(step.batch)
+            idle = step.batch is None and not step.outcomes
+            self._report_cache_changes(is_idle=idle)
 
     def _report_cache_changes(self, *, is_idle: bool) -> None:
         """Flush cache events periodically, and always before going idle."""
@@ -169,10 +170,7 @@ class ComputeThread:
         assert self._role is not None
         started = self._clock()
         try:
-            FAILPOINTS.hit("decode.step.before")
-            on_layer = self._role.before_step(batch)
-            results = self._context.engine.run(batch, on_layer)
-            FAILPOINTS.hit("decode.step.after")
+            results = self._compute_step(self._role, batch)
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
             self._log.error("engine step failed", **log.get_error_fields(error))
@@ -186,6 +184,10 @@ class ComputeThread:
         self._context.scheduler.prefill_budget.observe_step(batch, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
         self._role.after_step(batch, outcomes, seconds)
+
+    @failpoint("decode.step")
+    def _compute_step(self, role: RolePolicy, batch: StepBatch) -> tuple[SliceResult, ...]:
+        return self._context.engine.run(batch, role.before_step(batch))
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
         self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)

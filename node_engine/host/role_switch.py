@@ -16,7 +16,8 @@ from baton.process import log
 from baton.types import Role
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.step_batch import LayerCallback, StepBatch
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.compute_thread import CallWhenIdle
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 

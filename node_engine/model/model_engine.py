@@ -1,9 +1,7 @@
 """ModelEngine: runs the model of a Hugging Face folder as the engine of a node."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,24 +10,21 @@ from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import TokenLogprobs
-from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.host_memory import MemoryPinError
 from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.step_batch import DeviceLost, LayerCallback, SliceResult, StepBatch
-from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.core.step.engine import DeviceLost, LayerCallback
+from node_engine.core.step.step_batch import SampleSpec, SliceResult, StepBatch
+from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.forward_batch import ForwardBatch, ForwardBatchBuilder
-from node_engine.model.loading.weights import build_dummy_weights, load_weights
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
-from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS, iter_warm_up_steps
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Draws one token for each row of logits [rows, vocab], which it may overwrite.
+Sampler = Callable[[torch.Tensor, Sequence[SampleSpec]], Sequence[SliceResult]]
 
-DType = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
-LoadFormat = Literal["auto", "dummy"]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelEngine:
@@ -44,6 +39,7 @@ class ModelEngine:
         device: torch.device,
         max_model_len: int,
         digest: bytes,
+        sampler: Sampler,
     ) -> None:
         self._config = config
         self._model = model
@@ -52,56 +48,10 @@ class ModelEngine:
         self._device = device
         self._max_model_len = max_model_len
         self._digest = digest
+        self._sample_tokens = sampler
         self._cache: PagedCache | None = None
         self._batch_builder: ForwardBatchBuilder | None = None
         self._num_blocks = 0
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: DType = "auto",
-        device: Device = "auto",
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        threads: int | None = None,
-        load_format: LoadFormat = "auto",
-    ) -> "ModelEngine":
-        """Build an engine from a Hugging Face folder.
-
-        `threads` is torch's intra-op thread count; None leaves it unchanged. Raises ConfigError
-        that names what in the folder or in the arguments cannot be served.
-        """
-        if threads is not None:
-            torch.set_num_threads(threads)
-        folder = Path(path)
-        config = load_model_config(folder)
-        where = _resolve_device(device)
-        kernels = kernels_for(where)
-        layout = KVLayout(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            block_size,
-            _resolve_dtype(dtype, config),
-        )
-        kind = _DTYPES[layout.dtype]
-        with torch.inference_mode():
-            if load_format == "dummy":
-                weights = build_dummy_weights(config, kind, where, kernels)
-            else:
-                weights = load_weights(folder, config, kind, where, kernels)
-            model = Transformer(config, weights, kernels)
-        return cls(
-            config,
-            model,
-            kernels,
-            layout,
-            where,
-            _resolve_length(max_model_len, config),
-            weights.digest,
-        )
 
     @property
     def layout(self) -> KVLayout:
@@ -175,7 +125,7 @@ class ModelEngine:
         )
         try:
             with _translate_device_errors():
-                memory = self._kernels.memory_as_tensor(arena, _DTYPES[layout.dtype])
+                memory = self._kernels.memory_as_tensor(arena, TORCH_DTYPES[layout.dtype])
         except MemoryPinError as error:
             raise ConfigError(
                 f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs"
@@ -223,7 +173,7 @@ class ModelEngine:
                 )
                 for index, result in zip(
                     plan.drawn_slice_indices,
-                    sample_tokens(self._model.compute_logits(drawn), plan.sample_specs),
+                    self._sample_tokens(self._model.compute_logits(drawn), plan.sample_specs),
                     strict=True,
                 ):
                     results[index] = result
@@ -268,35 +218,3 @@ def _translate_device_errors() -> Iterator[None]:
         raise OutOfMemory(
             f"no memory left for this step: {error}: lower --max-batched-tokens"
         ) from error
-
-
-def _resolve_device(device: Device) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
-
-
-def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
-    """float16 folders run in bfloat16 unless float32 is asked for: the cache has no float16."""
-    if dtype != "auto":
-        return dtype
-    stored = config.stored_dtype.removeprefix("torch.")
-    if stored not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(
-            f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16"
-        )
-    return "float32" if stored == "float32" else "bfloat16"
-
-
-def _resolve_length(max_model_len: int | None, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    if max_model_len is None:
-        return longest
-    if not 1 <= max_model_len <= longest:
-        raise ConfigError(
-            f"--max-model-len {max_model_len}: the model's max_position_embeddings allows 1 to"
-            f" {longest}"
-        )
-    return max_model_len

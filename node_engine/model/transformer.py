@@ -4,7 +4,7 @@ import torch
 
 from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.step_batch import LayerCallback
+from node_engine.core.step.engine import LayerCallback
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
 from node_engine.model.forward_batch import ForwardBatch

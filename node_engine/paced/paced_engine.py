@@ -10,11 +10,11 @@ real bytes in the real arena. The record of the token at position p is
 The next token is a hash of the digest *read from the arena*, so that it depends on the whole
 context, as attention does. KV that was never written, belongs to other tokens, positions or layers,
 or has a flipped bit does not match its pattern; the mismatch goes into the digest. **Wrong KV
-therefore gives wrong tokens, not an error**, as with a model, and the comparison with
-`paced_reference_tokens` has to detect it. The whole context is read when a sequence is first seen
-(after a hand-off or a cache hit) or does not continue where it stopped. Other steps read its last
-block only or, with `reread`, all of it whenever a block is full: that detects writes into a block
-after it was checked.
+therefore gives wrong tokens, not an error**, as with a model: who compares the tokens with those of
+a correct engine detects it. The whole context is read when a sequence is first seen (after a
+hand-off or a cache hit) or does not continue where it stopped. Other steps read its last block only
+or, with `reread`, all of it whenever a block is full: that detects writes into a block after it was
+checked.
 
 Logprobs are derived from the same digest, so that they are deterministic, and wrong where KV is
 wrong: the token that the digest gives is the most likely, the following token ids are next in
@@ -36,8 +36,8 @@ from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import TokenLogprobs
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
-    LayerCallback,
     PromptLogprobsSpec,
     SampleSpec,
     SequenceId,
@@ -45,48 +45,12 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.token_hash import Ints, Longs, draw_token, mix, mix_tokens, token_logprobs
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 _Words = npt.NDArray[np.uint32]
-_Longs = npt.NDArray[np.uint64]
-_Ints = npt.NDArray[np.int64]
-_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PacedCosts:
-    """Duration of a step, in microseconds.
-
-    A slice of one sampled token counts as decode, any other as prefill. *Context* and *cached*
-    tokens are those before the slice, whose KV is in the arena.
-    """
-
-    step_base_us: float = 0.0
-    prefill_us_per_token: float = 20.0
-    prefill_us_per_cached_token: float = 0.01
-    decode_base_us: float = 2000.0  # once per step that decodes
-    decode_us_per_sequence: float = 20.0
-    decode_us_per_context_token: float = 0.05
-
-    def compute_step_seconds(self, batch: StepBatch) -> float:
-        """Seconds that a step takes."""
-        micros, decoding = self.step_base_us, False
-        for slice_ in batch.slices:
-            if len(slice_.token_ids) == 1 and slice_.sample_spec is not None:
-                decoding = True
-                micros += (
-                    self.decode_us_per_sequence + self.decode_us_per_context_token * slice_.start
-                )
-            else:
-                micros += (
-                    self.prefill_us_per_token * len(slice_.token_ids)
-                    + self.prefill_us_per_cached_token * slice_.start
-                )
-        return (micros + (self.decode_base_us if decoding else 0.0)) * 1e-6
-
-
-ZERO_COSTS = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
@@ -199,7 +163,7 @@ class PacedEngine:
         tokens = np.array(
             [token for slice_ in batch.slices for token in slice_.token_ids], np.uint64
         )
-        digests = before[new.slice_indices] + new.running_sums(_mix_tokens(tokens, new.positions))
+        digests = before[new.slice_indices] + new.running_sums(mix_tokens(tokens, new.positions))
         records = self._build_records(tokens, digests)
         for layer in range(self._layout.num_layers):
             self._kv[:, layer][new.blocks, :, :, new.offsets] = records[:, layer]
@@ -247,18 +211,18 @@ class PacedEngine:
         )
 
     def _draw_token(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
-        return _draw_token(
+        return draw_token(
             digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden
         )
 
     def _token_logprobs(self, digest: int, position: int, token: int, top: int) -> TokenLogprobs:
-        return _token_logprobs(
+        return token_logprobs(
             digest, self._draw_token(digest, position), token, top, self._vocab_size
         )
 
     # KV
 
-    def _read_context_digests(self, slices: Sequence[SequenceSlice]) -> _Longs:
+    def _read_context_digests(self, slices: Sequence[SequenceSlice]) -> Longs:
         """Digest of the tokens before each slice, as read from the arena.
 
         If any word that was read is wrong, the digest is a different number, so that everything
@@ -281,11 +245,11 @@ class PacedEngine:
         )
         previous = np.roll(digests, 1)
         previous[old.starts[read]] = 0
-        chain = digests - previous - _mix_tokens(tokens, old.positions)
+        chain = digests - previous - mix_tokens(tokens, old.positions)
         begun = old.starts[read]
         chain[begun[old.positions[begun] > 0]] = 0  # what precedes was read in an earlier step
         wrong = pattern + chain
-        damage = old.running_sums(np.where(wrong == 0, np.uint64(0), _mix(wrong)))
+        damage = old.running_sums(np.where(wrong == 0, np.uint64(0), mix(wrong)))
         before[read] = (digests + damage)[old.ends[read] - 1]
         return before
 
@@ -302,9 +266,9 @@ class PacedEngine:
             (slice_.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
         )
 
-    def _build_records(self, tokens: _Longs, digests: _Longs) -> _Words:
+    def _build_records(self, tokens: Longs, digests: Longs) -> _Words:
         """The correct arena records of these tokens: [token][layer][k|v][kv_head][word]."""
-        base = _mix(digests ^ _mix(tokens))
+        base = mix(digests ^ mix(tokens))
         records = (
             (base[:, None, None, None, None] ^ self._pattern_words) * self._pattern_words
             >> np.uint64(32)
@@ -337,120 +301,24 @@ class PacedEngine:
 class _TokenPlaces:
     """Where the tokens of several slices are in the arena, all slices concatenated."""
 
-    slice_indices: _Ints  # per token
-    positions: _Ints  # per token, in its sequence
-    blocks: _Ints  # per token
-    offsets: _Ints  # per token, in its block
-    starts: _Ints  # per slice, in the concatenation
-    ends: _Ints  # per slice, in the concatenation
+    slice_indices: Ints  # per token
+    positions: Ints  # per token, in its sequence
+    blocks: Ints  # per token
+    offsets: Ints  # per token, in its block
+    starts: Ints  # per slice, in the concatenation
+    ends: Ints  # per slice, in the concatenation
 
-    def running_sums(self, values: _Longs) -> _Longs:
+    def running_sums(self, values: Longs) -> Longs:
         """Cumulative sums of `values`, one per token, that restart with each slice."""
         total = np.concatenate((np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)))
-        sums: _Longs = total[1:] - total[self.starts][self.slice_indices]
+        sums: Longs = total[1:] - total[self.starts][self.slice_indices]
         return sums
 
 
-def paced_reference_tokens(
-    prompt: Sequence[int],
-    n: int,
-    vocab_size: int = 32000,
-    *,
-    eos_token_ids: tuple[int, ...] = (0,),
-    eos_probability: float = 0.0,
-) -> list[int]:
-    """The first `n` tokens that a PacedEngine generates after `prompt`, computed without KV.
-
-    Does not stop at EOS.
-    """
-    tokens = list(prompt)
-    digest = int(
-        _mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64)
-    )
-    for position in range(len(prompt), len(prompt) + n):
-        token = _draw_token(digest, position, vocab_size, eos_token_ids, eos_probability, ())
-        digest = (digest + _mix_int(token + (position << 32))) & _MASK
-        tokens.append(token)
-    return tokens[len(prompt) :]
-
-
-def paced_reference_logprobs(
-    tokens: Sequence[int],
-    top: int,
-    vocab_size: int = 32000,
-    *,
-    eos_token_ids: tuple[int, ...] = (0,),
-    eos_probability: float = 0.0,
-) -> list[TokenLogprobs]:
-    """The logprobs that a PacedEngine gives `tokens[1:]`, prompt or output."""
-    digest, found = 0, []
-    for position in range(1, len(tokens)):
-        digest = (digest + _mix_int(tokens[position - 1] + (position - 1 << 32))) & _MASK
-        best = _draw_token(digest, position, vocab_size, eos_token_ids, eos_probability, ())
-        found.append(_token_logprobs(digest, best, tokens[position], top, vocab_size))
-    return found
-
-
-def _token_logprobs(digest: int, best: int, token: int, top: int, vocab_size: int) -> TokenLogprobs:
-    """Made-up logprobs (see the module) that float32 represents exactly."""
-
-    def logprob(rank: int) -> float:
-        return -(rank + 1 + (digest & 15) / 16) / 8
-
-    likely = (((best + rank) % vocab_size, logprob(rank)) for rank in range(min(top, vocab_size)))
-    return TokenLogprobs(logprob((token - best) % vocab_size), tuple(likely))
-
-
-def _draw_token(
-    digest: int,
-    position: int,
-    vocab_size: int,
-    eos: Sequence[int],
-    eos_probability: float,
-    forbidden: Sequence[int],
-) -> int:
-    """The token at `position` after a context with `digest`; EOS only by its probability."""
-    value = _mix_int(digest ^ _mix_int(position))
-    allowed_eos = [token for token in eos if token not in forbidden]
-    if allowed_eos and value / (_MASK + 1) < eos_probability:
-        return allowed_eos[0]
-    excluded = {*eos, *forbidden}
-    for _ in range(64):
-        value = _mix_int(value)
-        if value % vocab_size not in excluded:
-            return value % vocab_size
-    return next((token for token in range(vocab_size) if token not in excluded), 0)
-
-
-def _mix(values: _Longs) -> _Longs:
-    """Mix the bits of 64-bit values; a bijection.
-
-    SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants of Stafford's variant 13).
-    """
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    mixed: _Longs = values ^ values >> np.uint64(31)
-    return mixed
-
-
-def _mix_int(value: int) -> int:
-    """`_mix` of one value."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
-
-
-def _mix_tokens(tokens: _Longs, positions: _Ints) -> _Longs:
-    """What each token adds to the digest at its position."""
-    return _mix(tokens + (positions.astype(np.uint64) << np.uint64(32)))
-
-
-def _pattern_words(layout: KVLayout) -> _Longs:
+def _pattern_words(layout: KVLayout) -> Longs:
     """A random odd number for each word of a token's record: [layer][k|v][kv_head][word]."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-    return _mix(np.arange(np.prod(shape), dtype=np.uint64)).reshape(shape) | np.uint64(1)
+    return mix(np.arange(np.prod(shape), dtype=np.uint64)).reshape(shape) | np.uint64(1)
 
 
 def _wait(seconds: float) -> None:

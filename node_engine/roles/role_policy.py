@@ -1,25 +1,23 @@
 """The protocol of a role: how a node handles commands, transfer events and the outcomes of steps.
 
 The process that hosts a role (node_engine/host) does not depend on any; prefill_node and
-decode_node implement one each.
+decode_node implement one each, on the base of base_role.py.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.config.node_config import NodeConfig
-from baton.errors import ModelMismatch
-from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.process.clock import Clock
 from baton.shared_memory.segment import Segment
-from baton.types import AttemptSpec, NodeName
-from node_engine.core.blocks.block_ownership import BlockState
+from baton.types import NodeName
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.step_batch import Engine, LayerCallback, StepBatch
+from node_engine.core.step.engine import Engine, LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.shared_pool.pool_connector import PoolConnector
 
@@ -40,38 +38,6 @@ class RoleContext:
     pool_connector: PoolConnector
     block_memory: memoryview  # all blocks that a block table may contain, the arena's first
     emit: Callable[[object], None]  # puts an event of the role on the inbox; thread-safe
-
-
-def check_work(work: AttemptSpec, engine: Engine, *, context_only: bool = False) -> None:
-    """Check an attempt before work on it begins; with `context_only` another node decodes it.
-
-    The coordinator has checked the request, but the node checks again what indexes its memory and
-    what no client would notice. Raises ModelMismatch for a request that is bound to another model,
-    ContextLengthExceeded for one that is longer than this node serves, and InvalidRequest for
-    tokens or parameters that the model does not support.
-    """
-    digest = engine.model_identity.digest()
-    if work.identity_digest != digest:
-        raise ModelMismatch(
-            f"{work.key} is bound to model {work.identity_digest.hex()[:16] or 'none'},"
-            f" this node serves {digest.hex()[:16]}: it must be placed on a node of its own model"
-        )
-    bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62)
-    check_prompt(work.context_token_ids, bounds)
-    if context_only:
-        bounds = replace(bounds, max_model_len=1 << 62)
-    check_sampling(work.request.sampling, len(work.request.prompt_token_ids), bounds)
-
-
-def report_too_long(work: AttemptSpec, pool: BlockPool, reporter: CoordinatorReporter) -> None:
-    """Refuse a request that can never fit on this node: it needs more than all blocks.
-
-    Another node may have room for it, so the refusal must not end the request.
-    """
-    counts = pool.ownership.count_blocks_by_state()
-    reporter.report_refused(
-        work.key, pool.num_blocks + 1, counts[BlockState.FREE] + counts[BlockState.CACHED]
-    )
 
 
 class RolePolicy(Protocol):

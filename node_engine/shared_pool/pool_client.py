@@ -1,4 +1,4 @@
-"""The protocol of a node's client of its host's shared pool; launchers supply an implementation.
+"""The protocol of a node's client of its host's shared pool; kv_pool/client has the implementation.
 
 The address range of a node that uses its host's pool: its own arena, then the pool's segment.
 
@@ -20,7 +20,7 @@ from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import Segment
 from baton.types import BlockIndex
-from node_engine.core.step.step_batch import Engine
+from node_engine.core.step.engine import Engine
 
 
 class SharedPoolClient(Protocol):
@@ -46,7 +46,7 @@ class SharedPoolClient(Protocol):
         on_done: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         """Find the longest prefix of a chain that the pool has, at most `max_tokens` long.
 
@@ -78,9 +78,6 @@ class PoolClientContext:
     layout: KVLayout
     address_space: BlockAddressSpace  # where the client maps the pool's segment
     own_arena: memoryview  # the node's arena, mapped there already: the source of publications
-
-
-PoolClientFactory = Callable[[PoolClientContext], SharedPoolClient]
 
 
 _TRIALS = 5

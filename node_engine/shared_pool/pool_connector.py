@@ -312,7 +312,7 @@ class PoolLookups:
             else:
                 self._end_lookup(lookup, hit)
 
-        elsewhere = lookup.command.remote_prefix
+        remote_prefix = lookup.command.remote_prefix
         self._pool_client.find_prefix(
             root_hash,
             packed_hashes,
@@ -320,7 +320,7 @@ class PoolLookups:
             max_tokens,
             on_done,
             token_seconds=self._token_seconds(),
-            elsewhere=elsewhere,
+            remote_prefix=remote_prefix,
         )
 
     def _release_hit(self, hit: PoolHit) -> None:

@@ -88,7 +88,7 @@ async def attack_with_bodies(where: Addresses, until: float, answers: AnswerCoun
 
 
 async def attack_over_grpc(where: Addresses, until: float, answers: AnswerCounts) -> None:
-    """Long texts and long lists through the other door."""
+    """Send long texts and long lists over gRPC."""
     requests = [
         generation_pb2.GenerateRequest(text=mixed_text(_MIB, 2), max_tokens=1),
         generation_pb2.GenerateRequest(text="a", max_tokens=1, stop=["x"] * 500_000),
@@ -152,7 +152,7 @@ async def attack_with_stalled_bodies(where: Addresses, until: float, answers: An
 
 
 async def attack_with_idle_sockets(where: Addresses, until: float, answers: AnswerCounts) -> None:
-    """Connections to every port that never say a word."""
+    """Open connections to every port and send nothing."""
     held: list[asyncio.StreamWriter] = []
     for address in where.values():
         for _ in range(_SOCKETS):
@@ -197,7 +197,7 @@ async def attack_with_half_bodies(where: Addresses, until: float, answers: Answe
 
 
 async def attack_with_slow_readers(where: Addresses, until: float, answers: AnswerCounts) -> None:
-    """Streams of which nobody reads a byte."""
+    """Open streams and read nothing."""
     body = json.dumps(
         {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
     ).encode()
@@ -247,7 +247,7 @@ ATTACKS: dict[str, Callable[[Addresses, float, AnswerCounts], Awaitable[None]]] 
 
 
 def _cycle_until(items: Sequence[_Item], until: float) -> Iterator[_Item]:
-    """Each in turn, again and again, until the time is over."""
+    """Run each of them in turn until the time is over."""
     while items:
         for item in items:
             if time.monotonic() >= until:
@@ -256,7 +256,7 @@ def _cycle_until(items: Sequence[_Item], until: float) -> Iterator[_Item]:
 
 
 async def _post(address: str, body: bytes, headers: Mapping[str, str]) -> str:
-    """The status of the answer, or what broke."""
+    """Return the status of the answer, or the name of the error."""
     others = {name: value for name, value in headers.items() if name != "path"}
     try:
         async with asyncio.timeout(60):

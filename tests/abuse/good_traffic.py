@@ -20,7 +20,7 @@ import grpc.aio
 from baton.pb.generation_pb2 import GenerateRequest
 from baton.pb.generation_pb2_grpc import GenerationStub
 from tests import http_exchange
-from tests.virtual_cluster import percentile
+from tests.open_loop import percentile
 
 REFUSALS = (429, 503)
 _OUTPUT = 12  # tokens of each answer
@@ -78,8 +78,10 @@ class TrafficReport:
 
 @dataclass(slots=True)
 class GoodTraffic:
-    """Asks one cluster over HTTP, every fourth time with a body of more than 64 KiB and every fifth
-    time over gRPC, on a connection of its own each time. `record_answers` before `run`."""
+    """Sends requests to one cluster, each on a connection of its own.
+
+    Most go over HTTP, every fourth with a body of more than 64 KiB, and every fifth over gRPC.
+    Call `record_answers` before `run`."""
 
     http_address: str  # host:port of HTTP
     grpc_address: str

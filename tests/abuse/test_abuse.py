@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 class AbuseRun:
-    """One cluster with good traffic, and how it fared while nothing else ran."""
+    """One cluster with well-behaved traffic, and its latency while nothing else ran."""
 
     def __init__(self, cluster: Cluster, seconds: float, figures: Figures) -> None:
         self.cluster = cluster
@@ -156,8 +156,8 @@ async def test_good_traffic_is_served_during_an_attack(abuse_run: AbuseRun, kind
 async def test_good_traffic_is_served_while_a_join_is_refused(
     abuse_run: AbuseRun, name: str
 ) -> None:
-    """One of a name that is taken, with the same model and with other weights, and one of other
-    weights alone."""
+    """The joining node has a name that is taken, with the same model or other weights, or a new
+    name and other weights."""
     cluster = abuse_run.cluster
     pids, joins, before = (
         cluster.get_pids(),
@@ -203,8 +203,7 @@ async def test_good_traffic_is_served_when_logs_cannot_be_written(
 
 
 class _ClusterWithoutLogs(Cluster):
-    """Its processes write to a pipe that is full and that nobody reads, or to a device that has no
-    space."""
+    """Its processes log to a full pipe that nobody reads, or to a device without space."""
 
     def __init__(self, folder: Path, *, full: bool, **settings: object) -> None:
         super().__init__(folder, log_level="debug", **settings)
@@ -213,8 +212,7 @@ class _ClusterWithoutLogs(Cluster):
 
 
 def _full_pipe() -> int:
-    """The end to write to of a pipe that takes no byte more. The other end stays open, and is read
-    by nobody."""
+    """Return the writing end of a full pipe. The other end stays open, and nobody reads it."""
     _, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -226,7 +224,7 @@ def _full_pipe() -> int:
 
 
 def _other_model(folder: Path) -> Path:
-    """The bundled model with weights that give other tokens."""
+    """Return the bundled model with weights that give other tokens."""
     shutil.copytree(find_default_model(), folder)
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -255,7 +253,7 @@ async def _start_attack(kind: str, cluster: Cluster, seconds: float) -> asyncio.
 
 
 async def _incarnation_by_node(cluster: Cluster) -> dict[str, str]:
-    """The incarnation of each node: one that was lost and came back has another."""
+    """Return the incarnation of each node; a node that was lost and rejoined has a new one."""
     return {node.name: node.incarnation for node in (await cluster.get_status()).nodes}
 
 

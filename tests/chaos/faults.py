@@ -41,7 +41,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class NoFault(Fault):
-    """The control."""
+    """No fault, as a control."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RandomFailpoints(Fault):
 
 @dataclass(frozen=True)
 class DegradeLink(Fault):
-    """A link with bad weather."""
+    """A link with delay, little bandwidth or flipped bits."""
 
     link: str
     conditions: LinkConditions

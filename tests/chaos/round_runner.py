@@ -21,9 +21,8 @@ from tests.history import (
     Operation,
     RequestIdentity,
     Tokens,
-    find_mixed_models,
-    find_violations,
 )
+from tests.history_checks import find_mixed_models, find_violations
 from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
@@ -36,8 +35,7 @@ _IDLE_TIMEOUT_SECONDS = 60.0  # seconds from the end of a load until nothing is 
 
 
 class RoundRunner:
-    """One cluster, used for many rounds. After a round with complaints it is not to be used
-    again."""
+    """Runs rounds on one cluster, which must not be used again after a round with violations."""
 
     def __init__(self, cluster: ProxiedCluster, load: ChaosLoad) -> None:
         self.cluster = cluster
@@ -48,7 +46,7 @@ class RoundRunner:
         self.outcomes: Counter[str] = Counter()
 
     async def run_round(self, one: ChaosRound) -> list[str]:
-        """Everything that was wrong, by invariant; see tests/history.py."""
+        """Run a round and return all violations; see tests/history_checks.py."""
         cluster = self.cluster
         before = cluster.get_pids()
         history = History()
@@ -78,8 +76,8 @@ class RoundRunner:
     async def _run_load(
         self, clients: RecordingClients, one: ChaosRound, over: asyncio.Event
     ) -> None:
-        """One call after the other at each client, until the fault is over and as many more have
-        been made."""
+        """Send one call after the other from each client, until the fault is over and as many
+        more have been made."""
         calls = self._load_plan.generate_calls(one.seed)
 
         async def client() -> None:
@@ -94,7 +92,7 @@ class RoundRunner:
                 group.create_task(client())
 
     async def _wait_tokens(self, clients: RecordingClients, tokens: int) -> None:
-        """Until the clients have that many tokens."""
+        """Wait until the clients have that many tokens."""
         received = 0
         reached = asyncio.Event()
 
@@ -118,8 +116,8 @@ class RoundRunner:
         )
 
     async def _find_mixed_models(self, history: History, one: ChaosRound) -> list[str]:
-        """I7, also for the doors that do not tell: the coordinator does, unless it has been started
-        again since."""
+        """Check I7 also for APIs that do not report the model: the coordinator knows it, unless
+        it was restarted since."""
         told, wrong, excused = list[RequestIdentity](), list[str](), COORDINATOR in one.victims
         for operation in history.operations:
             if operation.identity is not None and not operation.identity.model_digests:

@@ -22,7 +22,8 @@ from tests.chaos.faults import (
     StrandLink,
 )
 from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
-from tests.history import ClientApi, ClientCall, Reference, Scorer
+from tests.history import ClientApi, ClientCall
+from tests.history_checks import Reference, Scorer
 
 TIMEOUT_SECONDS = 6.0  # seconds that a client allows an operation
 # Shorter and longer than the timeouts of tests/proxied_cluster.py:SHORT_TIMEOUTS.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
 from tests.chaos.rounds import LONGEST_OUTPUT, ChaosLoad
 from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_reference_model
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 
 _PACED_VOCAB = 32000
 _SHARES = {"wide": 6, "tight": 2, "model": 2}  # of ten rounds

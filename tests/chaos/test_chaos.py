@@ -1,5 +1,5 @@
 """Rounds of random faults on real processes, each checked against the six invariants of
-tests/history.py.
+tests/history_checks.py.
 
 `make test` plays ten, `make chaos` two hundred. A failure names its seed and the command that plays
 it again.
@@ -32,8 +32,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class StageCluster:
-    """The cluster of the present stage. It is kept from round to round, and made anew after a round
-    that failed."""
+    """The cluster of the present stage: kept from round to round, and rebuilt after a failed
+    round."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class StageCluster:
         return self._runner
 
     async def discard_cluster(self) -> None:
-        """After a failure: show what the processes said."""
+        """Print the logs of the processes after a failure."""
         if self._cluster is not None:
             self._cluster.print_logs()
         self._runner = None

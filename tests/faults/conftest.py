@@ -60,7 +60,7 @@ async def shared_grpc_cluster(
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def observed(shared_cluster: SharedCluster) -> AsyncIterator[ObservedCluster]:
-    """The idle cluster. Afterwards it must become idle by itself, with no wrong answer given."""
+    """Yield the idle cluster. Afterwards it must become idle again, and no answer was wrong."""
     async with _checked_cluster(shared_cluster) as made:
         yield made
 

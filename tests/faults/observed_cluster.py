@@ -14,16 +14,16 @@ from typing import Any, Self
 import grpc
 
 from baton.pb.common_pb2 import Ledger
-from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
 from tests.history import (
     ClientApi,
     ClientCall,
     Closed,
     History,
     Operation,
-    find_violations,
 )
+from tests.history_checks import find_violations
 from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.proxied_cluster import ProxiedCluster
 from tests.recording_clients import RecordingClients
 
@@ -61,7 +61,8 @@ class ObservedCluster:
         return asked
 
     async def complete_call(self, call: ClientCall) -> tuple[int, ...]:
-        """Tokens of a call that must succeed; `find_violations` checks them with all others."""
+        """Return the tokens of a call that must succeed; `find_violations` checks them with all
+        others."""
         operation = await self.start_call(call).wait_end()
         assert operation.end == Closed(is_orderly=True), (
             f"{operation} ended in {operation.events[-1]}"
@@ -82,7 +83,7 @@ class ObservedCluster:
     async def wait_until_or_end(
         self, asked: "PendingCall", what: str, condition: Callable[[], Any]
     ) -> bool:
-        """Whether the condition became true before the call ended, or right after."""
+        """Return whether the condition became true before the call ended, or right after."""
         came = False
 
         async def either() -> bool:
@@ -101,7 +102,7 @@ class ObservedCluster:
         return trap
 
     def count_failpoint_hits(self, process: str, point: str) -> int:
-        """How often a failpoint has acted on those processes, according to their logs."""
+        """Return how often a failpoint has acted on those processes, according to their logs."""
         acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint triggered"')
         logs = [
             self.cluster.logs.log_path(name)
@@ -208,7 +209,7 @@ class ObservedCluster:
             await asyncio.sleep(_POLL_SECONDS)
 
     def exclude_operations(self, operations: Iterable[Operation]) -> None:
-        """Leave out of `find_violations` what was meant to fail."""
+        """Exclude operations that were meant to fail from `find_violations`."""
         for operation in operations:
             self.clients.history.operations.remove(operation)
 

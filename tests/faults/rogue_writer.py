@@ -1,5 +1,7 @@
-"""A prefill node that has the cluster's token and plays by no rules: it joins a real cluster, gets
-real work and real tickets, and then sends what it likes to a real decode node."""
+"""A prefill node that has the cluster token and violates the protocol.
+
+It joins a real cluster, gets real work and tickets, and then sends invalid frames to a real
+decode node."""
 
 import asyncio
 import contextlib
@@ -17,7 +19,7 @@ from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDialer, ZmqWriterLink
-from node_engine.host.engine_factory import build_engine
+from node_engine.host.assemble import build_engine
 from tests.fake_nodes import FakeNode
 from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi
@@ -90,7 +92,7 @@ class RogueWriter:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
 
     async def obtain_ticket(self, salt: int) -> RogueGrant:
-        """Ask for something until the coordinator gives it to the rogue, and take the ticket."""
+        """Send requests until the coordinator places one on the rogue, and return its ticket."""
         asked = self._cluster.start_call(make_call(ClientApi.SSE, 100, 6, salt=salt))
         while (given := await self._next_ticket(asked)) is None:
             salt += 1000  # somebody honest serves it
@@ -102,8 +104,7 @@ class RogueWriter:
         return RogueGrant(asked, ticket.key, ticket)
 
     async def _next_ticket(self, asked: PendingCall) -> pb.Ticket | None:
-        """The next ticket given to us, None when the request is answered without us. Other orders
-        are passed over."""
+        """Return the next ticket for the rogue; None when the request was served by other nodes."""
         while True:
             order = asyncio.ensure_future(self._node.orders.get())
             done, _ = await asyncio.wait({order, asked.task}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +119,7 @@ class RogueWriter:
                 return message.ticket.ticket
 
     async def give_up_work(self, grant: RogueGrant) -> None:
-        """The coordinator may place the request with somebody honest."""
+        """Report a failure, so that the coordinator places the request on another node."""
         with _ignore_ended_stream():
             await self._node.send_failed(grant.key, HandoffFailed("the rogue has had its fun"))
 
@@ -145,7 +146,7 @@ class RogueWriter:
         return frames.parse_frame_to_writer(header)
 
     async def next_refusal(self) -> frames.RefusedFrame:
-        """The next frame but Credit and Landed must be this."""
+        """The next frame other than Credit and Landed must be this one."""
         while not isinstance(frame := await self.next_frame(), frames.RefusedFrame):
             assert isinstance(frame, frames.CreditFrame | frames.LandedFrame), frame
         return frame
@@ -196,8 +197,8 @@ class RogueWriter:
 
 
 def _ignore_ended_stream() -> contextlib.suppress:
-    """The coordinator has ended the stream: on a busy machine, because it heard too late of this
-    process."""
+    """On a busy machine the coordinator may end the stream because it heard from this process
+    too late."""
     return contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError)
 
 

@@ -1,5 +1,5 @@
-"""The client goes away: in every state of a request, through every door. Compute stops and every
-block comes back."""
+"""A client disconnects in each state of a request, over each API: compute stops and every block
+is released."""
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,7 +19,7 @@ StateCatcher = Callable[[ObservedCluster, ClientApi], Awaitable[PendingCall]]
 
 
 async def queued(observed: ObservedCluster, door: ClientApi) -> PendingCall:
-    """Behind two prompts that fill the prefill node's window."""
+    """The request waits behind two prompts that fill the prefill node's window."""
     await observed.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")
     for _ in range(2):
         observed.start_call(make_call(ClientApi.GRPC_ONCE, 900, 2, salt=next(UNSEEN_SALTS)))
@@ -30,7 +30,7 @@ async def queued(observed: ObservedCluster, door: ClientApi) -> PendingCall:
 
 
 async def placed(observed: ObservedCluster, door: ClientApi) -> PendingCall:
-    """Decode has not answered yet."""
+    """The request is placed, and the decode node has not answered yet."""
     await observed.cluster.arm_failpoints(
         "decode", f"decode.allocate.before=delay({HOLD_SECONDS})*1;{SLOW_DECODE}"
     )
@@ -40,8 +40,8 @@ async def placed(observed: ObservedCluster, door: ClientApi) -> PendingCall:
 
 
 async def reserved(observed: ObservedCluster, door: ClientApi) -> PendingCall:
-    """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late
-    leaves, and another asks."""
+    """The decode node has reserved blocks, and prefill is at its first layer. A request that was
+    observed too late is cancelled, and another is sent."""
     while True:
         await observed.cluster.arm_failpoints(
             "prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1"
@@ -63,14 +63,14 @@ async def streaming(observed: ObservedCluster, door: ClientApi) -> PendingCall:
 
 
 async def finished(observed: ObservedCluster, door: ClientApi) -> PendingCall:
-    """At the very moment of the last token."""
+    """The last token has just been sent."""
     asked = observed.start_call(make_call(door, 100, 3, salt=next(UNSEEN_SALTS)))
     await observed.wait_tokens(asked, 3)
     return asked
 
 
 async def failed(observed: ObservedCluster, door: ClientApi) -> PendingCall:
-    """Its deadline has just passed."""
+    """The deadline of the request has just passed."""
     await observed.cluster.arm_failpoints(
         "prefill", f"prefill.layer.before=delay({HOLD_SECONDS})*1"
     )
@@ -98,8 +98,8 @@ def test_every_state_is_covered() -> None:
 
 
 def list_cases() -> Iterator[Any]:
-    """Every state through every door; half of them, and so that every state and every door has its
-    turn, by default."""
+    """Return every state with every API; by default half of them, in which every state and every
+    API occurs."""
     for (row, state), (column, door) in itertools.product(
         enumerate(RequestState), enumerate(ClientApi)
     ):

@@ -1,6 +1,7 @@
-"""A writer over shared memory that is stopped in the middle of a write: its blocks are nobody's
-until it is proven that it writes no more, by its end or by its own hand. Whoever gets them then is
-not hurt by what it wrote."""
+"""A writer over shared memory is stopped in the middle of a write.
+
+Its blocks stay quarantined until it is proven, by its end or by its own report, that it writes
+no more. Later owners of the blocks are not affected by what it wrote."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi, Closed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -21,8 +22,8 @@ VICTIM_PROMPT_TOKENS = 480  # tokens: 30 blocks
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ObservedCluster]:
-    """One decode node, so that it is known where blocks are; a second prefill node, so that work
-    goes on."""
+    """One decode node, so that it is known where blocks are, and a second prefill node, so that
+    requests are still served."""
     folder = tmp_path_factory.mktemp("frozen")
     async with ObservedCluster.build(
         folder, prefill=2, decode=1, transport="shm", max_num_seqs=64
@@ -32,8 +33,8 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
 
 
 async def freeze_writer_in_a_write(observed: ObservedCluster, salt: int) -> list[PendingCall]:
-    """WRITER has stopped itself with a lock on some of DECODE's blocks, and its ticket has run
-    out."""
+    """WRITER has stopped itself while it holds the lock of some of DECODE's blocks, and its
+    ticket has expired."""
     await observed.cluster.arm_failpoints(WRITER, "transfer.write.after=stop+2*1")
     asked: list[PendingCall] = []
 
@@ -58,8 +59,7 @@ async def count_quarantined(observed: ObservedCluster) -> int:
 
 
 async def fill_cache(observed: ObservedCluster, salt: int) -> None:
-    """Other prompts than ever before, enough to want every block of DECODE; all are answered
-    rightly."""
+    """Send new prompts that need every block of DECODE; all must be answered correctly."""
     calls = [make_call(ClientApi.GRPC_ONCE, 950, 3, salt=salt + number) for number in range(10)]
     operations = [await asked.wait_end() for asked in [observed.start_call(one) for one in calls]]
     for operation in operations:
@@ -99,8 +99,8 @@ async def test_resumed_writer_writes_only_into_quarantined_blocks(
 
 @pytest.mark.thorough
 async def test_rejoins_do_not_release_quarantined_blocks(observed: ObservedCluster) -> None:
-    """Decode joins anew, the coordinator is another one: the writer is as alive as before, and so
-    is its lock."""
+    """The decode node rejoins and the coordinator is restarted; the writer still lives and holds
+    its lock."""
     asked = await freeze_writer_in_a_write(observed, salt=700)
     for one in asked:
         await one.wait_end()

@@ -1,5 +1,5 @@
-"""More than the caches hold: waves of clients that all go away, requests that collide, requests
-that can never fit."""
+"""More requests than the caches hold: cancelled waves, requests that compete, and requests that
+never fit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,8 +54,8 @@ async def test_waves_of_cancelled_requests_leave_nothing_held(observed: Observed
 async def test_requests_that_exceed_the_cache_together_are_all_answered(
     observed: ObservedCluster,
 ) -> None:
-    """Any two fit at first, and no two fit with their outputs: somebody is preempted, and goes on
-    later."""
+    """Any two prompts fit, but no two prompts with their outputs: one request is preempted and
+    resumed later."""
     length, output = CACHE_TOKENS // 2 - 100, 200
     replaced = await observed.read_counter("baton_replaced_total")
 

@@ -117,7 +117,8 @@ def test_every_state_is_covered() -> None:
 
 
 def _make_call(state: State, fault: str, victim: str, turn: int) -> ClientCall:
-    """With a prompt that nobody holds yet: one output, several, or one with scores."""
+    """Return a call with a prompt that no node has cached: one output, several, or one with
+    logprobs."""
     one = make_call(
         ClientApi.SSE, 100, 12, salt=2000 + 1000 * turn + CASES.index((state, fault, victim))
     )
@@ -145,9 +146,10 @@ async def test_fault_in_a_handoff_state_over_grpc(
 async def _hold_in_state(
     observed: ObservedCluster, state: State, fault: str, victim: str
 ) -> PendingCall:
-    """A request whose hand-off has come to the state. On a busy machine one may be served without:
-    by decode alone, if prefill was not heard of for too long, or before this process has seen it.
-    Then another asks."""
+    """Return a request whose hand-off is in the state.
+
+    On a busy machine a request may be served without a hand-off, or before this process observes
+    the state. Then another one is sent."""
 
     async def quarantined() -> bool:
         return any(ledger.quarantined for ledger in (await observed.cluster.get_ledgers()).ledgers)

@@ -1,5 +1,7 @@
-"""Tickets that are stale, expired, used twice, made up or overstepped: decode refuses, nothing of
-it is ever looked at, and the request is served by somebody else."""
+"""Tickets that are stale, expired, used twice, forged or exceeded.
+
+The decode node refuses them and never reads what was written, and another node serves the
+request."""
 
 from collections.abc import Awaitable, Callable
 
@@ -8,10 +10,10 @@ import xxhash
 
 from baton.types import Incarnation, TicketId, mint_id
 from kv_transfer.core import frames
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster
 from tests.faults.rogue_writer import RogueGrant, RogueWriter, forge_ticket
 from tests.history import Closed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -86,7 +88,7 @@ async def without_its_bytes(rogue: RogueWriter, grant: RogueGrant) -> frames.Ref
 
 
 async def as_if_in_place(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
-    """The ticket is not for shared memory."""
+    """Write as if the ticket were for shared memory."""
     _, checksum = make_slab(rogue)
     await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, is_inline=False))
     return await rogue.next_refusal()
@@ -133,7 +135,7 @@ async def sealed_with_a_wrong_manifest(
 
 
 async def expired(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
-    """Told of by decode itself, on the link that the writer last used."""
+    """The decode node itself reports the expiry, on the link that the writer last used."""
     await rogue.send_frame(rogue.open_frame(grant.ticket))
     refused = await rogue.next_refusal()
     data, checksum = make_slab(rogue)
@@ -145,7 +147,7 @@ async def expired(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
 async def given_up_for_a_reason_of_its_own(
     rogue: RogueWriter, grant: RogueGrant
 ) -> frames.RefusedFrame:
-    """Not one that may reach the client."""
+    """The writer aborts with an error that must not reach the client."""
     await rogue.send_frame(
         frames.AbortFrame(*_ids(grant), "invalid_request", "the prompt is in bad taste")
     )
@@ -211,8 +213,8 @@ async def check_answer(rogue: RogueWriter, grant: RogueGrant) -> None:
 
 
 async def test_invalid_transfers_are_refused(observed: ObservedCluster) -> None:
-    """One after the other, each with a request of its own, which is answered rightly all the same.
-    One that was late is done again."""
+    """Each case has a request of its own, which is still answered correctly. A case that was
+    late is repeated."""
     async with RogueWriter(observed) as rogue:
         for number, (misdeed, code) in enumerate(ERROR_BY_INVALID_TRANSFER.items()):
             for turn in range(MAX_TRIES):
@@ -246,7 +248,7 @@ async def test_malformed_frames_are_dropped(observed: ObservedCluster) -> None:
 
 
 async def test_unused_ticket_expires(observed: ObservedCluster) -> None:
-    """Its request is served by somebody else, although the writer never gives up."""
+    """Another node serves its request, although the writer never gives up."""
     async with RogueWriter(observed) as rogue:
         grant = await rogue.obtain_ticket(salt=60)
         assert (await grant.call.wait_end()).end == Closed(is_orderly=True)

@@ -1,5 +1,4 @@
-"""Somebody listens on the link between the coordinator and a node: what passes says neither the
-token nor a prompt."""
+"""Traffic between the coordinator and a node contains neither the cluster token nor a prompt."""
 
 import pytest
 
@@ -41,6 +40,6 @@ async def test_node_link_traffic_is_encrypted(observed: ObservedCluster) -> None
 
 
 def _packed(tokens: tuple[int, ...]) -> bytes:
-    """As they stand in a message, without its tag and length."""
+    """Return token ids as they are encoded in a message, without tag and length."""
     packed: bytes = TokenIds(ids=tokens).SerializeToString()
     return packed[2:]

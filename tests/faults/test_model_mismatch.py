@@ -1,5 +1,5 @@
-"""A node of another model, or a second process of a name, comes while requests run: nobody gets a
-token of it."""
+"""A node of another model, or a second process of a name, joins while requests run: no client
+gets a token of it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,10 +11,10 @@ import pytest
 
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb import cluster_pb2
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, collect_answer
 from tests.models import build_model, find_stable_prompts
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio
 TIMEOUT_SECONDS = 60.0  # seconds
@@ -35,7 +35,7 @@ PACED_SETTINGS: dict[str, Any] = {
 
 
 async def wait_refused(cluster: Cluster, name: str) -> str:
-    """What a process that may never join says last."""
+    """Return the last log line of a process that must not join."""
     assert await cluster.wait_for_exit(name, TIMEOUT_SECONDS) == 2
     del cluster._processes[name]  # the end that was meant
     return cluster.log_tail(name).splitlines()[-1]
@@ -49,7 +49,7 @@ async def read_counter(cluster: Cluster, name: str) -> float:
 async def running_stream(
     cluster: Cluster, prompt: list[int], tokens: int
 ) -> AsyncIterator["asyncio.Task[GenerateAnswer]"]:
-    """A request of which some tokens have come."""
+    """A request that has received some of its tokens."""
     async with cluster.stream_generate(
         prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
     ) as call:
@@ -71,9 +71,11 @@ def pids_by_node(status: cluster_pb2.StatusResponse) -> dict[str, int]:
 
 
 async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
-    """The only decode node is killed in the middle; one of the same name and shape, and of other
-    weights, wants its place. It has to wait, and the stream goes on when the right one is back. The
-    coordinator knows no model here."""
+    """The only decode node is killed, and a node of the same name and shape with other weights asks
+    to join.
+
+    It has to wait, and the stream is resumed when the original node is back. The coordinator has
+    no model of its own here."""
     right, wrong = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
     (clear,) = find_stable_prompts(right, (40,), LONG_OUTPUT)
     per_node: dict[str, dict[str, object]] = {COORDINATOR: {"model": ""}, "decode-0": {}}
@@ -109,8 +111,7 @@ async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
 
 
 async def test_node_of_another_model_is_refused(tmp_path: Path) -> None:
-    """It never serves under the coordinator's name, though there is no other node that it could
-    differ from."""
+    """It is refused under the coordinator's model name even if no other node has joined."""
     right, other = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
     settings: dict[str, Any] = SHORT_TIMEOUTS | {
         "per_node": {"decode-0": {"model": str(other)}},
@@ -167,8 +168,7 @@ async def test_second_node_of_the_same_name_is_refused(tmp_path: Path) -> None:
 
 
 async def test_small_node_does_not_lower_request_limits(tmp_path: Path) -> None:
-    """Not from what clients may ask, and not from requests that run: those wait for a node that can
-    hold them."""
+    """Limits of requests stay, and running requests wait for a node that can hold them."""
     per_node = {"decode-1": {"max_model_len": 64}}
     settings = PACED_SETTINGS | {"max_model_len": 1024}
     cluster = Cluster(

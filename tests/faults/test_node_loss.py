@@ -1,13 +1,13 @@
-"""A node dies under requests: they go on elsewhere, and clients see the reference's tokens and
-nothing else."""
+"""A node dies while it serves requests: they are resumed on other nodes, and clients see only
+the reference's tokens."""
 
 import asyncio
 
 import pytest
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.faults.observed_cluster import ObservedCluster, make_call
 from tests.history import ClientApi, Closed, Failed
+from tests.paced_reference import paced_reference_tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -15,7 +15,7 @@ OUTPUT_TOKENS = 60
 
 
 async def find_decode_node(observed: ObservedCluster) -> str:
-    """The decode node that holds the only running request."""
+    """Return the decode node that holds the only running request."""
     return (await observed.wait_blocks("in_use")).node
 
 
@@ -90,8 +90,8 @@ async def test_stream_survives_the_loss_of_every_node_in_turn(observed: Observed
 
 
 async def test_stopping_coordinator_answers_every_request(observed: ObservedCluster) -> None:
-    """What ends in time is finished, the rest is told so: streams, and requests that wait for a
-    first token."""
+    """Requests that end in time are finished; others get an error, streams and requests without
+    a token alike."""
     await observed.cluster.arm_failpoints(
         "decode", "decode.step.before=delay(0.02)"
     )  # long is long
@@ -116,8 +116,7 @@ async def test_stopping_coordinator_answers_every_request(observed: ObservedClus
 
 
 async def test_nodes_drop_the_work_of_a_killed_coordinator(observed: ObservedCluster) -> None:
-    """Streams are cut; blocks come back without anybody's help; the nodes live on and join the next
-    coordinator."""
+    """Streams end, blocks are released, and the nodes join the next coordinator."""
     nodes = {
         name: pid for name, pid in observed.cluster.get_pids().items() if name != "coordinator"
     }

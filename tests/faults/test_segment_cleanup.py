@@ -1,5 +1,4 @@
-"""Shared memory outlives nobody for long: none is left after an orderly end, nor after a kill -9
-and the next start."""
+"""No shared memory is left after an orderly end, nor after SIGKILL and the next start."""
 
 import asyncio
 import os
@@ -44,7 +43,7 @@ async def test_killed_cluster_leaves_no_segments_after_a_restart(tmp_path: Path)
 
 
 async def test_killed_supervisor_leaves_no_segments_after_a_restart(tmp_path: Path) -> None:
-    """Its children die with it; the next one finds their segments and sweeps them."""
+    """Its children die with it; the next supervisor removes their segments."""
     settings: dict[str, Any] = {"engine": "paced", "kv_memory": "2MiB", "prefill": 1, "decode": 1}
     async with Cluster(tmp_path, supervised=True, **settings) as cluster:
         first = {path.name for path in cluster.segment_dir.iterdir()}

@@ -1,5 +1,5 @@
-"""Whoever has no token, and whatever bytes arrive on whichever port: refused, and nobody is the
-worse for it."""
+"""Peers without the cluster token, and random bytes on every port, are refused and affect
+nobody."""
 
 import asyncio
 import ipaddress
@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from baton.cli.supervisor.child_specs import COORDINATOR
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
+from baton.cluster_link.stream import decode_checked
 from baton.pb.cluster_pb2 import NodeMessage
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
@@ -51,7 +51,8 @@ def garbage_payloads() -> dict[str, bytes]:
 
 
 async def send_and_hang_up(host: str, port: int, data: bytes) -> None:
-    """Send, read a little, and hang up. Whatever the other end does about it is its business."""
+    """Send the bytes, read a little and close the connection; errors of the other end do not
+    matter."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         async with asyncio.timeout(0.3):
@@ -78,8 +79,8 @@ def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
 
 
 def _parse_kernel_address(address: str) -> str:
-    """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address
-    as such."""
+    """Parse the kernel's hexadecimal words, each in the machine's byte order. An IPv4-mapped
+    address becomes IPv4."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     parsed = ipaddress.ip_address(packed)
@@ -156,7 +157,7 @@ async def test_a_stream_that_does_not_begin_with_a_join_is_ended(
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert link_codec.decode_checked(NodeMessage, first) is None
+    assert decode_checked(NodeMessage, first) is None
 
 
 async def test_a_writer_without_the_token_gets_no_answer(observed: ObservedCluster) -> None:

@@ -21,6 +21,7 @@ from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
 
@@ -163,7 +164,7 @@ def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
 def test_gpu_tokens_equal_transformers(family: FamilyName, tmp_path: Path) -> None:
     folder = build_model(family, tmp_path)
-    engine = ModelEngine.load(folder, dtype="float32", device="cuda")
+    engine = load_model_engine(folder, dtype="float32", device="cuda")
     blocks = 64
     engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
     for wanted in find_stable_prompts(folder, (1, 17, 130, 257), 24):
@@ -184,7 +185,7 @@ def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path, segments: Path)
 
 
 def test_unpinnable_memory_is_reported_with_a_fix(tmp_path: Path) -> None:
-    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32", device="cuda")
+    engine = load_model_engine(build_model("llama", tmp_path), dtype="float32", device="cuda")
     size = 64 * engine.layout.block_bytes
     file = tmp_path / "mapped"
     file.write_bytes(bytes(size))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -89,7 +89,7 @@ class ParityClient:
     """A client of a cluster, by the key of its tenant if it has one."""
 
     cluster: Cluster
-    http: httpx.AsyncClient
+    http: httpx2.AsyncClient
     api_key: str = ""
 
     async def generate_by(self, prompt: Sequence[int], way: int) -> list[int]:
@@ -206,7 +206,7 @@ async def test_tokens_equal_transformers(
         await call_cluster_service(
             cluster.grpc_address, type(order).__name__.removesuffix("Request"), order
         )
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as http:
+    async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=120) as http:
         asker = ParityClient(cluster, http, tenant_key(transport))
         turn = FAMILIES.index(family) + list(NODE_BY_TRANSPORT).index(transport)
         await check_cold_and_cached(asker, transport, references[family], turn)
@@ -228,7 +228,7 @@ async def test_tokens_without_a_handoff_equal_transformers(
     """Or, by `auto`, with some."""
     async with (
         running_cluster(tmp_path, models[kind], **SETTINGS_WITHOUT_HANDOFF[setup]) as cluster,
-        httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as http,
+        httpx2.AsyncClient(base_url=cluster.http_url, timeout=120) as http,
     ):
         asker = ParityClient(cluster, http)
         await check_cold_and_cached(asker, setup, references[kind], FAMILIES.index(kind))

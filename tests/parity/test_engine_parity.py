@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.paged_cache import PagedCache
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
-    LayerCallback,
     SampleSpec,
     SequenceId,
     SequenceSlice,
@@ -25,6 +25,7 @@ from node_engine.model.config.model_config import load_model_config
 from node_engine.model.forward_batch import ForwardBatchBuilder
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.transformer import Transformer
 from tests.models import (
     FamilyName,
@@ -57,7 +58,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
     reference = load_reference_model(folder)
     prompts = find_stable_prompts(reference, LENGTHS, NEW_TOKENS)
-    return ParityCase(folder, reference, prompts, ModelEngine.load(folder))
+    return ParityCase(folder, reference, prompts, load_model_engine(folder))
 
 
 @pytest.fixture
@@ -96,9 +97,9 @@ class SequenceRun:
             spec,
         )
 
-    def apply_result(self, piece: SequenceSlice, made: SliceResult) -> None:
-        self.computed_tokens += len(piece.token_ids)
-        assert (made.token_id is None) == (piece.sample_spec is None)
+    def apply_result(self, slice_: SequenceSlice, made: SliceResult) -> None:
+        self.computed_tokens += len(slice_.token_ids)
+        assert (made.token_id is None) == (slice_.sample_spec is None)
         if made.token_id is not None:
             self.output_tokens.append(made.token_id)
 
@@ -119,11 +120,11 @@ def run_step(
     limits: Sequence[int | None],
     on_layer: LayerCallback | None = None,
 ) -> None:
-    pieces = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
-    for run, piece, made in zip(
-        runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True
+    slices = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
+    for run, slice_, made in zip(
+        runs, slices, engine.run(StepBatch(tuple(slices)), on_layer), strict=True
     ):
-        run.apply_result(piece, made)
+        run.apply_result(slice_, made)
 
 
 def run_to_end(
@@ -192,9 +193,9 @@ def test_full_prefix_hit_recomputes_its_last_token_in_a_copied_block(case: Parit
     whole = SequenceRun(clear.prompt, blocks.allocate_blocks(16 + NEW_TOKENS))
     run_to_end(case.engine, [whole])
     hit = SequenceRun(clear.prompt, blocks.allocate_blocks(16 + NEW_TOKENS), computed_tokens=15)
-    piece = hit.next_slice()
-    [made] = case.engine.run(StepBatch((piece,), block_copies=((whole.blocks[0], hit.blocks[0]),)))
-    hit.apply_result(piece, made)
+    slice_ = hit.next_slice()
+    [made] = case.engine.run(StepBatch((slice_,), block_copies=((whole.blocks[0], hit.blocks[0]),)))
+    hit.apply_result(slice_, made)
     run_to_end(case.engine, [hit])
     assert tuple(hit.output_tokens) == clear.reference_tokens
 
@@ -247,10 +248,10 @@ def test_logits_equal_transformers(case: ParityCase) -> None:
     with torch.inference_mode():
         expected = case.reference(torch.tensor([list(prompt)])).logits[0]
         for start, end in ((0, 100), (100, 101), (101, 257)):
-            piece = SequenceSlice(
+            slice_ = SequenceSlice(
                 SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end)
             )
-            plan = planner.build_batch(StepBatch((piece,)))
+            plan = planner.build_batch(StepBatch((slice_,)))
             cache.arena[plan.partly_filled_blocks] = 0.0
             hidden = model.forward(plan, cache)
             assert hidden is not None
@@ -310,10 +311,10 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(
         ids = torch.tensor([list(prompt)])
         expected, other = exact(ids).logits[0], half(ids).logits[0].float()
         for start, end in ((0, 90), *((i, i + 1) for i in range(90, 150))):
-            piece = SequenceSlice(
+            slice_ = SequenceSlice(
                 SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end)
             )
-            hidden = model.forward(planner.build_batch(StepBatch((piece,))), cache)
+            hidden = model.forward(planner.build_batch(StepBatch((slice_,))), cache)
             assert hidden is not None
             logits = model.compute_logits(hidden)
             mine.append(float((logits[0].float() - expected[end - 1]).square().mean()))
@@ -324,11 +325,11 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(
 @pytest.mark.usefixtures("memory")
 def test_a_slice_that_its_blocks_cannot_hold_is_refused(case: ParityCase) -> None:
     for tokens, blocks in (((1,) * 17, 1), ((), 1)):
-        piece = SequenceSlice(
+        slice_ = SequenceSlice(
             SequenceId(1), tokens, 0, [BlockIndex(n) for n in range(blocks)], None
         )
         with pytest.raises(ValueError, match="sequence 1"):
-            case.engine.run(StepBatch((piece,)))
+            case.engine.run(StepBatch((slice_,)))
 
 
 def test_an_arena_of_another_size_or_read_only_is_refused(case: ParityCase) -> None:

@@ -22,6 +22,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model
 
@@ -43,7 +44,7 @@ class ScoredModel:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ScoredModel:
     family: FamilyName = request.param
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
-    return ScoredModel(ModelEngine.load(folder), load_reference_model(folder))
+    return ScoredModel(load_model_engine(folder), load_reference_model(folder))
 
 
 @dataclass
@@ -61,8 +62,8 @@ class ScoringNode:
         self.scheduler = Scheduler(self.pool, SchedulerLimits(8, self.max_batched_tokens, 2048))
         self.root = root_hash(self.engine.model_digest, self.engine.layout, b"")
 
-    def add_work(self, job: AttemptSpec) -> Sequence:
-        return self.scheduler.add_sequence(job, self.root)
+    def add_work(self, work: AttemptSpec) -> Sequence:
+        return self.scheduler.add_sequence(work, self.root)
 
     def step(self) -> bool:
         plan = self.scheduler.schedule_step()
@@ -74,36 +75,36 @@ class ScoringNode:
         self.pool.check_invariants()
         return plan.batch is not None
 
-    def run_works(self, *jobs: AttemptSpec) -> None:
-        for job in jobs:
-            self.add_work(job)
+    def run_works(self, *works: AttemptSpec) -> None:
+        for work in works:
+            self.add_work(work)
         while self.step():
             pass
         assert self.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
-    def output_tokens(self, job: AttemptSpec) -> list[int]:
-        return [each.event.token_id for each in self._emitted_tokens(job)]
+    def output_tokens(self, work: AttemptSpec) -> list[int]:
+        return [each.event.token_id for each in self._emitted_tokens(work)]
 
-    def output_logprobs(self, job: AttemptSpec) -> list[TokenLogprobs]:
+    def output_logprobs(self, work: AttemptSpec) -> list[TokenLogprobs]:
         return [
             each.event.logprobs
-            for each in self._emitted_tokens(job)
+            for each in self._emitted_tokens(work)
             if each.event.logprobs is not None
         ]
 
-    def prompt_logprobs(self, job: AttemptSpec) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, work: AttemptSpec) -> list[TokenLogprobs]:
         found: list[TokenLogprobs] = []
         for each in self.outcomes:
-            if isinstance(each, PromptLogprobsComputed) and each.sequence.key == job.key:
+            if isinstance(each, PromptLogprobsComputed) and each.sequence.key == work.key:
                 assert each.first_position == len(found) + 1
                 found += each.logprobs
         return found
 
-    def _emitted_tokens(self, job: AttemptSpec) -> list[TokenEmitted]:
+    def _emitted_tokens(self, work: AttemptSpec) -> list[TokenEmitted]:
         return [
             each
             for each in self.outcomes
-            if isinstance(each, TokenEmitted) and each.event.key == job.key
+            if isinstance(each, TokenEmitted) and each.event.key == work.key
         ]
 
 
@@ -146,30 +147,32 @@ def test_output_logprobs_equal_transformers(model: ScoredModel) -> None:
         logprobs=20,
     )
     greedy = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0)
-    jobs = [
+    works = [
         make_work("a", 70, SAMPLED, seed=1),
         make_work("b", 9, loud, seed=2),
         make_work("c", 40, greedy, seed=3),
     ]
     plain = make_work("d", 33, replace(SAMPLED, logprobs=None), seed=4)
     node = ScoringNode(model.engine)
-    node.run_works(*jobs, plain)
-    for job in jobs:
-        tokens, length = tuple(node.output_tokens(job)), len(job.request.prompt_token_ids)
-        logits = model.reference_logits((*job.request.prompt_token_ids, *tokens))[length - 1 : -1]
-        check_scores(node.output_logprobs(job), logits, tokens, job.request.sampling.logprobs or 0)
+    node.run_works(*works, plain)
+    for work in works:
+        tokens, length = tuple(node.output_tokens(work)), len(work.request.prompt_token_ids)
+        logits = model.reference_logits((*work.request.prompt_token_ids, *tokens))[length - 1 : -1]
+        check_scores(
+            node.output_logprobs(work), logits, tokens, work.request.sampling.logprobs or 0
+        )
     assert node.output_logprobs(plain) == []
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["at once", "in pieces"])
 def test_prompt_logprobs_equal_transformers(
-    model: ScoredModel, pieces: bool, monkeypatch: pytest.MonkeyPatch
+    model: ScoredModel, slices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of at most 64 tokens, among others; also when not even a chunk's logits fit into
     memory at once."""
-    if pieces:
+    if slices:
         monkeypatch.setattr(scores_module, "_MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)
-    jobs = [
+    works = [
         make_work("a", 150, replace(SAMPLED, prompt_logprobs=3), seed=1),
         make_work("b", 1, replace(SAMPLED, prompt_logprobs=3), seed=2),
         make_work("c", 64, replace(SAMPLED, prompt_logprobs=0, logprobs=None), seed=3),
@@ -177,20 +180,22 @@ def test_prompt_logprobs_equal_transformers(
     ]
     plain = make_work("e", 90, SAMPLED, seed=5)
     node = ScoringNode(model.engine)
-    node.run_works(*jobs[:2], plain, *jobs[2:])
-    for job in jobs:
-        prompt = job.request.prompt_token_ids
+    node.run_works(*works[:2], plain, *works[2:])
+    for work in works:
+        prompt = work.request.prompt_token_ids
         check_scores(
-            node.prompt_logprobs(job),
+            node.prompt_logprobs(work),
             model.reference_logits(prompt)[:-1],
             prompt[1:],
-            job.request.sampling.prompt_logprobs or 0,
+            work.request.sampling.prompt_logprobs or 0,
         )
     assert node.prompt_logprobs(plain) == []
     alone = ScoringNode(model.engine, max_batched_tokens=512)
-    alone.run_works(*(replace(job, request=replace(job.request, sampling=SAMPLED)) for job in jobs))
-    assert [alone.output_tokens(job) for job in jobs] == [
-        node.output_tokens(job) for job in jobs
+    alone.run_works(
+        *(replace(work, request=replace(work.request, sampling=SAMPLED)) for work in works)
+    )
+    assert [alone.output_tokens(work) for work in works] == [
+        node.output_tokens(work) for work in works
     ], "scoring changes no token"
 
 
@@ -212,10 +217,10 @@ def test_prompt_logprobs_bypass_the_prefix_cache(model: ScoredModel) -> None:
 # penalties
 
 
-def greedy_reference(model: ScoredModel, job: AttemptSpec) -> tuple[list[int], float]:
+def greedy_reference(model: ScoredModel, work: AttemptSpec) -> tuple[list[int], float]:
     """transformers' repetition penalty, then OpenAI's formulas by hand; and the least margin."""
-    params = job.request.sampling
-    tokens, output, margin = list(job.request.prompt_token_ids), Counter[int](), 9.0
+    params = work.request.sampling
+    tokens, output, margin = list(work.request.prompt_token_ids), Counter[int](), 9.0
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
     for _ in range(params.max_tokens):
         logits = processors(torch.tensor([tokens]), model.reference_logits(tuple(tokens))[-1:])[0]
@@ -227,7 +232,7 @@ def greedy_reference(model: ScoredModel, job: AttemptSpec) -> tuple[list[int], f
         margin = min(margin, float(best.values[0] - best.values[1]))
         tokens.append(int(best.indices[0]))
         output[tokens[-1]] += 1
-    return tokens[len(job.request.prompt_token_ids) :], margin
+    return tokens[len(work.request.prompt_token_ids) :], margin
 
 
 PENALTIES = {
@@ -249,14 +254,14 @@ def test_greedy_with_penalties_equals_transformers(
 ) -> None:
     greedy = SamplingParams(max_tokens=20, temperature=0.0)
     greedy = replace(greedy, **fields)  # type: ignore[arg-type]
-    jobs = {seed: make_work(str(seed), 20 + 3 * seed, greedy, seed=seed) for seed in range(5)}
-    wanted = {seed: greedy_reference(model, job) for seed, job in jobs.items()}
+    works = {seed: make_work(str(seed), 20 + 3 * seed, greedy, seed=seed) for seed in range(5)}
+    wanted = {seed: greedy_reference(model, work) for seed, work in works.items()}
     clear = [seed for seed, (_, margin) in wanted.items() if margin > MIN_LOGIT_MARGIN]
     assert len(clear) >= 2
     node = ScoringNode(model.engine)
-    node.run_works(*jobs.values(), make_work("plain", 30, replace(SAMPLED, max_tokens=20), seed=9))
+    node.run_works(*works.values(), make_work("plain", 30, replace(SAMPLED, max_tokens=20), seed=9))
     for seed in clear:
-        assert node.output_tokens(jobs[seed]) == wanted[seed][0]
+        assert node.output_tokens(works[seed]) == wanted[seed][0]
 
 
 @pytest.mark.parametrize("fields", PENALTIES.values(), ids=PENALTIES)
@@ -264,18 +269,18 @@ def test_resumed_attempt_samples_the_same_tokens_with_penalties(
     model: ScoredModel, fields: dict[str, object]
 ) -> None:
     params = replace(SAMPLED, max_tokens=24, min_p=0.02, **fields)  # type: ignore[arg-type]
-    job = make_work("a", 30, params, seed=6)
+    work = make_work("a", 30, params, seed=6)
     node = ScoringNode(model.engine)
-    node.run_works(job)
-    whole = node.output_tokens(job)
+    node.run_works(work)
+    whole = node.output_tokens(work)
     for cut in (1, 7, 23):
         resumed = replace(
-            job, key=job.key._replace(attempt_number=cut), emitted_token_ids=tuple(whole[:cut])
+            work, key=work.key._replace(attempt_number=cut), emitted_token_ids=tuple(whole[:cut])
         )
         other = ScoringNode(model.engine, max_batched_tokens=32)
         other.run_works(make_work("noise", 50, SAMPLED, seed=8), resumed)
         assert other.output_tokens(resumed) == whole[cut:]
-        logits = model.reference_logits((*job.request.prompt_token_ids, *whole))[29 + cut : -1]
+        logits = model.reference_logits((*work.request.prompt_token_ids, *whole))[29 + cut : -1]
         check_scores(other.output_logprobs(resumed), logits, tuple(whole[cut:]), 5)
 
 
@@ -289,22 +294,22 @@ def test_choices_of_one_prompt_share_its_blocks_and_nothing_else(
     """The second begins while the first writes behind the prompt, the third when the first is long
     over."""
     params = replace(SAMPLED, max_tokens=20, temperature=1.2)
-    jobs = [make_work("a", length, params, seed=3, choice=number) for number in range(3)]
+    works = [make_work("a", length, params, seed=3, choice=number) for number in range(3)]
     alone = []
-    for job in jobs:
+    for work in works:
         node = ScoringNode(model.engine)
-        node.run_works(job)
-        alone.append(node.output_tokens(job))
+        node.run_works(work)
+        alone.append(node.output_tokens(work))
     node = ScoringNode(model.engine)
-    first = node.add_work(jobs[0])
+    first = node.add_work(works[0])
     for _ in range(6):
         node.step()
-    second = node.add_work(jobs[1])
+    second = node.add_work(works[1])
     while node.step():
         pass
-    third = node.add_work(jobs[2])
+    third = node.add_work(works[2])
     node.run_works()
-    assert [node.output_tokens(job) for job in jobs] == alone
+    assert [node.output_tokens(work) for work in works] == alone
     assert [each.num_cached_tokens for each in (first, second, third)] == [
         0,
         length - 1,

@@ -35,29 +35,31 @@ class PoolTestHost:
         self._open = AsyncExitStack()
 
     async def start_node(self, name: str = "decode-0", **changed: Any) -> PoolNode:
-        """Attached, and the pool a member."""
-        made = await self._open.enter_async_context(
+        """Start a node, and return when it is attached and the pool is a member."""
+        node = await self._open.enter_async_context(
             run_pool_node(self.pool.address, self.folder, name, **changed)
         )
-        await made.wait_until_attached()
+        await node.wait_until_attached()
         await wait_until("joined", lambda: self.registrar.is_joined)
-        return made
+        return node
 
     async def start_node_process(self, name: str, **environ: str) -> "NodeProcess":
-        made = self._open.enter_context(NodeProcess(self.pool.address, self.folder, name, environ))
-        assert await made.read_reply() == "attached"
+        process = self._open.enter_context(
+            NodeProcess(self.pool.address, self.folder, name, environ)
+        )
+        assert await process.read_reply() == "attached"
         await wait_until("joined", lambda: self.registrar.is_joined)
-        return made
+        return process
 
     async def reset(self) -> None:
-        """The pool runs, and its nodes are gone."""
+        """Start the pool if it does not run, and end its nodes."""
         if self.pool.process.poll() is not None:
             self.pool.start()
         await self.start_node("warm-up")
         await self._open.aclose()
 
     async def stop_nodes(self) -> None:
-        """All nodes of the test go away; nothing is held by anybody then."""
+        """End all nodes of the test; nothing is held afterwards."""
         await self._open.aclose()
         for path in self.folder.glob("baton-arena-*"):  # of nodes that were killed
             path.unlink()
@@ -85,9 +87,9 @@ class NodeProcess:
             if pipe is not None:
                 pipe.close()
 
-    def send_order(self, do: str, **what: object) -> None:
+    def send_order(self, do: str, **arguments: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
 
     async def read_reply(self) -> Any:
@@ -95,15 +97,15 @@ class NodeProcess:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return json.loads(await asyncio.to_thread(self._process.stdout.readline))
 
-    async def run_order(self, do: str, **what: object) -> Any:
-        self.send_order(do, **what)
+    async def run_order(self, do: str, **arguments: object) -> Any:
+        self.send_order(do, **arguments)
         return await self.read_reply()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     async def wait_until_stopped(self) -> None:
-        """Until it has stopped itself."""
+        """Wait until the process has stopped itself."""
         stat = Path(f"/proc/{self._process.pid}/stat")
         await wait_until("stopped", lambda: stat.read_text().rpartition(")")[2].split()[0] in "Tt")
 

@@ -1,4 +1,4 @@
-"""A fake coordinator for a pool: it welcomes it, requests ledgers and keeps what it receives."""
+"""A fake coordinator for a pool: it accepts the join, requests ledgers and records reports."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link.stream import SequenceNumbers, add_link_service
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import Ledger
@@ -26,25 +26,25 @@ class FakePoolCoordinator:
         self.has_left = False
         self.address = ""
         self._ledgers: asyncio.Queue[Ledger] = asyncio.Queue()
-        self._sequence_numbers = link_codec.SequenceNumbers()
+        self._sequence_numbers = SequenceNumbers()
         self._context: Any = None
         self._writing = asyncio.Lock()
 
     @classmethod
     @asynccontextmanager
     async def open(cls, token: str = CLUSTER_TOKEN) -> AsyncIterator["FakePoolCoordinator"]:
-        made, server = cls(), grpc.aio.server()
-        link_codec.add_link_service(server, made._serve)
+        coordinator, server = cls(), grpc.aio.server()
+        add_link_service(server, coordinator._serve)
         credentials = coordinator_server_credentials(token, lambda: None)
-        made.address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+        coordinator.address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
         await server.start()
         try:
-            yield made
+            yield coordinator
         finally:
             await server.stop(None)
 
     async def query_ledger(self) -> Ledger:
-        """Now. It balances, as every one must."""
+        """Return the pool's present ledger, which must balance."""
         await self._send(ledger_query=pb.LedgerQuery(query=1))
         async with asyncio.timeout(TIMEOUT_SECONDS):
             found = await self._ledgers.get()
@@ -60,25 +60,26 @@ class FakePoolCoordinator:
         return found
 
     async def wait_for_ledger(self, **counts: int) -> Ledger:
-        """A ledger with these counts, and no others in use, writing or quarantined."""
-        wanted = {"in_use": 0, "writing": 0, "quarantined": 0} | counts
+        """Wait for a ledger with these counts, and no other blocks in use, writing or
+        quarantined."""
+        expected = {"in_use": 0, "writing": 0, "quarantined": 0} | counts
         loop = asyncio.get_running_loop()
         patience = loop.time() + TIMEOUT_SECONDS
         while True:
             found = await self.query_ledger()
-            if all(getattr(found, state) == count for state, count in wanted.items()):
+            if all(getattr(found, state) == count for state, count in expected.items()):
                 return found
-            assert loop.time() < patience, f"not {wanted} but {found}"
+            assert loop.time() < patience, f"not {expected} but {found}"
             await asyncio.sleep(0.02)
 
     async def arm_failpoints(self, spec: str) -> None:
-        """Returns when it is armed."""
+        """Arm failpoints, and return when they are armed."""
         await self._send(arm=pb.Arm(spec=spec))
         await self.query_ledger()
 
     async def _serve(self, _: object, context: Any) -> None:
         join = (await context.read()).join
-        self._context, self._sequence_numbers = context, link_codec.SequenceNumbers()
+        self._context, self._sequence_numbers = context, SequenceNumbers()
         incarnation = f"{len(self.joins) + 1:016x}"
         await self._send(
             welcome=pb.Welcome(incarnation=incarnation, heartbeat_seconds=0.1, silence_seconds=60.0)

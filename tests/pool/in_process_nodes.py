@@ -1,5 +1,6 @@
-"""Prefill and decode nodes of one process on one pool, stepped by hand; hand-offs copy what the
-planes would."""
+"""Prefill and decode nodes of one process on one pool, stepped by the test.
+
+Hand-offs copy what the planes would."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from kv_transfer.plane import (
     OutboundAborted,
     OutboundCommitted,
 )
-from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from prefill_node.prefill_role import PrefillRole
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.in_process_pool import InProcessPool
 from tests.unit.node_roles.role_bench import WRITER, FakeInbound, FakeOutbound, RoleBench
 
@@ -81,7 +83,7 @@ class InProcessHost:
         return (*self.prefill, *self.decode)
 
     def run_publications(self) -> None:
-        """Publications are carried out, and every node hears of its own."""
+        """Carry out publications, and report each to its node."""
         while True:
             self.pool.run_publications()
             if not any(node.inbox for node in self.nodes):
@@ -90,7 +92,8 @@ class InProcessHost:
                 node.drain_inbox()
 
     def check(self, *, idle: bool = True) -> None:
-        """Books of nodes and pool agree. `idle`: nobody holds anything."""
+        """Check that the ledgers of nodes and pool agree; with `idle`, that nobody holds a
+        block."""
         self.pool.check()
         for node in self.nodes:
             node.pool.check_invariants()
@@ -106,7 +109,7 @@ class InProcessHost:
         decode: int = 0,
         while_running: Callable[[], None] | None = None,
     ) -> list[int]:
-        """One request through both legs, to its end. Returns its tokens."""
+        """Run one request through both legs to its end, and return its tokens."""
         sender, receiver = self.prefill[prefill], self.decode[decode]
         receiver.send_item(DecodeOrder(job, WRITER))
         sender.send_item(PrefillOrder(job, needs_no_decode=False))
@@ -128,7 +131,11 @@ class InProcessHost:
     def land_handoff(
         self, sender: InProcessPrefillNode, receiver: InProcessDecodeNode, key: AttemptKey
     ) -> None:
-        ticket = next(each for each in reversed(receiver.plane.granted.values()) if each.key == key)
+        ticket = next(
+            candidate
+            for candidate in reversed(receiver.plane.granted.values())
+            if candidate.key == key
+        )
         size = PACED_LAYOUT.block_bytes
         receiver.send_item(InboundStarted(ticket.id))
         for layer, first, source in sender.plane.ready[key]:

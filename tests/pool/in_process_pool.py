@@ -1,5 +1,5 @@
-"""A pool without a process: the pool's core over a segment, and ports to it that answer when the
-test lets them."""
+"""A pool without a process: its core over a segment, and clients that answer when the test says
+so."""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from kv_pool.core.index.prompt_chain import PromptChain
 
 
 class InProcessPool:
-    """`num_blocks` may be fewer than the segment has room for."""
+    """The pool; `num_blocks` may be fewer than the segment has room for."""
 
     def __init__(self, folder: Path, layout: KVLayout, num_blocks: int = 256) -> None:
         self.folder, self.layout = folder, layout
@@ -42,18 +42,18 @@ class InProcessPool:
         return float(next(self._ticks))
 
     def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
-        made = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
-        self.clients.append(made)
-        return made
+        client = FakePoolClient(self, space, PoolClientId(f"node {len(self.clients)}"))
+        self.clients.append(client)
+        return client
 
     def run_publications(self) -> None:
-        """Carry every publication out, as they come."""
+        """Carry out every publication, in order."""
         while any(port.run_publication() for port in self.clients):
             pass
 
     @property
     def num_pins(self) -> int:
-        """Pins that nodes hold."""
+        """The number of pins that nodes hold."""
         return sum(len(port.pins) for port in self.clients)
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class FakePoolClient:
         self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(
             -1, pool.layout.block_bytes
         )
-        pool.block_pool.attach_client(client_id, pool.now())
+        pool.block_pool.attachments.attach_client(client_id, pool.now())
 
     async def run(self) -> None: ...
 
@@ -102,10 +102,10 @@ class FakePoolClient:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: RemotePrefix | None = None,
+        remote_prefix: RemotePrefix | None = None,
     ) -> None:
         chain = PromptChain(root, names, tokens, self._pool.layout.block_size)
-        self.remote_prefixes += [elsewhere] if elsewhere else []
+        self.remote_prefixes += [remote_prefix] if remote_prefix else []
 
         def answer() -> None:
             hit = self._to_hit(
@@ -129,7 +129,7 @@ class FakePoolClient:
         return True
 
     def run_publication(self) -> bool:
-        """One publication. False if there is none."""
+        """Carry out one publication; return False if there is none."""
         if not self.publish_requests:
             return False
         job = self.publish_requests.popleft()
@@ -164,7 +164,7 @@ class FakePoolClient:
         return True
 
     def drop_publication(self) -> None:
-        """The next publication is dropped."""
+        """Drop the next publication."""
         self.publish_requests.popleft().on_done(None)
 
     def _release_match(self, found: PoolMatch) -> None:

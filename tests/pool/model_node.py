@@ -1,5 +1,5 @@
-"""A model over an arena beside a pool's segment, without a process: what a node computes from
-blocks of the pool."""
+"""A model over an arena and a pool's segment, without a process: what a node computes from pool
+blocks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +14,19 @@ from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.shared_pool.pool_client import BlockCopier
 
 BLOCKS = 64
 
 
 class ModelNode:
-    """`in_place` false: blocks of the pool are copied, as for a GPU."""
+    """A node; without `in_place`, blocks of the pool are copied, as for a GPU."""
 
     def __init__(
         self, model: Path, folder: Path, device: Literal["cpu", "cuda"], *, in_place: bool
     ) -> None:
-        self.engine = ModelEngine.load(model, dtype="float32", device=device)
+        self.engine = load_model_engine(model, dtype="float32", device=device)
         layout = self.engine.layout
         size = round_up_segment_bytes(BLOCKS * layout.block_bytes, layout.block_bytes)
         self.arena, self.pool_segment = (
@@ -67,13 +67,15 @@ class ModelNode:
         tokens: list[int] = []
         while (batch := self.scheduler.schedule_step().batch) is not None:
             outcomes = self.scheduler.update_from_results(batch, self.engine.run(batch))
-            tokens += [each.event.token_id for each in outcomes if isinstance(each, TokenEmitted)]
+            tokens += [
+                outcome.event.token_id for outcome in outcomes if isinstance(outcome, TokenEmitted)
+            ]
         self.num_pool_tokens = sequence.pool_use.num_tokens
         return tokens
 
     def publish_and_wipe(self, prompt: Sequence[int], blocks: int, partial: int) -> PoolPrefix:
-        """Blocks that a former `generate` of the same prompt has left here go to the pool; the own
-        ones are wiped."""
+        """Publish the blocks that `generate` has left for the prompt, and overwrite the node's
+        own blocks."""
         layout = self.engine.layout
         chain = HashChain(
             root_hash(self.engine.model_digest, layout, b""), prompt, layout.block_size
@@ -101,8 +103,7 @@ def check_reads(
     *,
     in_place: bool,
 ) -> None:
-    """Tokens from whole blocks of the pool, and from one more that is continued by copy on
-    write."""
+    """Check tokens from whole pool blocks, and from one more that is continued by copy on write."""
     size = 16
     for blocks, partial in ((1, 0), (3, 0), (2, size - 3), (len(prompt) // size - 1, size - 1)):
         node = ModelNode(model, folder, device, in_place=in_place)

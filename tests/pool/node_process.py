@@ -1,5 +1,6 @@
-"""A node's client in a process of its own, so that it can be stopped and killed. It reads one order
-a line, and says what became of it. Failpoints come by environment."""
+"""A node's pool client in a process of its own, so that it can be stopped and killed.
+
+It reads one order a line and prints the result. Failpoints are set by environment variables."""
 
 import asyncio
 import json
@@ -18,39 +19,39 @@ async def _main(address: str, folder: str, name: str) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    async with run_pool_node(address, Path(folder), name) as made:
-        await made.wait_until_attached()
+    async with run_pool_node(address, Path(folder), name) as node:
+        await node.wait_until_attached()
         _reply("attached")
         hits: list[PoolHit] = []
         while line := await reader.readline():
-            _reply(await _run_order(made, hits, json.loads(line)))
+            _reply(await _run_order(node, hits, json.loads(line)))
 
 
-async def _run_order(made: PoolNode, hits: list[PoolHit], order: dict[str, Any]) -> object:
+async def _run_order(node: PoolNode, hits: list[PoolHit], order: dict[str, Any]) -> object:
     tokens = make_tokens(order.get("seed", 0), order.get("blocks", 0))
     match order["do"]:
         case "publish":
-            hit = await made.publish_tokens(tokens)
+            hit = await node.publish_tokens(tokens)
             if hit is not None:
-                made.release_hit(hit)
+                node.release_hit(hit)
             return len(hit.blocks) if hit is not None else None
         case "find":
-            hits.append(await made.find_prefix(tokens))
+            hits.append(await node.find_prefix(tokens))
             return len(hits[-1].blocks)
         case "read":
-            return made.read_blocks(hits[-1]) == expected_blocks(tokens)[: len(hits[-1].blocks)]
+            return node.read_blocks(hits[-1]) == expected_blocks(tokens)[: len(hits[-1].blocks)]
         case "release":
-            made.release_hit(hits.pop())
+            node.release_hit(hits.pop())
             return True
         case "attached":
-            await made.wait_until_attached()
+            await node.wait_until_attached()
             return True
         case other:
             raise ValueError(other)
 
 
-def _reply(what: object) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _reply(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

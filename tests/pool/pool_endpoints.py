@@ -1,5 +1,4 @@
-"""Two pools' ends of the transfer plane in one process, over a real connection: what one fetches,
-the other sends."""
+"""Two pools' ends of the transfer plane in one process, over a real connection."""
 
 import asyncio
 import os
@@ -66,7 +65,7 @@ class PoolEndpoint:
         self._memory = self._memory.reshape(-1, LAYOUT.block_bytes)
 
     def publish_tokens(self, tokens: Sequence[int], root: Any = UNSALTED_ROOT) -> None:
-        """As a node would publish them, with the content that follows from the tokens."""
+        """Publish blocks as a node would, with the content that follows from the tokens."""
         chain = PromptChain.from_tokens(root, tokens, LAYOUT.block_size)
         granted = self.pool.reserve_blocks(NODE_CLIENT_ID, chain, 0, monotonic_clock())
         assert granted.publication_id is not None
@@ -94,7 +93,7 @@ class PoolEndpoint:
     async def fetch_from(
         self, there: "PoolEndpoint", tokens: Sequence[int], end: int | None = None
     ) -> None:
-        """What `there` has of a chain, into this pool. Raises BatonError."""
+        """Fetch what `there` has of a chain into this pool. Raises BatonError."""
         number, written = self.reserve_publication(tokens, end)
         whole = 0
         try:
@@ -106,14 +105,14 @@ class PoolEndpoint:
             )
 
     def read_blocks(self, tokens: Sequence[int]) -> list[bytes]:
-        """What lies in the blocks that are found."""
+        """Return the content of the blocks that are found."""
         path = self.pool.memory.index.match_prefix(
             PromptChain.from_tokens(UNSALTED_ROOT, tokens, LAYOUT.block_size)
         )
         return [self._memory[block].tobytes() for block in path]
 
     async def wait_until_idle(self) -> None:
-        """Nothing is pinned, nothing is being written, and the books agree."""
+        """Wait until nothing is pinned or being written, and check that the ledgers agree."""
         self.pool.check()
         await wait_until(
             "at rest", lambda: not any(entry.num_blocks for entry in self.pool.ledger(0.0).entries)
@@ -138,7 +137,7 @@ async def pool_endpoint(
     )
     store = SegmentStore(folder, blocks * LAYOUT.block_bytes, LAYOUT)
     pool = SharedBlockPool(CacheTier(blocks, LAYOUT.block_size, LruEvictor(blocks)))
-    pool.attach_client(NODE_CLIENT_ID, 0.0)
+    pool.attachments.attach_client(NODE_CLIENT_ID, 0.0)
     me = PoolIdentity(NodeName(name), f"host of {name}", store.name, DIGEST.hex(), LAYOUT)
     incarnation = Incarnation(f"incarnation of {name}")
     parts: dict[str, Any] = {
@@ -166,12 +165,12 @@ async def pool_endpoint(
     address = PeerAddress(me.name, incarnation, me.host_id, f"127.0.0.1:{port}")
     receiver.rejoin(incarnation)
     sender.rejoin(incarnation)
-    made = PoolEndpoint(store, pool, receiver, sender, address, failpoints, server)
+    endpoint = PoolEndpoint(store, pool, receiver, sender, address, failpoints, server)
     try:
-        yield made
-        await made.wait_until_idle()
+        yield endpoint
+        await endpoint.wait_until_idle()
     finally:
         await server.stop(None)
         await asyncio.gather(receiver.close(), sender.close())
-        del made._memory
+        del endpoint._memory
         store.close()

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS
 from baton.pb import cluster_pb2 as pb
@@ -46,21 +46,21 @@ def count_attachments(cluster: Cluster) -> int:
 
 
 async def read_metric(cluster: Cluster, pattern: str) -> float:
-    """The sum of the series whose name and labels match."""
-    async with httpx.AsyncClient() as client:
+    """Return the sum of the series whose name and labels match."""
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
 async def wait_for_metric(cluster: Cluster, pattern: str, least: float) -> None:
-    """Until that sum does: what nodes count comes with their heartbeats."""
+    """Wait until that sum is reached; nodes report their counts with heartbeats."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while await read_metric(cluster, pattern) < least:
             await asyncio.sleep(0.05)
 
 
 def inserted_blocks_metric(pool: str) -> str:
-    """The metric of the blocks that a pool has taken in so far."""
+    """Return the name of the metric of the blocks that a pool has inserted."""
     return rf'baton_pool_inserted_blocks_total\{{node="{pool}"\}}'
 
 
@@ -104,17 +104,17 @@ async def generate_while_decode_dies(
                 ]
                 cluster.kill(victim)
     await cluster.arm_failpoints("decode", "")
-    told: pb.ExplainResponse = await call_cluster_service(
+    explanation: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=part.request_id)
     )
     cluster.start(victim)
     await cluster.wait_status(lambda status: len(status.nodes) == nodes)
-    return tokens, told.attempts[-1]
+    return tokens, explanation.attempts[-1]
 
 
 async def get_token_sources(cluster: Cluster, answer: GenerateAnswer) -> dict[str, int]:
     """Return where the prompt's tokens came from, by `baton explain`."""
-    told: pb.ExplainResponse = await call_cluster_service(
+    explanation: pb.ExplainResponse = await call_cluster_service(
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=answer.request_id)
     )
-    return {name: getattr(told.sources, name) for name in TOKEN_SOURCES}
+    return {name: getattr(explanation.sources, name) for name in TOKEN_SOURCES}

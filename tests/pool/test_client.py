@@ -1,4 +1,4 @@
-"""A node's client against the pool's process: looking up, publishing, letting go."""
+"""A node's client against the pool's process: look-ups, publications and releases."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,8 +38,8 @@ async def test_longest_prefix_is_found_up_to_max_tokens(host: PoolTestHost) -> N
     hit = await node.publish_tokens(tokens)
     assert hit is not None
     size = LAYOUT.block_size
-    for wanted, blocks in ((len(tokens), 4), (2 * size, 2), (2 * size - 1, 1), (0, 0)):
-        found = await node.find_prefix(tokens, wanted, partial=False)
+    for max_tokens, blocks in ((len(tokens), 4), (2 * size, 2), (2 * size - 1, 1), (0, 0)):
+        found = await node.find_prefix(tokens, max_tokens, partial=False)
         assert found.blocks == hit.blocks[:blocks]
         node.release_hit(found)
     longer = await node.find_prefix((*tokens, 1, 2, 3, 4, 5))
@@ -92,7 +92,7 @@ async def test_blocks_already_in_the_pool_are_not_copied_again(host: PoolTestHos
 
 
 async def test_publisher_needs_only_the_missing_blocks(host: PoolTestHost) -> None:
-    """Decode's way: one block, whose predecessors are in the pool."""
+    """As a decode node does: it publishes one block whose predecessors are in the pool."""
     node = await host.start_node()
     tokens = make_tokens(next(_SEEDS), 4)
     first = await node.publish_tokens(tokens[:-4], first=0)
@@ -122,13 +122,13 @@ async def test_pool_of_another_model_refuses_with_the_field(
     host: PoolTestHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await host.start_node()
-    for changed, told in (
+    for changed, reason in (
         ({"model_digest": "ff" * 32}, "model_digest"),
         ({"host_id": "elsewhere"}, "host_id"),
         ({"layout": LAYOUT.__class__(1, 2, 32, 8, "float32")}, "num_layers"),
     ):
         async with other_node(host.pool.address, host.folder, "stranger", **changed) as stranger:
-            await wait_until(told, _has_printed(capsys, told))
+            await wait_until(reason, _has_printed(capsys, reason))
             assert not stranger.client.is_attached
             assert await stranger.find_prefix(make_tokens(1, 2)) == PoolHit(None, ())
 
@@ -212,12 +212,12 @@ async def _find_into(
     found.set_result(await node.find_prefix(tokens))
 
 
-def _has_printed(capsys: pytest.CaptureFixture[str], what: str) -> Callable[[], bool]:
+def _has_printed(capsys: pytest.CaptureFixture[str], text: str) -> Callable[[], bool]:
     heard: list[str] = []
 
     def said() -> bool:
         out, err = capsys.readouterr()
         heard.append(out + err)
-        return any(what in text for text in heard)
+        return any(text in line for line in heard)
 
     return said

@@ -1,5 +1,4 @@
-"""A pool with a disk behind its memory, as a real process: what memory evicts comes back, also
-after a restart."""
+"""A pool with a disk, as a real process: what memory evicts is read back, also after a restart."""
 
 import asyncio
 import os
@@ -69,21 +68,21 @@ async def publish_and_release(
 
 
 async def wait_for_disk_ledger(host: PoolTestHost, **counts: int) -> Ledger:
-    """The disk's ledger, once it has these counts and nothing is being written or read."""
-    wanted = {"writing": 0, "in_use": 0} | counts
+    """Return the disk's ledger once it has these counts and nothing is being written or read."""
+    expected = {"writing": 0, "in_use": 0} | counts
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while True:
             await host.registrar.query_ledger()
             found = host.registrar.disk_ledger
             if found.total and all(
-                getattr(found, state) == count for state, count in wanted.items()
+                getattr(found, state) == count for state, count in expected.items()
             ):
                 return found
             await asyncio.sleep(0.02)
 
 
 async def evict_all_from_memory(host: PoolTestHost, node: PoolNode, used: int) -> None:
-    """Everything that was in memory is evicted, and what goes to disk is there: so many blocks."""
+    """Evict everything from memory, and wait until so many blocks are on disk."""
     total = (await host.registrar.query_ledger()).total
     for _ in range(4):
         await publish_and_release(node, make_tokens(next(_SEEDS), total // 4), hit=False)

@@ -1,5 +1,7 @@
-"""Kills and stops, with real processes: survivors go on, what the dead held is freed once they are
-proven gone, and what may still be read or written is not used for anything else."""
+"""Processes are killed and stopped: others continue, and blocks of a process are freed once it is
+proven dead.
+
+What a process may still read or write is not reused."""
 
 import asyncio
 import signal
@@ -20,8 +22,8 @@ _SEEDS = count(1000)
 _MISS = PoolHit(None, ())
 
 
-async def test_pool_killed(host: PoolTestHost) -> None:
-    """Readers go on, look-ups miss, and the next pool is joined, with nothing in it."""
+async def test_nodes_survive_a_killed_pool_and_attach_to_the_next(host: PoolTestHost) -> None:
+    """Readers continue, look-ups miss, and nodes attach to the next pool, which is empty."""
     node = await host.start_node()
     tokens = make_tokens(next(_SEEDS), 5)
     hit = await node.publish_tokens(tokens)
@@ -47,7 +49,7 @@ async def test_pool_killed(host: PoolTestHost) -> None:
     await wait_until("the old mapping is gone", lambda: len(_mapped_segments(node)) == 1)
 
 
-async def test_pool_stopped_and_resumed(host: PoolTestHost) -> None:
+async def test_nodes_survive_a_stopped_and_resumed_pool(host: PoolTestHost) -> None:
     node = await host.start_node(lookup_timeout_seconds=0.2)
     tokens = make_tokens(next(_SEEDS), 3)
     hit = await node.publish_tokens(tokens)
@@ -96,8 +98,8 @@ async def test_places_of_a_publisher_killed_mid_copy_are_freed(host: PoolTestHos
 
 
 async def test_blocks_of_a_stopped_reader_are_not_reused(host: PoolTestHost) -> None:
-    """However much is published meanwhile, and when its pool has given its stream up: what it reads
-    when it wakes is what it was given."""
+    """Even if much is published and the pool has closed its stream, a reader that resumes reads
+    what it was given."""
     publisher, reader = (
         await host.start_node("prefill-0"),
         await host.start_node_process("decode-0"),
@@ -119,8 +121,8 @@ async def test_blocks_of_a_stopped_reader_are_not_reused(host: PoolTestHost) -> 
 
 
 async def test_pins_are_quarantined_while_a_disconnected_reader_lives(host: PoolTestHost) -> None:
-    """Its pins are quarantined: no new look-up through the old attachment, no reuse of what it
-    reads. A new attachment stands beside it at once."""
+    """No look-up goes through the old attachment, and what it reads is not reused. A new
+    attachment is possible at once."""
     node = await host.start_node("decode-0")
     total = (await host.registrar.query_ledger()).total
     tokens = make_tokens(next(_SEEDS), total // 2)
@@ -194,7 +196,9 @@ async def test_corrupt_copy_is_refused(host: PoolTestHost) -> None:
     survivor.release_hit(found)
 
 
-async def test_pool_dies_between_verify_and_answer(host: PoolTestHost) -> None:
+async def test_publication_succeeds_again_after_the_pool_died_before_its_answer(
+    host: PoolTestHost,
+) -> None:
     node = await host.start_node()
     tokens = make_tokens(next(_SEEDS), 3)
     await host.registrar.arm_failpoints("pool.seal.after=exit*1")
@@ -222,7 +226,7 @@ async def test_pool_shuts_down_on_sigterm(host: PoolTestHost) -> None:
 
 
 def _count_attachments(node: PoolNode) -> int:
-    """So many, the last of which is in use."""
+    """Return the number of attachments so far; the last one is in use."""
     return (
         int(node.client.counters()["baton_pool_attachments_total"])
         if node.client.is_attached
@@ -231,7 +235,7 @@ def _count_attachments(node: PoolNode) -> int:
 
 
 def _mapped_segments(node: PoolNode) -> list[str]:
-    """Of pools, mapped by this node."""
+    """Return the segments of pools that this node has mapped."""
     return [span.segment for span in node.space.address_map._spans if "-pool-" in span.segment]
 
 

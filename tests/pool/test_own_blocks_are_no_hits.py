@@ -1,5 +1,4 @@
-"""What a request computes itself is never a hit: neither for its decode node, nor for a later
-attempt."""
+"""Blocks that a request computes itself are never counted as cache hits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
 from baton.errors import Cancelled
-from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.in_process_nodes import InProcessHost, reference_tokens
 from tests.pool.pooled_cluster import (
     inserted_blocks_metric,
@@ -23,12 +22,12 @@ PROMPT = tuple(range(100, 164))  # 64 tokens: four full blocks
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[InProcessHost]:
-    made = InProcessHost(tmp_path, num_blocks=64)
-    yield made
-    made.close()
+    host = InProcessHost(tmp_path, num_blocks=64)
+    yield host
+    host.close()
 
 
-def test_late_decode_lookup_does_not_hit_its_own_attempt(host: InProcessHost) -> None:
+def test_late_lookup_of_decode_finds_no_blocks_of_its_own_attempt(host: InProcessHost) -> None:
     """Prefill has computed everything before the decode node hears of the request."""
     sender, receiver = host.prefill[0], host.decode[0]
     job = make_work(PROMPT)
@@ -90,11 +89,11 @@ async def test_an_unseen_prompt_has_no_cached_tokens_when_decode_is_late(tmp_pat
             PROMPT, 8
         )
         assert parts[-1].usage.cached_tokens == 0
-        came = {
+        sources = {
             name: await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{name}"}}')
             for name in names
         }
-        assert {name: came[name] - known[name] for name in names} == {
+        assert {name: sources[name] - known[name] for name in names} == {
             "computed_prefill": 128,
             "pool": 0,
             "local_cache": 0,

@@ -1,5 +1,4 @@
-"""Blocks from one pool to another: all of them or none, whatever happens, and nothing is held
-afterwards."""
+"""Blocks are transferred between pools completely or not at all, and nothing is held afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,8 +30,7 @@ PROMPT = make_tokens(1, 20)
 async def stalled_fetch(
     folder: Path,
 ) -> AsyncIterator[tuple[PoolEndpoint, PoolEndpoint, asyncio.Task[None]]]:
-    """Who asks, who is asked, and a fetch that does not end: its seal is lost, and no time-out
-    comes soon."""
+    """Two pools and a fetch that does not end: its seal is lost, and no time-out comes soon."""
     async with pool_endpoint(folder / "a", "a") as here, pool_endpoint(folder / "b", "b") as there:
         there.publish_tokens(PROMPT)
         there.failpoints.arm("transfer.seal.before=drop*1")
@@ -81,8 +79,8 @@ async def test_failed_fetch_is_a_miss_and_leaks_nothing(tmp_path: Path) -> None:
             await here.fetch_from(there, PROMPT, end=10)
         there.address = address
         assert here.read_blocks(PROMPT) == []
-        for one in (here, there):
-            await one.wait_until_idle()
+        for endpoint in (here, there):
+            await endpoint.wait_until_idle()
         await here.fetch_from(there, PROMPT, end=10)
         assert here.read_blocks(PROMPT) == expected_blocks(PROMPT)[:10]
 
@@ -100,7 +98,7 @@ async def test_another_tenants_blocks_are_not_sent(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_fetch_from_a_stopped_writer_ends_with_its_lease(tmp_path: Path) -> None:
-    """Its end of the plane stands still, as the process would."""
+    """The sender's end of the plane is stopped, as its process would be."""
     async with (
         pool_endpoint(tmp_path / "a", "a", ticket_ttl=0.3) as here,
         pool_endpoint(tmp_path / "b", "b") as there,
@@ -127,8 +125,7 @@ async def test_death_of_the_sending_pool_fails_the_fetch_at_once(tmp_path: Path)
 
 @pytest.mark.asyncio
 async def test_cancelled_fetch_stops_the_sender(tmp_path: Path) -> None:
-    """As when the asking pool dies, or gives a connection up that another question has failed
-    on."""
+    """As when the fetching pool dies, or closes a connection on which another query has failed."""
     async with stalled_fetch(tmp_path) as (here, there, fetching):
         await here.receiver._channels.close()
         with pytest.raises(HandoffFailed):

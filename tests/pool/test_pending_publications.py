@@ -1,4 +1,4 @@
-"""A prompt that another node is publishing is waited for, and not computed a second time."""
+"""A prompt that another node is publishing is waited for, and not computed twice."""
 
 import asyncio
 import math
@@ -9,8 +9,8 @@ import pytest
 from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
 from kv_pool.memory.pending_publications import MAX_WAIT_SECONDS, PendingPublications
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS
 from tests.pool.pooled_cluster import (
     BLOCK_TOKENS,
@@ -28,8 +28,8 @@ PROMPT = make_block_chain(1, 2, 3, 4)
 
 @pytest.mark.asyncio
 async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path: Path) -> None:
-    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3
-    s."""
+    """The request is on the other two nodes. Ten copies of 30 ms are the lag; computing the
+    prefix takes 3 s."""
     settings = {
         "engine": "paced",
         "placement": "round_robin",
@@ -48,24 +48,30 @@ async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path
             prompts[0], 20
         )
         assert list(second.tokens) == paced_reference_tokens(prompts[1], 4)
-        came = await get_token_sources(cluster, second)
-        assert came["computed_prefill"] + came["computed_decode"] == 1, came
+        sources = await get_token_sources(cluster, second)
+        assert sources["computed_prefill"] + sources["computed_decode"] == 1, sources
         await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), 10)
 
 
 async def wait_until_publishing(cluster: Cluster) -> None:
-    """Until places have been reserved for it, or it is over."""
+    """Wait until blocks have been reserved for the publication, or it is over."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while True:
-            (pool,) = [one for one in (await cluster.get_ledgers()).ledgers if one.node == "pool-0"]
+            (pool,) = [
+                ledger
+                for ledger in (await cluster.get_ledgers()).ledgers
+                if ledger.node == "pool-0"
+            ]
             if pool.writing or pool.cached + pool.in_use >= len(PREFIX) // BLOCK_TOKENS:
                 return
 
 
 def make_pending_publications(clock: FakeClock) -> PendingPublications:
-    made = PendingPublications(clock)
-    made.add_publication(PUBLISHER, PROMPT, PublicationGrant(PublicationId(7), 1, (10, 11, 12)))
-    return made
+    publications = PendingPublications(clock)
+    publications.add_publication(
+        PUBLISHER, PROMPT, PublicationGrant(PublicationId(7), 1, (10, 11, 12))
+    )
+    return publications
 
 
 @pytest.mark.asyncio
@@ -78,9 +84,9 @@ async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
     assert found.find_pending(READER, make_block_chain(1, 9), 1, 2, None) is None, "another prompt"
     assert found.find_pending(READER, PROMPT, 1, 1, None) is None, "no more is wanted"
     assert found.find_pending(PUBLISHER, PROMPT, 1, 4, None) is None, "it has them"
-    arrival = found.find_pending(READER, PROMPT, 1, 3, None)
-    assert arrival is not None
-    assert (arrival.num_blocks, arrival.max_wait_seconds) == (2, MAX_WAIT_SECONDS)
+    pending = found.find_pending(READER, PROMPT, 1, 3, None)
+    assert pending is not None
+    assert (pending.num_blocks, pending.max_wait_seconds) == (2, MAX_WAIT_SECONDS)
     brief = found.find_pending(READER, PROMPT, 1, 4, 0.001)
     assert brief is not None
     assert math.isclose(brief.max_wait_seconds, 3 * PROMPT_BLOCK_TOKENS * 0.001)
@@ -88,9 +94,9 @@ async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
     assert found.find_pending(READER, PROMPT, 1, 4, 0.001) is None, (
         "computing would have been as quick"
     )
-    assert not arrival.done_event.is_set()
+    assert not pending.done_event.is_set()
     found.remove_publication(PUBLISHER, PublicationId(7))
-    assert arrival.done_event.is_set()
+    assert pending.done_event.is_set()
     assert brief.done_event.is_set()
     assert found.find_pending(READER, PROMPT, 1, 4, None) is None
     assert len(found) == 0
@@ -99,8 +105,8 @@ async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
 @pytest.mark.asyncio
 async def test_detached_publisher_ends_every_wait() -> None:
     found = make_pending_publications(FakeClock())
-    arrival = found.find_pending(READER, PROMPT, 1, 4, None)
-    assert arrival is not None
+    pending = found.find_pending(READER, PROMPT, 1, 4, None)
+    assert pending is not None
     found.remove_publisher(PUBLISHER)
-    await asyncio.wait_for(arrival.done_event.wait(), TIMEOUT_SECONDS)
+    await asyncio.wait_for(pending.done_event.wait(), TIMEOUT_SECONDS)
     assert len(found) == 0

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 from tests.pool.pooled_cluster import (
     TOKEN_SOURCES,
@@ -27,28 +27,32 @@ PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
 async def read_prompt_tokens(cluster: Cluster, source: str) -> float:
-    """Prompt tokens of all requests so far, by the metric."""
+    """Return the prompt tokens of all requests so far, from the metric."""
     return await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{source}"}}')
 
 
 async def get_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str]:
-    """That served it."""
+    """Return the nodes that served the request."""
     request = pb.ExplainRequest(request_id=answer.request_id)
-    told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
+    explanation: pb.ExplainResponse = await call_cluster_service(
+        cluster.grpc_address, "Explain", request
+    )
     return {
-        name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)
+        name
+        for attempt in explanation.attempts
+        for name in (attempt.prefill_node, attempt.decode_node)
     } - {""}
 
 
 async def count_node_cached_blocks(cluster: Cluster) -> int:
-    """That nodes hold themselves, and nobody uses."""
+    """Count the cached blocks of nodes that no sequence uses."""
     return sum(
         ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0"
     )
 
 
 async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
-    """Until nodes have published so many blocks, and nothing is on its way any more."""
+    """Wait until nodes have published so many blocks, and no publication is under way."""
     await wait_for_metric(cluster, PUBLISHED, blocks)
     await cluster.wait_idle()
 
@@ -71,22 +75,22 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
         )
         for prompt, answer in zip(prompts[1:], answers, strict=True):
             assert list(answer.tokens) == paced_reference_tokens(prompt, 8)
-            came = await get_token_sources(cluster, answer)
-            assert came["pool"] >= 800
-            assert came["computed_prefill"] + came["computed_decode"] <= 20
+            sources = await get_token_sources(cluster, answer)
+            assert sources["pool"] >= 800
+            assert sources["computed_prefill"] + sources["computed_decode"] <= 20
             assert answer.usage.cached_tokens >= 800
         served = [await get_serving_nodes(cluster, answer) for answer in (first, *answers)]
         assert set().union(*served) == {
             f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)
         }
-        came = {
+        sources = {
             source: await read_prompt_tokens(cluster, source) - known[source]
             for source in TOKEN_SOURCES
         }
-        assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, (
+        assert sources["computed_prefill"] + sources["computed_decode"] <= 7 * 20, (
             "the prefix is computed nowhere again"
         )
-        assert came["pool"] >= 7 * 800
+        assert sources["pool"] >= 7 * 800
         await wait_for_metric(
             cluster, r"baton_pool_repointed_blocks_total\S*", 50
         )  # private copies are given up
@@ -123,9 +127,9 @@ async def test_cluster_computes_without_its_pool_and_attaches_to_the_next(tmp_pa
         prompt = list(PREFIX)
 
         async def ask(last: int) -> dict[str, int]:
-            asked = [*prompt, last]
-            answer = await cluster.generate(asked, max_tokens=4, ignore_eos=True)
-            assert list(answer.tokens) == paced_reference_tokens(asked, 4)
+            prompt_tokens = [*prompt, last]
+            answer = await cluster.generate(prompt_tokens, max_tokens=4, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference_tokens(prompt_tokens, 4)
             return await get_token_sources(cluster, answer)
 
         before = await read_metric(cluster, PUBLISHED)
@@ -145,15 +149,15 @@ async def test_cluster_computes_without_its_pool_and_attaches_to_the_next(tmp_pa
 
 @pytest.mark.asyncio
 async def test_next_turn_computes_only_its_new_tokens(tmp_path: Path) -> None:
-    """Whichever nodes it lands on."""
+    """Whichever nodes serve it."""
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
         tokens, served = list(PREFIX[:100]), set[str]()
         for turn in range(5):
             answer = await cluster.generate(tokens, max_tokens=40, ignore_eos=True)
             assert list(answer.tokens) == paced_reference_tokens(tokens, 40)
-            came = await get_token_sources(cluster, answer)
+            sources = await get_token_sources(cluster, answer)
             if turn:
-                assert came["computed_prefill"] + came["computed_decode"] <= 20 + 16
+                assert sources["computed_prefill"] + sources["computed_decode"] <= 20 + 16
             served |= await get_serving_nodes(cluster, answer)
             tokens += [*answer.tokens, *range(2000 + turn, 2020 + turn)]
             await cluster.wait_idle()

@@ -1,5 +1,6 @@
-"""Tokens are those of the reference whatever the pool has of the prompt: in place, copied, and with
-a block continued by copy on write."""
+"""Tokens equal the reference's whatever the pool has of the prompt.
+
+Pool blocks are read in place, copied, or continued by copy on write."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ HITS = ("nothing", "a block", "half", "all but one token", "all")
 
 @pytest.fixture(params=[True, False], ids=["in place", "copied"])
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InProcessHost]:
-    made = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64, in_place=request.param)
-    yield made
-    made.close()
+    host = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64, in_place=request.param)
+    yield host
+    host.close()
 
 
 def pooled_tokens(hit: str, length: int) -> int:
@@ -43,8 +44,10 @@ def test_tokens_are_those_of_the_reference(host: InProcessHost, hit: str, length
     second = make_work(prompt, request="b", max_tokens=20)
     assert host.serve_request(second, prefill=1, decode=1) == reference_tokens(second)
     known = len(shared) // BLOCK_TOKENS * BLOCK_TOKENS
-    computed = sum(each.computed_tokens for each in host.prefill[1].pop_messages("prefill_ended"))
-    computed += sum(each.computed_tokens for each in host.decode[1].pop_messages("admitted"))
+    computed = sum(
+        message.computed_tokens for message in host.prefill[1].pop_messages("prefill_ended")
+    )
+    computed += sum(message.computed_tokens for message in host.decode[1].pop_messages("admitted"))
     assert computed <= max(1, length - known)
     if hit == "all" and length > BLOCK_TOKENS:
         assert computed < BLOCK_TOKENS, "the last block goes on from a copy"

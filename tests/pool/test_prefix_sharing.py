@@ -1,4 +1,4 @@
-"""Nodes of one host on one pool: what one has computed is found by all, read in place, and in
+"""Nodes of one host share a pool: what one computes is found by all, read in place, and in
 memory once."""
 
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ PROMPT = tuple(range(100, 150))  # 50 tokens: three blocks and two tokens
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[InProcessHost]:
-    made = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64)
-    yield made
-    made.close()
+    host = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64)
+    yield host
+    host.close()
 
 
 def test_a_prefix_is_computed_once_and_in_memory_once(host: InProcessHost) -> None:
@@ -71,8 +71,7 @@ def test_running_request_switches_to_the_published_blocks(host: InProcessHost) -
 
 
 def test_waiting_request_starts_with_a_prefix_published_meanwhile(tmp_path: Path) -> None:
-    """Its own look-up came too early, and the copies in this node's cache are gone by the time it
-    gets blocks."""
+    """Its look-up came too early, and this node's copies are evicted by the time it gets blocks."""
     host = InProcessHost(tmp_path, num_blocks=64, max_batched_tokens=32)
     node = host.prefill[0]
     jobs = [
@@ -134,8 +133,7 @@ def test_slow_lookup_delays_only_its_own_attempt(host: InProcessHost) -> None:
 
 
 def test_unrelated_commands_do_not_end_a_lookup(host: InProcessHost) -> None:
-    """An operator's question and the end of some other node cost no prompt what the pool has of
-    it."""
+    """A query by an operator and the end of another node do not interrupt a look-up."""
     node = host.decode[0]
     assert node.pool_client is not None
     node.pool_client.is_slow = True
@@ -288,7 +286,7 @@ def test_next_turn_computes_only_new_tokens_and_at_most_one_block(host: InProces
 
 
 def test_sender_keeps_its_pool_pins_until_sent(tmp_path: Path) -> None:
-    """Its sequence has ended by then, and the pool would like to have the room."""
+    """Its sequence has ended by then, and the pool needs the room."""
     host = InProcessHost(tmp_path, prefill=2, decode=1, num_blocks=64, pool_blocks=4)
     host.serve_request(make_work(PROMPT, request="a"))
     host.run_publications()
@@ -306,7 +304,11 @@ def test_sender_keeps_its_pool_pins_until_sent(tmp_path: Path) -> None:
     while host.prefill[0].step():
         pass
     host.run_publications()
-    assert sorted(host.pool.block_pool.memory.index.depth(block) for block in range(3)) == [0, 1, 2]
+    assert sorted(host.pool.block_pool.memory.index.paths.depth(block) for block in range(3)) == [
+        0,
+        1,
+        2,
+    ]
     host.land_handoff(sender, receiver, job.key)
     while receiver.step():
         pass

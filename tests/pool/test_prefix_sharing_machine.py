@@ -1,5 +1,7 @@
-"""Nodes on one pool under random orders, steps, publications, evictions, late answers, cancels:
-every token is right, every table names blocks that hold what they should, and every ledger
+"""Nodes on one pool under random orders, steps, publications, evictions, late answers and
+cancellations.
+
+Every token is correct, every table names blocks with the right content, and every ledger
 balances."""
 
 import tempfile
@@ -122,16 +124,16 @@ class NodesOnOnePool(RuleBasedStateMachine):
 
     @rule()
     def deliver_handoffs(self) -> None:
-        """Tickets reach their writers, and what is computed lands."""
+        """Deliver tickets to their writers, and land what is computed."""
         for receiver in self.host.decode:
-            for told in receiver.pop_messages("reserved"):
-                key = wire.attempt_key_from_pb(told.key)
-                if key in self.jobs and not told.HasField("ticket"):
+            for message in receiver.pop_messages("reserved"):
+                key = wire.attempt_key_from_pb(message.key)
+                if key in self.jobs and not message.HasField("ticket"):
                     for sender in self.host.prefill:
                         sender.send_item(CancelOrder(key, Cancelled("decode has all of it")))
                 elif key in self.jobs:
-                    ticket = receiver.plane.granted[TicketId(told.ticket.id)]
-                    next(each for each in self.host.prefill if key in each.plane.opened).send_item(
+                    ticket = receiver.plane.granted[TicketId(message.ticket.id)]
+                    next(node for node in self.host.prefill if key in node.plane.opened).send_item(
                         TicketOrder(ticket)
                     )
         self.answer_planes()
@@ -144,7 +146,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
         self.read_messages()
 
     def find_receiver(self, key: AttemptKey) -> InProcessDecodeNode | None:
-        """Whoever waits for that hand-off."""
+        """Return the node that waits for the hand-off."""
         for node in self.host.decode:
             for ticket in node.plane.granted.values():
                 if ticket.key == key and key in self.jobs and ticket.id not in node.plane.committed:
@@ -162,8 +164,8 @@ class NodesOnOnePool(RuleBasedStateMachine):
                     ):  # perhaps by the first token, which prefill draws: decode waits in vain
                         self.cancel_attempt(key)
             for kind in ("failed", "refused"):
-                for told in node.pop_messages(kind):
-                    self.cancel_attempt(wire.attempt_key_from_pb(told.key))
+                for message in node.pop_messages(kind):
+                    self.cancel_attempt(wire.attempt_key_from_pb(message.key))
 
     # what has to hold
 

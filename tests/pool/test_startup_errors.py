@@ -1,4 +1,4 @@
-"""A pool that cannot start says why, in one line with the setting that mends it."""
+"""A pool that cannot start says why in one line that names the setting to change."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.pool.harness import ROOT
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "error_text"),
     [
         ({"BATON_POOL_MEMORY": "900TiB"}, "--pool-memory"),
         ({"BATON_POOL_MEMORY": "much"}, "pool_memory is 'much'"),
@@ -24,7 +24,7 @@ from tests.pool.harness import ROOT
     ],
 )
 def test_bad_settings_stop_the_pool_with_one_line(
-    tmp_path: Path, settings: dict[str, str], said: str
+    tmp_path: Path, settings: dict[str, str], error_text: str
 ) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "kv_pool"],
@@ -41,5 +41,5 @@ def test_bad_settings_stop_the_pool_with_one_line(
         check=False,
     )
     assert ended.returncode == 2
-    assert said in ended.stderr.strip().splitlines()[-1]
+    assert error_text in ended.stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,4 @@
-"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to
-the other once."""
+"""Two hosts with a pool each, as real processes: a prefix is computed once and promoted once."""
 
 import asyncio
 from pathlib import Path
@@ -19,17 +18,17 @@ SLOW_PREFILL = (
 )
 
 
-async def wait_for_promotions(cluster: Cluster, **wanted: int) -> None:
-    """Until pools have told of so many, and of no others."""
-    wanted = {"started": 0, "done": 0, "failed": 0} | wanted
+async def wait_for_promotions(cluster: Cluster, **expected: int) -> None:
+    """Wait until the pools have reported so many promotions, and no others."""
+    expected = {"started": 0, "done": 0, "failed": 0} | expected
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while (
-            told := {
+            counters := {
                 name: await read_metric(cluster, rf"baton_pool_promotions_{name}_total\S*")
-                for name in wanted
+                for name in expected
             }
-        ) != wanted:
-            assert all(told[name] <= wanted[name] for name in wanted), told
+        ) != expected:
+            assert all(counters[name] <= expected[name] for name in expected), counters
             await asyncio.sleep(0.05)
 
 
@@ -37,28 +36,31 @@ async def wait_for_promotions(cluster: Cluster, **wanted: int) -> None:
 async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
     model = build_model("llama", tmp_path)
     prefix = [token % 500 for token in range(7, 7 * 801, 7)][:800]
-    asked = find_stable_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
+    prompts = find_stable_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
     settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
     async with two_host_cluster(tmp_path, **settings) as cluster:
         await cluster.arm_failpoints("prefill", SLOW_PREFILL)
         await place_only_on_hosts(cluster, 0)
-        first = await cluster.generate(asked[0].prompt, max_tokens=OUTPUT, temperature=0.0)
-        assert first.tokens == asked[0].reference_tokens
+        first = await cluster.generate(prompts[0].prompt, max_tokens=OUTPUT, temperature=0.0)
+        assert first.tokens == prompts[0].reference_tokens
         assert (await get_token_sources(cluster, first))["computed_prefill"] == 820
         await wait_for_published_blocks(cluster, 50)
         await wait_until_known(cluster, "pool-0", 50)
         await cluster.arm_failpoints("prefill", "")  # that it was slow is known by now
         await place_only_on_hosts(cluster, 0, 1)
         answers = await asyncio.gather(
-            *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
+            *(
+                cluster.generate(prompt.prompt, max_tokens=OUTPUT, temperature=0.0)
+                for prompt in prompts[1:]
+            )
         )
         remote = 0
-        for one, answer in zip(asked[1:], answers, strict=True):
-            assert answer.tokens == one.reference_tokens
-            came = await get_token_sources(cluster, answer)
-            assert came["pool"] + came["remote_pool"] >= 800
-            assert came["computed_prefill"] + came["computed_decode"] <= 20
-            remote += came["remote_pool"]
+        for prompt, answer in zip(prompts[1:], answers, strict=True):
+            assert answer.tokens == prompt.reference_tokens
+            sources = await get_token_sources(cluster, answer)
+            assert sources["pool"] + sources["remote_pool"] >= 800
+            assert sources["computed_prefill"] + sources["computed_decode"] <= 20
+            remote += sources["remote_pool"]
         assert remote >= 800, "of whoever waited for it"
         await wait_for_promotions(cluster, started=1, done=1)
         ledgers = {ledger.node: ledger.cached for ledger in (await cluster.wait_idle()).ledgers}

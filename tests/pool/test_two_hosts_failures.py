@@ -1,5 +1,4 @@
-"""Two hosts with a pool each, and what can go wrong between the pools: it costs computing, and
-nothing else."""
+"""Failures between the pools of two hosts cost computation, and nothing else."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,9 +8,9 @@ import pytest
 
 from coordinator.core.admission.tenants import hash_key
 from kv_pool.core.peers.fetch_estimator import MIN_BACKOFF_SECONDS
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, collect_answer, stream_generate
+from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import wait_until
 from tests.pool.pooled_cluster import (
     count_attachments,
@@ -43,7 +42,8 @@ class TwoHostScenario:
     async def generate_on_host(
         self, tokens: Sequence[int], host: int, tenant: str = "gold"
     ) -> dict[str, int]:
-        """Answered rightly, by nodes of that host. Where its tokens came from."""
+        """Serve the request on nodes of that host, check its tokens, and return where its prompt
+        tokens came from."""
         await place_only_on_hosts(self.cluster, host)
         async with stream_generate(
             self.cluster.grpc_address, tokens, api_key=tenant, **_ASKED
@@ -53,7 +53,8 @@ class TwoHostScenario:
         return await get_token_sources(self.cluster, answer)
 
     async def compute_on_first_host(self, tokens: Sequence[int]) -> None:
-        """Computed on the first host, and in its pool, as the coordinator knows."""
+        """Compute the prompt on the first host, and wait until the coordinator knows that its
+        pool has it."""
         before = await read_metric(self.cluster, inserted_blocks_metric("pool-0"))
         assert (await self.generate_on_host(tokens, 0))["computed_prefill"] == len(tokens)
         await wait_until_known(self.cluster, "pool-0", before + BLOCKS)
@@ -103,7 +104,8 @@ async def check_wrong_checksum(scene: TwoHostScenario) -> None:
 
 
 async def check_stopped_pool(scene: TwoHostScenario) -> None:
-    """Whoever asks waits no longer than computing would take, and the ticket ends by its lease."""
+    """The fetching pool waits no longer than computing would take, and the ticket ends with its
+    lease."""
     await scene.compute_on_first_host(make_prompt(3))
     scene.cluster.freeze("pool-0")
     assert (await scene.generate_on_host(make_prompt(3), 1))["computed_prefill"] == len(

@@ -47,7 +47,7 @@ async def two_host_cluster(folder: Path, **settings: Any) -> AsyncIterator[Clust
 
 
 async def place_only_on_hosts(cluster: Cluster, *hosts: int) -> None:
-    """New requests are placed on nodes of these hosts only."""
+    """Place new requests only on nodes of these hosts."""
     for name in ("prefill", "decode"):
         for host in (0, 1):
             node = f"{name}-{host}"

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from baton.types import TokenLogprobs
 from coordinator.generation import PromptLogprobsEvent, TokensEvent
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests import http_exchange
 from tests.cluster import Cluster
 from tests.integration.frontend.frontend_harness import (
@@ -29,6 +28,7 @@ from tests.integration.frontend.frontend_harness import (
     finished_event,
     running_frontend,
 )
+from tests.paced_reference import paced_reference_tokens
 from tests.small_tokenizers import chat_tokenizer
 
 VOCAB_SIZE = 300  # of both targets

@@ -17,7 +17,6 @@ import grpc
 from baton.cli.supervisor import ports
 from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.pb.cluster_pb2 import StatusResponse
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.history import (
     ClientApi,
@@ -28,8 +27,9 @@ from tests.history import (
     Hung,
     Operation,
     Tokens,
-    find_violations,
 )
+from tests.history_checks import find_violations
+from tests.paced_reference import paced_reference_tokens
 from tests.recording_clients import RecordingClients
 
 CLIENTS = 8

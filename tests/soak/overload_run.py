@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoop, OpenLoopOutcome, OpenLoopRequest
+from tests.open_loop import OpenLoop, OpenLoopOutcome, OpenLoopRequest, percentile
 from tests.processes import measure_private_bytes
 from tests.soak.conftest import Figures
-from tests.virtual_cluster import percentile
 
 JUDGED_SECONDS = 30.0  # seconds: from there on time is judged as well as outcomes
 MAX_RECOVERY_SECONDS = 10.0  # seconds
@@ -40,7 +39,7 @@ class OverloadRun:
         return self.seconds >= JUDGED_SECONDS
 
     def new_open_loop(self) -> OpenLoop:
-        """Each has prompts that nobody has sent before."""
+        """Return clients whose prompts nobody has sent before."""
         self._seed += 1
         return OpenLoop(self.cluster.endpoints.http, self._seed)
 
@@ -60,8 +59,7 @@ class OverloadRun:
         assert holds or not self.is_judged, why
 
     async def measure_capacity(self, ask: OpenLoopRequest, lanes: int) -> None:
-        """What it serves an idle client in, and how much it serves when more ask than it can
-        take."""
+        """Measure the latency of an idle cluster, and its throughput when it is saturated."""
         loop = self.new_open_loop()
         first = [await loop.run_client(ask) for _ in range(7)]
         self.idle_ttft_seconds = percentile([each.ttft_seconds for each in first], 0.5)
@@ -77,8 +75,8 @@ class OverloadRun:
         )
 
     async def measure_recovery(self, loop: OpenLoop, ask: OpenLoopRequest, since: float) -> float:
-        """Seconds until a newcomer was served as it had been before; in a short run, until it was
-        served."""
+        """Return the seconds until a new request is served as before; in a short run, until it
+        is served."""
         while True:
             outcome = await loop.run_client(ask)
             if outcome.is_served and (
@@ -94,7 +92,7 @@ class OverloadRun:
         return measure_private_bytes(self.cluster.get_pids())
 
     def find_largest_growth(self, before: dict[str, int]) -> tuple[str, int]:
-        """The process that has grown most, and by how many bytes."""
+        """Return the process whose memory has grown most, and by how many bytes."""
         after = self.measure_memory()
         name = max(after, key=lambda each: after[each] - before[each])
         return name, after[name] - before[name]
@@ -105,7 +103,7 @@ def format_ms(seconds: float) -> str:
 
 
 def format_percentiles(values: Sequence[float]) -> str:
-    """Seconds, as milliseconds."""
+    """Format seconds as milliseconds."""
     if not values:
         return "none"
     return (
@@ -115,7 +113,7 @@ def format_percentiles(values: Sequence[float]) -> str:
 
 
 def p99(values: Sequence[float]) -> float:
-    """0 if there are none."""
+    """Return the 99th percentile; 0 without values."""
     return percentile(list(values), 0.99) if values else 0.0
 
 
@@ -124,6 +122,6 @@ def list_ttfts(outcomes: Sequence[OpenLoopOutcome], since: float = 0.0) -> list[
 
 
 def format_send_lag(outcomes: Sequence[OpenLoopOutcome]) -> str:
-    """How much later than they were due requests were sent: of what is measured, the clients' own
-    part."""
+    """Return how much later than due requests were sent: the clients' own part of what is
+    measured."""
     return format_percentiles([each.sent_at - each.due_at for each in outcomes])

@@ -1,5 +1,6 @@
-"""A pool and its users as processes, and what befalls them: killed, stopped and woken, told to end,
-at moments and in an order that a seed decides. Whoever is killed is started again."""
+"""A pool and its users as processes that are killed, stopped, resumed and terminated.
+
+A seed decides when and in which order. A process that was killed is started again."""
 
 import asyncio
 import contextlib
@@ -35,7 +36,7 @@ EXIT_TIMEOUT_SECONDS = 60.0
 
 
 class PoolUserProcess:
-    """`seed` decides what it does."""
+    """A user of the pool in a process of its own; `seed` decides what it does."""
 
     def __init__(self, run: "PoolFaultRun", number: int, seed: int) -> None:
         self._run = run
@@ -58,7 +59,7 @@ class PoolUserProcess:
         self._listening = asyncio.create_task(self._read_messages(self._process))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """A no-op for one that is gone."""
+        """Send a signal; does nothing if the process is gone."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -68,7 +69,7 @@ class PoolUserProcess:
         assert await self._wait_exit() == -signal.SIGKILL
 
     async def shut_down(self) -> None:
-        """Well."""
+        """End every process in an orderly way."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -91,7 +92,7 @@ class PoolUserProcess:
 
 
 class PoolFaultRun:
-    """`each`: operations between two faults, on the average."""
+    """A run with `each` operations between two faults, on the average."""
 
     def __init__(
         self, pool: PoolProcess, registrar: FakePoolCoordinator, seed: int, each: int
@@ -123,7 +124,8 @@ class PoolFaultRun:
         self._progress.set()
 
     async def run_operations(self, operations: int) -> None:
-        """Afterwards every process but the pool's has ended well, and nothing is held."""
+        """Run the operations. Afterwards every user has ended without an error, and nothing is
+        held."""
         await asyncio.gather(*(user.start() for user in self._users))
         at = 0
         while at < operations and not self.errors:
@@ -140,7 +142,7 @@ class PoolFaultRun:
             await self._registrar.wait_for_ledger()
 
     async def kill_all(self) -> None:
-        """Whatever is left after a failure."""
+        """Kill every process that is left after a failure."""
         for user in self._users:
             user.send_signal(signal.SIGKILL)
         segments.remove_stale_segments(self.pool.folder)
@@ -154,7 +156,7 @@ class PoolFaultRun:
                 await self._progress.wait()
 
     def _draw_faults(self) -> Iterator[str]:
-        """Every kind comes before one comes again."""
+        """Draw faults so that every kind occurs once before one occurs again."""
         while True:
             yield from self._random.sample(FAULTS, len(FAULTS))
 
@@ -192,7 +194,7 @@ class PoolFaultRun:
                 await self._check_ledger()
 
     def _resume_later(self, user: PoolUserProcess) -> None:
-        """Later; what befalls others meanwhile finds it stopped."""
+        """Resume the process later; meanwhile other faults occur while it is stopped."""
 
         async def wake(after: float) -> None:
             await asyncio.sleep(after)

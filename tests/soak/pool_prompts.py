@@ -1,6 +1,6 @@
-"""What the users of a soaked pool ask for: families of prompts that share a beginning and fork
-inside a block. A block holds its own name over and over, so whoever reads it sees at once whether
-it is whole, and whose it is."""
+"""Prompts for the users of a pool: families that share a prefix and fork inside a block.
+
+A block repeats its own hash, so that a reader sees whether it is whole and which block it is."""
 
 import ctypes
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def _prompt(family: int, branch: int) -> PoolPrompt:
 
 
 def block_content(name: bytes) -> bytes:
-    """Of the block with this name."""
+    """Return the content of the block with this hash."""
     return name * (LAYOUT.block_bytes // HASH_BYTES)
 
 
@@ -67,7 +67,8 @@ class BlockChecker:
         }
 
     def find_error(self, address: int, name: bytes) -> str | None:
-        """With the block at `address`, which is to hold the one with this name."""
+        """Return what is wrong with the block at `address`, which must hold the block with this
+        hash."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
         return (
             None
@@ -76,7 +77,7 @@ class BlockChecker:
         )
 
     def find_prefix_error(self, address: int, tokens: tuple[int, ...]) -> str | None:
-        """With the block at `address`, whose first tokens are to be these."""
+        """Return what is wrong with the block at `address`, which must begin with these tokens."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
         name = found[:HASH_BYTES]
         if found != block_content(name) or self._tokens.get(name, ())[: len(tokens)] != tokens:

@@ -47,8 +47,8 @@ COPY_FAULTS = (
 
 
 class PoolUserClient:
-    """One client, from its first dial to its goodbye. What it has found stays readable until it is
-    released, also after the client has gone."""
+    """One client, from its first dial to its close. What it has found stays readable until it is
+    released, also after the client has closed."""
 
     def __init__(self, address: str, folder: Path, name: str, own: memoryview) -> None:
         self.space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
@@ -62,14 +62,14 @@ class PoolUserClient:
         await asyncio.gather(self._running, return_exceptions=True)
 
     def break_stream(self) -> None:
-        """As if its stream had broken."""
+        """Close the stream as if its connection had broken."""
         line = self.client._connection
         if line is not None:
             line.stream.close("abandoned by the soak")
 
     @property
     def mapped_segments(self) -> list[str]:
-        """Pools' segments."""
+        """Return the segments of pools that this process has mapped."""
         return [span.segment for span in self.space.address_map._spans]
 
 
@@ -136,7 +136,7 @@ class PoolUser:
         self._counts.clear()
 
     def write_blocks(self, task: int, prompt: PoolPrompt) -> tuple[int, ...]:
-        """What a model would, into the task's own blocks. Returns those."""
+        """Write what a model would into the task's own blocks, and return them."""
         first = task * PROMPT_BLOCKS
         for number in range(len(prompt.block_hashes) // 32):
             self._own_blocks[first + number] = np.frombuffer(
@@ -161,22 +161,22 @@ class PoolUser:
         self.count_operation("blocks read", len(hit.blocks) + (hit.partial_block is not None))
 
     async def replace_client(self) -> None:
-        """Goodbye, and another client in its place. What other tasks still hold, they read and
-        release all the same."""
+        """Close the client and open another one. Other tasks still read and release what they
+        hold."""
         async with self._replacing:
             leaving = self._user_client
             await leaving.close()
             self._user_client = self._make_client()
 
     def choose_prompt(self, random: Random) -> PoolPrompt:
-        """Some are asked for more often than others."""
+        """Choose a prompt; some are chosen more often than others."""
         return self._prompts[
             min(random.randrange(len(self._prompts)), random.randrange(len(self._prompts)))
         ]
 
 
 class _PoolUserTask:
-    """Asks for one thing after the other, and holds what it has found for a while."""
+    """Makes one look-up after the other, and holds what it has found for a while."""
 
     def __init__(self, user: PoolUser, number: int, random: Random) -> None:
         self._user = user
@@ -207,7 +207,7 @@ class _PoolUserTask:
 
     @property
     def _attached(self) -> bool:
-        """Whoever is the user's client now."""
+        """Return the present client of the user."""
         return self._user.user_client.client.is_attached
 
     async def look_up(self) -> None:
@@ -220,7 +220,7 @@ class _PoolUserTask:
         self._add_hit(membership, await found, prompt)
 
     async def publish(self) -> None:
-        """All of a prompt as prefill does, or its last blocks as decode does."""
+        """Publish a whole prompt as prefill does, or its last blocks as decode does."""
         user = self._user
         membership, prompt = (
             user.user_client,
@@ -246,8 +246,8 @@ class _PoolUserTask:
                 self._add_hit(membership, hit, prompt)
 
     async def spoil(self) -> None:
-        """A publication some of whose copies fail, go wrong or take long; another task's may meet
-        with it instead."""
+        """Publish with copies that fail, are corrupt or take long, maybe while another task
+        publishes the same."""
         FAILPOINTS.arm(f"pool.copy.before={self._random.choice(COPY_FAULTS)}")
         try:
             await self.publish()
@@ -276,14 +276,14 @@ class _PoolUserTask:
             self._release_one()
 
     def _release_one(self) -> None:
-        """Of any, after a last look."""
+        """Release one of the blocks that are held, after checking it once more."""
         held = self._held.pop(self._random.randrange(len(self._held)))
         self._user.check_blocks(held)
         assert held.hit.pin is not None
         held.user_client.client.release_pin(held.hit.pin)
 
     def _keep_held(self) -> None:
-        """Until much has been published since."""
+        """Hold what was found until much more has been published."""
         self._kept += self._held
         self._held = []
         self._keep_for = self._random.randrange(*KEPT_OPERATIONS)

@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
 from baton.cli.views.counters import sum_counter
 from coordinator.core.admission.tenants import hash_key
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, for_tenant, percentile
 from tests.pool.harness import wait_until
 from tests.soak.conftest import Figures
 from tests.soak.overload_run import (
@@ -30,7 +30,6 @@ from tests.soak.overload_run import (
     format_send_lag,
     list_ttfts,
 )
-from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,7 +63,7 @@ class FairnessRun:
     tenants_file: Path
 
     def write_tenants_file(self, rate: float | None = None, headroom: float | None = None) -> None:
-        """The greedy one's limit in requests a second, and what who asks for too much leaves."""
+        """Write the file with the greedy tenant's rate limit and the headroom share."""
         head = "" if headroom is None else f"headroom = {headroom}\n"
         self.tenants_file.write_text(
             head + "".join(_entry(name, rate if name == "greedy" else None) for name in TENANTS)
@@ -73,7 +72,7 @@ class FairnessRun:
     async def reload_tenants(
         self, rate: float | None = None, headroom: float | None = None
     ) -> None:
-        """The coordinator has read it when this returns."""
+        """Reload the file, and return when the coordinator has read it."""
         log = self.overload_run.cluster.logs.log_path("coordinator")
         before = log.read_text().count("tenants reloaded")
         self.write_tenants_file(rate, headroom)
@@ -117,7 +116,8 @@ async def idle_afterwards(fairness: FairnessRun) -> AsyncIterator[None]:
 async def run_tenant_loads(
     overload: OverloadRun, seed: int, **rates: float
 ) -> dict[str, list[OpenLoopOutcome]]:
-    """Of each tenant, at its share of the capacity; those who arrived when the others had."""
+    """Return the outcomes of each tenant at its share of the capacity, once all of them have
+    load."""
     loop = overload.new_open_loop()
     loop.arrival_seed = seed
     began = time.monotonic()
@@ -193,7 +193,7 @@ async def test_tenant_at_ten_times_its_share_does_not_slow_others(fairness: Fair
 async def test_device_seconds_add_up(fairness: FairnessRun) -> None:
     overload = fairness.overload_run
     await run_tenant_loads(overload, 3, gold=TENANT_SHARE, a=2 * TENANT_SHARE)
-    async with httpx.AsyncClient(base_url=overload.cluster.admin_url) as admin:
+    async with httpx2.AsyncClient(base_url=overload.cluster.admin_url) as admin:
         lines = [
             line.rpartition(" ")
             for line in (await admin.get("/metrics")).text.splitlines()

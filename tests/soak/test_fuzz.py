@@ -74,7 +74,7 @@ def environment(
 def run_cases(
     request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., None]:
-    """Plays a share of all cases and says how many there were."""
+    """Run a share of all cases, and return how many there were."""
     cases, number = (
         int(request.config.getoption("--fuzz-cases")),
         int(request.config.getoption("--soak-seed")),
@@ -239,7 +239,7 @@ def test_too_large_requests_are_refused(environment: FuzzEnvironment) -> None:
 
 
 def test_nothing_is_left_after_fuzzing(environment: FuzzEnvironment) -> None:
-    """The last of this file: see `FuzzEnvironment.close`."""
+    """This test must be the last one in the file: see `FuzzEnvironment.close`."""
     environment.close()
 
 
@@ -257,7 +257,7 @@ def _check_exchange(exchange: RawExchange, port: int) -> None:
 
 
 def _call(case: Case, call: Any, answer: Any, *, streams: bool) -> grpc.StatusCode:
-    """How it ended."""
+    """Return how the call ended."""
     data, enough, metadata = case
     try:
         if streams:
@@ -271,7 +271,7 @@ def _call(case: Case, call: Any, answer: Any, *, streams: bool) -> grpc.StatusCo
 
 
 def _read(responses: Any, enough: int, kind: Any) -> None:
-    """`enough` responses, then the client is gone; with 0 all of them."""
+    """Read `enough` responses and disconnect; 0 reads all of them."""
     try:
         for number, data in enumerate(responses, 1):
             kind.FromString(data)

@@ -64,7 +64,7 @@ def check_recoveries(recoveries: list[RecoveryTimes]) -> None:
 async def test_killed_nodes_recover_without_failed_requests(
     cluster: Cluster, kills: int, role: str
 ) -> None:
-    """In turn, and back at the same address or at another."""
+    """Nodes are killed in turn, and restarted at the same address or at another one."""
     others = {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)}
     runner = KillRunner(cluster, seed=len(role))
     async with runner.running_load():

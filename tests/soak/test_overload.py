@@ -4,7 +4,7 @@ can, and afterwards all is as before.
 
 `make test` runs each overload for two seconds and judges outcomes; `make soak` for a minute, and
 judges time too. On the virtual clock the same is in
-tests/unit/coordinator/core/admission/test_fairness_simulated.py.
+tests/unit/coordinator/core/admission/test_overload_simulated.py.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.cluster import Cluster
-from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes
+from tests.open_loop import OpenLoopOutcome, OpenLoopRequest, check_outcomes, percentile
 from tests.soak.conftest import Figures
 from tests.soak.overload_run import (
     JUDGED_SECONDS,
@@ -32,7 +32,6 @@ from tests.soak.overload_run import (
     list_ttfts,
     p99,
 )
-from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -141,7 +140,7 @@ async def test_clients_that_retry_at_once_do_not_slow_others(overload: OverloadR
 
 
 async def test_burst_is_served_at_once_or_on_retry(overload: OverloadRun) -> None:
-    """All of them are served: at once, or when they come back as they were told."""
+    """All requests are served, at once or when they are retried after the stated delay."""
     loop, count = overload.new_open_loop(), 1000 if overload.is_judged else 120
     began = time.monotonic()
     outcomes = await loop.run_burst(replace(REQUEST, output_tokens=4, max_attempts=count), count)

@@ -1,5 +1,5 @@
-"""A pool that was killed is in use again within a second of being back: `make test` kills it once,
-`make soak` twenty times, and judges the time."""
+"""A restarted pool is in use again within a second: `make test` kills it once, `make soak`
+twenty times and checks the time."""
 
 import asyncio
 import shutil

@@ -1,9 +1,7 @@
-"""A pool and four users for a long time, all of them killed and stopped at random: nobody ever
-reads a block that is torn or somebody else's, and at the end nothing is held or left behind.
+"""A pool and four users that are killed and stopped at random, for a long time.
 
-`make test` runs a slice of a few hundred operations, `make soak` a hundred thousand. `--soak-seed`
-repeats what is done.
-"""
+No user ever reads a torn or wrong block, and at the end nothing is held or left behind. `make
+test` runs a few hundred operations, `make soak` many thousands."""
 
 import os
 import shutil

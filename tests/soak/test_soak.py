@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.paced_reference import paced_reference_tokens
 from tests.processes import measure_private_bytes
 
 VOCAB_SIZE = 1000
@@ -23,7 +23,7 @@ MAX_GROWTH_BYTES_PER_MINUTE = 1 << 20  # bytes a minute
 
 
 class SoakLoad:
-    """What the clients ask: seeded, and the same for the same seed whatever the timing."""
+    """What the clients send: seeded, and independent of timing."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -2,12 +2,17 @@
 a file is."""
 
 import ast
+import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from baton.cluster_link.messages import NodeOrder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +23,10 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "kv_transfer": frozenset({"baton", "kv_kernels"}),
     "kv_pool": frozenset({"baton", "kv_transfer"}),
     "node_engine": frozenset({"baton", "kv_kernels"}),
-    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
-    "decode_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
+    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
+    "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "coordinator": frozenset({"baton"}),
+    "simulator": frozenset({"baton", "coordinator", "node_engine"}),
     "benchmarks": frozenset(
         {
             "baton",
@@ -31,12 +37,12 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
             "decode_node",
             "coordinator",
             "kv_pool",
+            "simulator",
         }
     ),
 }
-NODE_PACKAGES = frozenset(
-    {"prefill_node", "decode_node"}
-)  # a node may take either role, and only launchers know both
+# Puts a node together: it stands above all packages, and it alone knows both roles.
+NODE_ASSEMBLY = ROOT / "node_engine" / "host" / "assemble.py"
 OUR_PACKAGES = frozenset(ALLOWED_IMPORTS) | {"tests", "tools"}
 
 # A core decides; it does not do. The clock is handed to it.
@@ -55,6 +61,8 @@ IMPURE = frozenset(
         "uvloop",
     }
 )
+# What a core exchanges with other processes is plain data; its shell converts it.
+WIRE_MODULE = re.compile(r"google|baton\.pb|baton\.cluster_link\.\w*(codec|conversion|link|stream)")
 # Words that every process imports cost no torch.
 FORBIDDEN: dict[str, frozenset[str]] = {
     "baton": frozenset({"torch", "transformers", "triton", "numpy"}),
@@ -90,6 +98,15 @@ def list_imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+def list_imported_names(path: Path) -> Iterator[str]:
+    """Like `list_imports`, with what is imported from each module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 ALL_SOURCES = [(package, path) for package in ALLOWED_IMPORTS for path in list_sources(package)]
 IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 
@@ -98,9 +115,9 @@ IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 def test_imports_point_down(package: str, path: Path) -> None:
     tops = {name.split(".")[0] for name in list_imports(path)}
     allowed = (
-        ALLOWED_IMPORTS[package]
-        | {package}
-        | (NODE_PACKAGES if path.name == "__main__.py" and package in NODE_PACKAGES else set())
+        OUR_PACKAGES - {"tests", "tools"}
+        if path == NODE_ASSEMBLY
+        else ALLOWED_IMPORTS[package] | {package}
     )
     assert tops & OUR_PACKAGES <= allowed, f"{path.name} imports {tops & OUR_PACKAGES - allowed}"
     assert not tops & FORBIDDEN.get(package, frozenset())
@@ -114,12 +131,29 @@ def test_imports_point_down(package: str, path: Path) -> None:
 )
 def test_cores_are_pure(path: Path) -> None:
     assert not {name.split(".")[0] for name in list_imports(path)} & IMPURE
+    assert not [name for name in list_imported_names(path) if WIRE_MODULE.match(name)]
     shells = {
         name
         for name in list_imports(path)
         if name.split(".")[0] in OUR_PACKAGES - {"baton"} and ".core" not in name
     }
     assert not shells, f"a core imports a shell: {shells}"
+
+
+def test_each_order_is_built_in_one_file() -> None:
+    """So that a new field of an order touches six files at most: proto, message, codec, who gives
+    it, who uses it, and docs/protocol.md. See "How to add" in CONTRIBUTING.md."""
+    orders = {kind.__name__ for kind in get_args(NodeOrder) if dataclasses.fields(kind)}
+    builders: dict[str, set[str]] = {name: set() for name in orders}
+    for _, path in ALL_SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                builders.get(node.func.id, set()).add(str(path.relative_to(ROOT)))
+    codec = {"baton/cluster_link/codec.py"}
+    assert {name: len(files - codec) for name, files in builders.items()} == dict.fromkeys(
+        orders, 1
+    )
+    assert all(codec <= files for files in builders.values())
 
 
 def test_package_files_are_empty() -> None:
@@ -167,9 +201,9 @@ def test_there_are_no_import_cycles() -> None:
         visit(module, ())
 
 
-def test_only_launchers_import_both_roles() -> None:
+def test_only_the_node_assembly_imports_both_roles() -> None:
     for package, path in ALL_SOURCES:
-        if package not in {"benchmarks"} and path.name != "__main__.py":
+        if package not in {"benchmarks"} and path != NODE_ASSEMBLY:
             tops = {name.split(".")[0] for name in list_imports(path)}
             assert not {"prefill_node", "decode_node"} <= tops | {package}, path
 

@@ -17,6 +17,89 @@ _PART_NAMES = {
     "chat": "questions and answers made of docstrings, and small talk",
 }
 
+_TEMPLATE = """# demo
+
+A toy: a Llama with {million_parameters:.1f} M parameters in bfloat16, trained from \
+scratch on the \
+standard library of
+Python {python} and nothing else. It is here so that Baton has something to serve without a \
+download. It completes
+Python in the manner of the library and answers a few questions about it. **What it says is often \
+wrong.**
+
+## Data
+
+| part | documents | MB | tokens | share of the rows |
+|---|---|---|---|---|
+{data_table}
+
+Files: {library_files} of the library, {test_files} of its tests; near copies, \
+tables, and files of
+packages of others are left out. One file in twenty is held out, chosen by a hash of its name. \
+The tokenizer is a \
+byte-level
+BPE with {vocabulary} entries, trained on the same text.
+
+The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; \
+used under the
+[PSF License Version 2](https://docs.python.org/3.11/license.html).
+
+## Made with
+
+```
+python -m tools.train_demo_model prepare
+python -m tools.train_demo_model train {training_options}
+python -m tools.train_demo_model export
+python -m tools.train_demo_model evaluate
+```
+
+`train` ran for {seconds:.0f} s on one {device} that it shared with \
+another run, with torch \
+{torch}: {steps} steps, {million_tokens:.0f} M tokens.
+The other stages ran on a CPU.
+
+## Figures
+
+Held-out bits per byte, of the weights in training (all of each part) and of this folder in \
+float32 (the first
+{held_out_tokens} tokens of each):
+
+| part | in training | this folder |
+|---|---|---|
+{held_out_table}
+
+Of {openings} openings of `def`, `class` and `import` that stand nowhere in the training \
+data, continued greedily in
+bfloat16 by up to {max_continuation_tokens} tokens and cut at the last whole line:
+
+| | |
+|---|---|
+| pass `ast.parse` | **{python_share:.0%}** |
+| ended by the model itself | {ended_share:.0%} |
+| repeat a line three times or more | {repeat_share:.0%} |
+| lines written, median | {median_lines:g} |
+
+{remark}
+
+## Samples
+
+Continuations at fixed places in the list of openings, greedy, not chosen:
+
+{continuation_samples}
+
+Chat, greedy:
+
+{chat_samples}
+
+## Limits
+
+It knows shapes, not facts: names, arguments and meanings are made up freely, and greedy text \
+tends to go round in
+circles. It has read no prose but documentation, no language but English and Python, and has no \
+notion of safety. Its
+context is 2048 tokens. Use it to see a server work, for nothing else.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelEvaluation:
@@ -43,89 +126,32 @@ def render_model_card(
     `training` is `training.json`; `best` is the line of the training log that belongs to the
     weights.
     """
-    judged = evaluation.scores
-    return f"""# demo
-
-A toy: a Llama with {evaluation.parameter_count / 1e6:.1f} M parameters in bfloat16, trained from \
-scratch on the \
-standard library of
-Python {facts.python} and nothing else. It is here so that Baton has something to serve without a \
-download. It completes
-Python in the manner of the library and answers a few questions about it. **What it says is often \
-wrong.**
-
-## Data
-
-| part | documents | MB | tokens | share of the rows |
-|---|---|---|---|---|
-{_data_table(facts)}
-
-Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, \
-tables, and files of
-packages of others are left out. One file in twenty is held out, chosen by a hash of its name. \
-The tokenizer is a \
-byte-level
-BPE with {facts.vocabulary} entries, trained on the same text.
-
-The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; \
-used under the
-[PSF License Version 2](https://docs.python.org/3.11/license.html).
-
-## Made with
-
-```
-python -m tools.train_demo_model prepare
-python -m tools.train_demo_model train {_training_options(training)}
-python -m tools.train_demo_model export
-python -m tools.train_demo_model evaluate
-```
-
-`train` ran for {training["seconds"]:.0f} s on one {training["device"]} that it shared with \
-another run, with torch \
-{training["torch"]}: {training["steps"]} steps, {training["tokens"] / 1e6:.0f} M tokens.
-The other stages ran on a CPU.
-
-## Figures
-
-Held-out bits per byte, of the weights in training (all of each part) and of this folder in \
-float32 (the first
-{evaluation.held_out_tokens} tokens of each):
-
-| part | in training | this folder |
-|---|---|---|
-{_held_out_table(best, evaluation)}
-
-Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training \
-data, continued greedily in
-bfloat16 by up to {evaluation.max_continuation_tokens} tokens and cut at the last whole line:
-
-| | |
-|---|---|
-| pass `ast.parse` | **{judged.python_share:.0%}** |
-| ended by the model itself | {judged.ended_share:.0%} |
-| repeat a line three times or more | {judged.repeat_share:.0%} |
-| lines written, median | {judged.median_lines:g} |
-
-{evaluation.remark}
-
-## Samples
-
-Continuations at fixed places in the list of openings, greedy, not chosen:
-
-{_continuation_samples(evaluation.samples)}
-
-Chat, greedy:
-
-{_chat_samples(evaluation.chat_samples)}
-
-## Limits
-
-It knows shapes, not facts: names, arguments and meanings are made up freely, and greedy text \
-tends to go round in
-circles. It has read no prose but documentation, no language but English and Python, and has no \
-notion of safety. Its
-context is 2048 tokens. Use it to see a server work, for nothing else.
-"""
+    scores = evaluation.scores
+    return _TEMPLATE.format(
+        million_parameters=evaluation.parameter_count / 1e6,
+        python=facts.python,
+        data_table=_data_table(facts),
+        library_files=facts.files["library"],
+        test_files=facts.files["tests"],
+        vocabulary=facts.vocabulary,
+        training_options=_training_options(training),
+        seconds=training["seconds"],
+        device=training["device"],
+        torch=training["torch"],
+        steps=training["steps"],
+        million_tokens=training["tokens"] / 1e6,
+        held_out_tokens=evaluation.held_out_tokens,
+        held_out_table=_held_out_table(best, evaluation),
+        openings=scores.count,
+        max_continuation_tokens=evaluation.max_continuation_tokens,
+        python_share=scores.python_share,
+        ended_share=scores.ended_share,
+        repeat_share=scores.repeat_share,
+        median_lines=scores.median_lines,
+        remark=evaluation.remark,
+        continuation_samples=_continuation_samples(evaluation.samples),
+        chat_samples=_chat_samples(evaluation.chat_samples),
+    )
 
 
 def _data_table(facts: CorpusFacts) -> str:
@@ -140,7 +166,7 @@ def _training_options(training: Mapping[str, Any]) -> str:
     """Return the training options that are not at their default."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    given = {
+    settings = {
         key: str(value)
         for key, value in training["settings"].items()
         if key not in ("device", "no_compile")
@@ -148,7 +174,7 @@ def _training_options(training: Mapping[str, Any]) -> str:
     defaults = vars(parser.parse_args([]))
     return " ".join(
         f"--{key.replace('_', '-')} {value}"
-        for key, value in given.items()
+        for key, value in settings.items()
         if value != str(defaults.get(key))
     )
 

@@ -68,10 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
         device,
         arguments.seed,
     )
-    print(
-        f"{sum(one.numel() for one in model.parameters()):,} parameters on {_device_name(device)}",
-        flush=True,
-    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count:,} parameters on {_device_name(device)}", flush=True)
     _train(model, batches, facts, device, arguments)
 
 
@@ -84,10 +82,8 @@ def _train(
 ) -> None:
     folder: Path = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = {
-        f"held_out_{name}": corpus.load_tokens(arguments.data, f"held_out_{name}")
-        for name in corpus.HELD_OUT_PARTS
-    }
+    names = [f"held_out_{part}" for part in corpus.HELD_OUT_PARTS]
+    held_out = {name: corpus.load_tokens(arguments.data, name) for name in names}
     optimizer = _make_optimizer(model, device, arguments.rate, arguments.weight_decay)
     model.train()
     loss_of = _make_loss(model, device, arguments)
@@ -107,22 +103,29 @@ def _train(
                 )
                 for name, tokens in held_out.items()
             }
-            seconds = time.monotonic() - began
-            line = {
-                "step": steps,
-                "seconds": round(seconds, 1),
-                "loss": round(loss.item(), 4),
-                **figures,
-            }
+            seconds = round(time.monotonic() - began, 1)
+            line = {"step": steps, "seconds": seconds, "loss": round(loss.item(), 4), **figures}
             log.write(json.dumps(line) + "\n")
             log.flush()
             if figures[SELECTION_METRIC] < best:
                 best = figures[SELECTION_METRIC]
                 checkpoint.save_checkpoint(folder / "best", model)
     checkpoint.save_checkpoint(folder / "last", model)
+    _write_summary(folder, device, arguments, steps, time.monotonic() - began, best)
+
+
+def _write_summary(
+    folder: Path,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    steps: int,
+    seconds: float,
+    best: float,
+) -> None:
+    """Write and print what the training was; `best` is in bits per byte of held-out text."""
     summary = {
         "device": _device_name(device),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(seconds, 1),
         "steps": steps,
         "tokens": steps * arguments.rows * arguments.sequence,
         "best_held_out_bits_per_byte": best,

@@ -36,9 +36,9 @@ def find_ledger_faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list
     for ledger in ledgers:
         counts = {state: int(getattr(ledger, state)) for state in BLOCK_STATES}
         if sum(counts.values()) != ledger.total:
-            shown = " + ".join(f"{count} {state}" for state, count in counts.items())
+            summary = " + ".join(f"{count} {state}" for state, count in counts.items())
             found.append(
-                f"{ledger.node}: does not balance: {shown} is {sum(counts.values())}, "
+                f"{ledger.node}: does not balance: {summary} is {sum(counts.values())}, "
                 f"not {ledger.total}"
             )
         owned: Counter[str] = Counter()

@@ -131,7 +131,7 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
     fix = f"ulimit -n {needed} (or LimitNOFILE= of the service)"
     try:
         limits = {
-            name: compute_port_limit(name, usable, most=config.max_connections)
+            name: compute_port_limit(name, usable, max_connections=config.max_connections)
             for name in COORDINATOR_PORTS
         }
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Checks of the ports, and of a cluster that may already answer."""
+"""`baton doctor`: checks of the ports, and of a cluster that may already run."""
 
 from typing import Any
 
@@ -95,17 +95,17 @@ def check_ports(config: Config, *, occupied: bool) -> Finding:
 
     `occupied` says that a cluster runs here, which may itself use them.
     """
-    taken = []
+    errors = []
     for field, host in PORT_FIELDS.items():
         flag = "--" + field.replace("_", "-")
         try:
             reserve_port(getattr(config, host), getattr(config, field), flag).close()
         except ConfigError as error:
-            taken.append(error.message)
-    if not taken:
+            errors.append(error.message)
+    if not errors:
         return ok_finding("ports", "free")
     if occupied:
-        return ok_finding("ports", f"{len(taken)} in use, while a cluster runs here")
+        return ok_finding("ports", f"{len(errors)} in use, while a cluster runs here")
     return bad_finding(
-        "ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)"
+        "ports", "; ".join(errors), "stop what listens there, or choose other ports (0 for any)"
     )

@@ -153,16 +153,16 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
     The wrapper resolves flag > environment > file > default. It raises ConfigError that names the
     field, the value and its source.
     """
-    own = [
+    own_parameters = [
         p
         for p in inspect.signature(command, eval_str=True).parameters.values()
         if p.name != "settings"
     ]
-    parameters = [*own, *_file_parameters(), *_field_parameters()]
+    parameters = [*own_parameters, *_file_parameters(), *_field_parameters()]
 
     def wrapper(**values: Any) -> None:
-        mine = {parameter.name: values.pop(parameter.name) for parameter in own}
-        command(settings=_resolve_options(values), **mine)
+        own_values = {parameter.name: values.pop(parameter.name) for parameter in own_parameters}
+        command(settings=_resolve_options(values), **own_values)
 
     wrapper.__doc__ = command.__doc__
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -62,10 +62,10 @@ class LineRelay:
     async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         pending = b""
         while chunk := await stream.read(_READ_BYTES):
-            *whole, pending = (pending + chunk).split(b"\n")
+            *lines, pending = (pending + chunk).split(b"\n")
             if len(pending) > _MAX_LINE_BYTES:
-                whole, pending = [*whole, pending], b""
-            for line in whole:
+                lines, pending = [*lines, pending], b""
+            for line in lines:
                 self._handle_line(name, line)
         if pending:
             self._handle_line(name, pending)
@@ -111,7 +111,7 @@ class LogFiles(LineRelay):
         return self.folder / f"{name}.log"
 
     def count_dropped_lines(self, name: str) -> int:
-        """Return how many lines of the child its file did not take."""
+        """Return how many of the child's lines were not written to its file."""
         return self._writers[name].dropped_lines if name in self._writers else 0
 
     def close(self) -> None:

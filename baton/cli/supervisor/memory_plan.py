@@ -46,8 +46,8 @@ def plan_memory(config: Config, available: AvailableMemory) -> MemoryPlan:
     auto_pool = int(config.has_pool and config.pool_memory == AUTO)
     if plan.total_bytes <= available.usable_bytes or not auto_nodes + auto_pool:
         return plan
-    given = (nodes - auto_nodes) * plan.node_bytes + (1 - auto_pool) * plan.pool_bytes
-    share = max(0, available.usable_bytes - given) // (auto_nodes + auto_pool)
+    fixed_bytes = (nodes - auto_nodes) * plan.node_bytes + (1 - auto_pool) * plan.pool_bytes
+    share = max(0, available.usable_bytes - fixed_bytes) // (auto_nodes + auto_pool)
     return MemoryPlan(
         nodes,
         min(plan.node_bytes, share) if auto_nodes else plan.node_bytes,
@@ -59,7 +59,7 @@ def find_memory_shortage(plan: MemoryPlan, available: AvailableMemory) -> tuple[
     """Return what is too large and how to fix it, or None if the plan fits."""
     if plan.total_bytes <= available.usable_bytes:
         return None
-    left = (
+    free_text = (
         f"{format_size(available.free_bytes)} {available.limited_by}, "
         f"{format_size(available.reserve_bytes)} kept in reserve"
     )
@@ -76,7 +76,7 @@ def find_memory_shortage(plan: MemoryPlan, available: AvailableMemory) -> tuple[
         ", fewer nodes (--prefill, --decode), "
         "or a larger folder (docker: --shm-size) or memory limit"
     )
-    return f"{plan} are {format_size(plan.total_bytes)}; {left}", fix
+    return f"{plan} are {format_size(plan.total_bytes)}; {free_text}", fix
 
 
 def fit_memory(config: Config) -> tuple[Config, str]:

@@ -37,16 +37,7 @@ def run_cluster(config: Config, logs: Path | None, notices: Sequence[str]) -> in
     if as_text:
         # Children see only a pipe, so they cannot detect the terminal themselves.
         config = dataclasses.replace(config, log_format="console")
-    own_log = logs / "up.log" if logs else None
-    sink = (
-        RotatingFile(own_log, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
-        if own_log
-        else None
-    )
-    log.configure_logging(config.log_level, config.log_format, sink=sink, node="up")
-    log_capture.install_log_capture()
-    if not config.core_dumps:
-        runtime.disable_core_dumps()
+    _prepare_process(config, logs)
     notify = _notify_as_text if as_text else _notify_as_json
     for notice in notices if logs is None else ():  # detached, the terminal has shown them
         notify(notice)
@@ -77,6 +68,18 @@ def run_cluster(config: Config, logs: Path | None, notices: Sequence[str]) -> in
         if isinstance(output, LogFiles):
             output.close()
         stdout.flush(_FLUSH_TIMEOUT)
+
+
+def _prepare_process(config: Config, logs: Path | None) -> None:
+    """Set up this process's own log, which goes to a file in `logs` if given, and core dumps."""
+    sink = None
+    if logs:
+        path = logs / "up.log"
+        sink = RotatingFile(path, config.log_max_bytes, config.log_backups, descriptor=_STDERR)
+    log.configure_logging(config.log_level, config.log_format, sink=sink, node="up")
+    log_capture.install_log_capture()
+    if not config.core_dumps:
+        runtime.disable_core_dumps()
 
 
 async def _run_until_stopped(

@@ -260,9 +260,9 @@ def _describe_prefill_site(attempt: AttemptReport) -> str:
     site = _PREFILL_SITES.get(attempt.way, attempt.way)
     text = f"prompt computed by: {site} ({_PLACEMENT_REASONS.get(attempt.why, attempt.why)}"
     if attempt.HasField("other_way"):
-        taken, other = _predicted_ttft(attempt.predicted), _predicted_ttft(attempt.other_way)
+        chosen, other = _predicted_ttft(attempt.predicted), _predicted_ttft(attempt.other_way)
         text += (
-            f": first token predicted after {_format_ms(taken)} ms, "
+            f": first token predicted after {_format_ms(chosen)} ms, "
             f"the other way after {_format_ms(other)} ms"
         )
     return text + ")"

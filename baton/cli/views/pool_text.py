@@ -86,5 +86,5 @@ def format_pools(status: StatusResponse, rates: PoolRates) -> str:
     return f"pool: {lookups}  {publications}  {rates.evicted:.1f}/s evicted  {contents}"
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 0.0

@@ -18,12 +18,12 @@ def format_ratio(ratio: Ratio) -> str:
     if ratio.settled:
         return f"{current}, as requested"
     under_way = len(ratio.switches)
-    left = (
+    missing = (
         f"{under_way} on their way"
         if under_way
         else "waiting for nodes to come back or into service"
     )
-    return f"{current}, {target} is asked for: {left}"
+    return f"{current}, {target} is asked for: {missing}"
 
 
 def format_role_switch(switch: RoleSwitch) -> str:
@@ -33,10 +33,10 @@ def format_role_switch(switch: RoleSwitch) -> str:
         f"probe {switch.probe_seconds:.2f} s"
     )
     state = _PHASE_WORDS.get(switch.phase, switch.phase)
-    left = f", {switch.placed} requests left" if switch.placed else ""
+    placed = f", {switch.placed} requests left" if switch.placed else ""
     detail = f" ({switch.detail})" if switch.detail else ""
     return (
-        f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
+        f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{placed}"
     )
 
 

@@ -30,12 +30,12 @@ from coordinator.core.admission.waiting_queue import (
 )
 from coordinator.core.common.settings import QueueLimits
 
-SHED_RETRY_SECONDS = 10.0  # told to clients of a class that is shed
-REDUCED_TOKEN_BUDGET = 0.5  # of a tenant's tokens a second, while that degradation step is taken
+SHED_RETRY_SECONDS = 10.0  # seconds that clients of a class that is shed are asked to wait
+REDUCED_TOKEN_BUDGET = 0.5  # share of tokens_per_second under degradation
 
 
 class LatencyEstimates(Protocol):
-    """What admission needs of `placement.LatencyEstimator`."""
+    """The predictions that admission is decided by, in seconds."""
 
     def prefill_seconds(self, tokens: int) -> float: ...
 
@@ -63,17 +63,19 @@ class _TenantAccount:
 
 
 class AdmissionController:
+    """Admits or rejects requests, and keeps each tenant's account of its limits."""
+
     def __init__(
         self,
         queue: WaitingQueue,
         limits: QueueLimits,
-        prospects: LatencyEstimates,
+        latency_estimates: LatencyEstimates,
         degradation: DegradationController | None = None,
     ) -> None:
         self.tenants = TenantTable()
         self._queue = queue
         self._limits = limits
-        self._latency_estimates = prospects
+        self._latency_estimates = latency_estimates
         self._degradation = degradation or DegradationController()
         self._accounts: dict[str, _TenantAccount] = {}
 
@@ -95,49 +97,53 @@ class AdmissionController:
         """Adapt the tenants' limits to the degradation steps. Debts are kept."""
         self.reload_tenants(self.tenants, now)
 
-    def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
+    def check_admission(
+        self, principal: Principal, admission: AdmissionRequest, now: float
+    ) -> None:
         """Raise Overloaded unless all would be admitted, TenantLimitExceeded if the tenant's own
         limit is the reason. Nothing is charged."""
         lowest = len(self.tenants.classes) - 1
         if (
-            DegradationStep.SHED_LOWEST in self._degradation
+            DegradationStep.SHED_LOWEST in self._degradation.active_steps
             and lowest
-            and standing.priority_level == lowest
+            and principal.priority_level == lowest
         ):
             raise Overloaded(
-                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait"
+                f"class {principal.tenant_class!r}, the lowest, is refused while requests wait"
                 " too long (shed_lowest)",
                 retry_after=SHED_RETRY_SECONDS,
             )
-        tenant = self.tenants.get_tenant(standing.tenant)
+        tenant = self.tenants.get_tenant(principal.tenant)
         self._check_rate(tenant, now)
         try:
-            self._check_queue_place(standing, tenant, bid.request_count)
-            self._check_queue_tokens(standing, bid.prompt_tokens)
+            self._check_queue_place(principal, tenant, admission.request_count)
+            self._check_queue_tokens(principal, admission.prompt_tokens)
             self._check_predicted_wait(
-                QueueEntry(tenant.name, standing.priority_level, tenant.weight, bid.prompt_tokens),
-                standing,
-                bid,
+                QueueEntry(
+                    tenant.name, principal.priority_level, tenant.weight, admission.prompt_tokens
+                ),
+                principal,
+                admission,
                 now,
             )
         except Overloaded:
             self._queue.backlog.record_rejection(
-                standing.priority_level, standing.tenant, bid.request_count, now
+                principal.priority_level, principal.tenant, admission.request_count, now
             )
             raise
 
     def admit_request(self, request: Request, now: float) -> QueueEntry:
         """Charge for one request and its prompt; return its entry for the queue."""
-        standing, tokens = request.principal, len(request.prompt_token_ids)
-        account = self._account(standing.tenant, now)
+        principal, tokens = request.principal, len(request.prompt_token_ids)
+        account = self._account(principal.tenant, now)
         if account.request_bucket is not None:
             account.request_bucket.charge_tokens(1.0, now)
-        self.charge_tokens(standing.tenant, tokens, now)
+        self.charge_tokens(principal.tenant, tokens, now)
         when = compute_due_time(
             self._latency_estimates.prefill_seconds(tokens), now, now + request.timeout_seconds
         )
-        weight = self.tenants.get_tenant(standing.tenant).weight
-        return QueueEntry(standing.tenant, standing.priority_level, weight, tokens, when, now)
+        weight = self.tenants.get_tenant(principal.tenant).weight
+        return QueueEntry(principal.tenant, principal.priority_level, weight, tokens, when, now)
 
     def refund_request(self, request: Request, now: float, *, accepted: bool) -> None:
         """Refund a request that ended without having been placed. The request itself is refunded
@@ -147,9 +153,9 @@ class AdmissionController:
             account.request_bucket.charge_tokens(-1.0, now)
         self.charge_tokens(request.principal.tenant, -len(request.prompt_token_ids), now)
 
-    def reserved_share(self, standing: Principal) -> float:
+    def reserved_share(self, principal: Principal) -> float:
         """Return the share of a node that the request must leave to the first class."""
-        return self.tenants.reserved_share if standing.priority_level > 0 else 0.0
+        return self.tenants.reserved_share if principal.priority_level > 0 else 0.0
 
     def headroom_share(self, request: RequestId, now: float) -> float:
         """Return the share of a node that the waiting request must leave to other tenants of its
@@ -175,74 +181,76 @@ class AdmissionController:
                     retry_after=clamp_retry_after(wait),
                 )
 
-    def _check_queue_place(self, standing: Principal, tenant: Tenant, count: int) -> None:
+    def _check_queue_place(self, principal: Principal, tenant: Tenant, count: int) -> None:
         limit, waiting = (
             self._limits.max_requests,
-            self._queue.backlog.count_waiting(standing.priority_level),
+            self._queue.backlog.count_waiting(principal.priority_level),
         )
         more = f", {count} more would come" if count > 1 else ""
         if waiting + count > limit:
             raise Overloaded(
                 f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
-                retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
+                retry_after=self._queue.backlog.retry_after_seconds(principal.priority_level),
             )
         if len(self.tenants.by_name) > 1:
-            own, share = (
-                self._queue.backlog.count_waiting(standing.priority_level, tenant.name),
+            own_count, share = (
+                self._queue.backlog.count_waiting(principal.priority_level, tenant.name),
                 tenant.weight * (limit - waiting),
             )
-            if own + count > max(share, 1.0) and own:
+            if own_count + count > max(share, 1.0) and own_count:
                 raise Overloaded(
-                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the"
-                    " free places is"
-                    f" {share:.0f} (--max-queue)",
-                    retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
+                    f"{own_count} requests of tenant {tenant.name} are waiting{more}, its share of"
+                    f" the free places is {share:.0f} (--max-queue)",
+                    retry_after=self._queue.backlog.retry_after_seconds(principal.priority_level),
                 )
 
-    def _check_queue_tokens(self, standing: Principal, tokens: int) -> None:
+    def _check_queue_tokens(self, principal: Principal, tokens: int) -> None:
         """Bound the memory of waiting prompts. With nothing waiting, any length is admitted."""
         limit, waiting = (
             self._limits.max_tokens,
-            self._queue.backlog.count_waiting_tokens(standing.priority_level),
+            self._queue.backlog.count_waiting_tokens(principal.priority_level),
         )
         if waiting and waiting + max(tokens, 1) > limit:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is"
                 f" {limit}"
                 " (--max-queue-tokens)",
-                retry_after=self._queue.backlog.retry_after_seconds(standing.priority_level),
+                retry_after=self._queue.backlog.retry_after_seconds(principal.priority_level),
             )
 
     def _check_predicted_wait(
-        self, claim: QueueEntry, standing: Principal, bid: AdmissionRequest, now: float
+        self, entry: QueueEntry, principal: Principal, admission: AdmissionRequest, now: float
     ) -> None:
         """Reject a request whose predicted wait is too long. One that cannot meet its deadline even
         without a wait is admitted, because retrying would not help: it ends with DeadlineExceeded
         when its turn comes or its time is over."""
-        expected = self._latency_estimates
-        left = (
-            bid.timeout_seconds
-            - expected.prefill_seconds(claim.prompt_tokens)
-            - expected.decode_seconds(standing.tenant, bid.max_output_tokens)
+        estimates = self._latency_estimates
+        time_left = (
+            admission.timeout_seconds
+            - estimates.prefill_seconds(entry.prompt_tokens)
+            - estimates.decode_seconds(principal.tenant, admission.max_output_tokens)
         )
-        limit = min(left, self.tenants.max_wait_seconds.get(standing.tenant_class, left))
+        limit = min(time_left, self.tenants.max_wait_seconds.get(principal.tenant_class, time_left))
         ahead = self._queue.backlog.backlog_ahead(
-            claim, decode_full=len(self._queue) > 0 and self._latency_estimates.is_decode_full()
+            entry, decode_full=len(self._queue) > 0 and self._latency_estimates.is_decode_full()
         )
         wait = self._queue.service_rate.predict_wait_seconds(
             ahead
         ) + self._latency_estimates.node_wait_seconds(now)
-        if left > 0 and wait > limit:
+        if time_left > 0 and wait > limit:
             raise Overloaded(
                 f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s"
                 " (what its deadline"
-                f" leaves, or max_wait of class {standing.tenant_class!r})",
+                f" leaves, or max_wait of class {principal.tenant_class!r})",
                 retry_after=clamp_retry_after(wait - limit),
             )
 
     def _new_account(self, tenant: Tenant, now: float) -> _TenantAccount:
         rate = tenant.tokens_per_second
-        if rate is not None and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation:
+        if (
+            rate is not None
+            and DegradationStep.SMALLER_TOKEN_BUDGET in self._degradation.active_steps
+        ):
             rate *= REDUCED_TOKEN_BUDGET
         return _TenantAccount(
             _make_bucket(tenant.requests_per_second, tenant.request_burst, now),

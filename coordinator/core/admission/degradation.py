@@ -14,6 +14,7 @@ that can help is taken, and each step has as long to act before the next one. Af
 nothing changes, and both times start again, so a load near the limit does not make steps flap.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class DegradationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PressureSample:
-    """One measurement of `PressureMonitor`."""
+    """How long requests wait for their turn, relative to what they may wait."""
 
     pressure: float | None  # None: requests wait for nodes, not for their turn
     unhelpful_steps: Mapping[DegradationStep, str]  # why each of these steps would not help
@@ -51,32 +52,27 @@ class DegradationChange:
 
 
 class DegradationController:
+    """Takes steps, and takes them back, as samples of the pressure say."""
+
     def __init__(self) -> None:
-        self.active_steps: dict[
-            DegradationStep, float
-        ] = {}  # since when; in the order in which they were taken
+        # since when each step is taken, in the order in which they were taken
+        self.active_steps: dict[DegradationStep, float] = {}
         self.last_sample = PressureSample(0.0, {})
         self.change_counts: Counter[tuple[str, str]] = Counter()  # step, taken or taken_back
         self._high_since: float | None = None
         self._low_since: float | None = None
-        self._sampled_at: float | None = None
-
-    def __contains__(self, step: DegradationStep) -> bool:
-        return step in self.active_steps
-
-    def is_sample_due(self, now: float) -> bool:
-        return self._sampled_at is None or now >= self._sampled_at + SAMPLE_PERIOD_SECONDS
+        self.sample_due_at = -math.inf  # when `apply_sample` is to be called
 
     def next_sample_at(self, *, waiting: bool) -> float | None:
         """Return when the next sample is due, if requests wait or a step is taken."""
         if not waiting and not self.active_steps:
             return None
-        return self._sampled_at + SAMPLE_PERIOD_SECONDS if self._sampled_at is not None else None
+        return self.sample_due_at if self.sample_due_at > -math.inf else None
 
-    def apply_sample(self, reading: PressureSample, now: float) -> DegradationChange | None:
+    def apply_sample(self, sample: PressureSample, now: float) -> DegradationChange | None:
         """Take, or take back, at most one step."""
-        self.last_sample, self._sampled_at = reading, now
-        pressure = reading.pressure
+        self.last_sample, self.sample_due_at = sample, now + SAMPLE_PERIOD_SECONDS
+        pressure = sample.pressure
         high = pressure is not None and pressure >= HIGH_PRESSURE
         low = pressure is not None and pressure <= LOW_PRESSURE
         self._high_since = (now if self._high_since is None else self._high_since) if high else None

@@ -3,13 +3,12 @@
 Keys are random and long, so one SHA-256 of a key is as good as a slow hash, and cheap. The table is
 immutable; a reload replaces it.
 
-Tracks what each tenant of a class got recently, and whether it asks for more than its share.
-
-A tenant that does leaves headroom: it gets none of the last few slots of a node, so that others
-find one when they arrive. This is trunk reservation, which keeps a stream's blocking low for a
-small part of the capacity (Kelly, "Loss Networks", The Annals of Applied Probability, 1991). Queue
-order alone cannot do that: if one tenant takes every free slot, the others wait until a request
-ends.
+`TenantShares` tracks what each tenant of a class got recently, and whether it asks for more than
+its share. A tenant that does leaves headroom: it gets none of the last few slots of a node, so that
+others find one when they arrive. This is trunk reservation, which keeps a stream's blocking low for
+a small part of the capacity (Kelly, "Loss Networks", The Annals of Applied Probability, 1991).
+Queue order alone cannot do that: if one tenant takes every free slot, the others wait until a
+request ends.
 
 Rejected requests count as demand, because by what it got alone a tenant that floods a busy cluster
 hardly differs from one that is ahead of its share by chance.
@@ -19,14 +18,14 @@ short one notices within seconds that it is over (multiwindow alerts; Beyer et a
 Reliability Workbook", 2018, chapter 5). The short one counts arrivals, because a backlog is served
 long after its tenant has stopped.
 
-A token bucket that is charged afterwards (Turner, "New Directions in Communications", 1986).
-
-A request is admitted while the bucket holds at least one token, and may leave it in debt. So a
-request larger than the burst is served, and its tenant waits longer for the next one.
+`TokenBucket` is charged afterwards (Turner, "New Directions in Communications", 1986). A request is
+admitted while the bucket holds at least one token, and may leave it in debt. So a request larger
+than the burst is served, and its tenant waits longer for the next one.
 """
 
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -66,7 +65,7 @@ def hash_key(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TenantTable:
-    """All tenants and classes."""
+    """All tenants, their API keys, and the classes in order of priority."""
 
     classes: tuple[str, ...] = (DEFAULT_CLASS,)  # in strict priority order
     by_name: Mapping[str, Tenant] = field(
@@ -101,7 +100,6 @@ class TenantTable:
         return self.by_name.get(name, DEFAULT_TENANT)
 
 
-# seconds: a tenant at ten times its share that stops is taken for one that has stopped after 5 s
 SHORT_WINDOW_SECONDS = 2.0  # a tenant at ten times its share that stops counts as stopped after 5 s
 _SHARE_SLACK = 1.4  # times a share: tenants that ask for the same differ by less by chance
 _FULL_HEADROOM_SHARE = 1.25  # times a share: a tenant that got so much leaves the full headroom
@@ -125,72 +123,95 @@ class TenantShares:
         self._served = RecentWork()
         self._refused = RecentWork()
         self._placements = RecentWork()  # requests that were placed
-        self._arrived = RecentWork(
-            SHORT_WINDOW_SECONDS
-        )  # what requests that came are expected to cost, refused ones included
+        # expected cost of the requests that arrived, rejected ones included
+        self._arrived = RecentWork(SHORT_WINDOW_SECONDS)
         self._pending_charges: dict[str, _PendingCharge] = {}  # not in the sums yet
-        self._weights: dict[
-            str, float
-        ] = {}  # of those that count: who was served longest ago is first
+        # weights of the tenants that count; the one that was served longest ago comes first
+        self._weights: dict[str, float] = {}
         self._last_charged_at: dict[str, float] = {}
         self._total_weight = 0.0  # of all of them
+        self._settled_at = -math.inf  # when the sums were last brought up to date
+        # Headroom shares computed at that time, by tenant and maximum. Many requests of few tenants
+        # ask for theirs at the same moment.
+        self._headroom_shares: dict[tuple[str, float], float] = {}
 
     def charge_tenant(
-        self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0
+        self, tenant: str, weight: float, cost: float, now: float, *, placements: int = 0
     ) -> None:
-        due = self._pending_charges.get(tenant)
-        if due is None:
-            due = self._pending_charges[tenant] = _PendingCharge()
-        due.weight, due.charged_at = weight, now
-        due.cost += cost
-        due.placements += turns
+        pending = self._pending_charges.get(tenant)
+        if pending is None:
+            pending = self._pending_charges[tenant] = _PendingCharge()
+        pending.weight, pending.charged_at = weight, now
+        pending.cost += cost
+        pending.placements += placements
 
     def record_arrivals(self, tenant: str, count: int, now: float) -> None:
         """Count new requests, each with the mean cost of the tenant's placed requests."""
         self._settle_charges(now)
-        turns = self._placements.get_work(tenant)
-        if turns:
-            self._arrived.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
+        placements = self._placements.get_work(tenant)
+        if placements:
+            self._arrived.add_work(tenant, count * self._served.get_work(tenant) / placements, now)
+            self._headroom_shares.clear()
 
     def record_rejections(self, tenant: str, count: int, now: float) -> None:
         """Count requests that were rejected for lack of room, each at the mean cost."""
         self.record_arrivals(tenant, count, now)
-        turns = self._placements.get_work(tenant)
-        if turns:
-            self._refused.add_work(tenant, count * self._served.get_work(tenant) / turns, now)
+        placements = self._placements.get_work(tenant)
+        if placements:
+            self._refused.add_work(tenant, count * self._served.get_work(tenant) / placements, now)
+            self._headroom_shares.clear()
 
-    def headroom_share(self, tenant: str, most: float, now: float) -> float:
+    def headroom_share(self, tenant: str, max_share: float, now: float) -> float:
         """Return the share of a node that the tenant must leave: 0 unless it asks for more than its
-        fair share and has it; then it grows, up to `most` and to what the others have had."""
+        fair share and has it; then it grows, up to `max_share` and to what the others have had."""
         self._settle_charges(now)
+        share = self._headroom_shares.get((tenant, max_share))
+        if share is None:
+            share = self._compute_headroom_share(tenant, max_share)
+            self._headroom_shares[tenant, max_share] = share
+        return share
+
+    def _compute_headroom_share(self, tenant: str, max_share: float) -> float:
         if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
         fair = self._weights[tenant] / self._total_weight
-        asked, all_asked = (
+        demanded, all_demanded = (
             self._served.get_work(tenant) + self._refused.get_work(tenant),
             self._served.total_work + self._refused.total_work,
         )
         arrived, all_arrived = self._arrived.get_work(tenant), self._arrived.total_work
-        if asked <= _SHARE_SLACK * fair * all_asked or arrived <= _SHARE_SLACK * fair * all_arrived:
+        if (
+            demanded <= _SHARE_SLACK * fair * all_demanded
+            or arrived <= _SHARE_SLACK * fair * all_arrived
+        ):
             return 0.0
-        had = self._served.get_work(tenant) / self._served.total_work
-        over = (had / fair - 1.0) / (_FULL_HEADROOM_SHARE - 1.0)
-        return min(most, 1.0 - had) * min(1.0, max(0.0, over))
+        served_share = self._served.get_work(tenant) / self._served.total_work
+        excess = (served_share / fair - 1.0) / (_FULL_HEADROOM_SHARE - 1.0)
+        return min(max_share, 1.0 - served_share) * min(1.0, max(0.0, excess))
 
     def _settle_charges(self, now: float) -> None:
         """Forget tenants not served recently, and add pending charges as of their time."""
+        if now == self._settled_at and not self._pending_charges:
+            return
+        self._settled_at = now
+        self._headroom_shares.clear()
         for each in (self._served, self._refused, self._placements, self._arrived):
             each.rescale(now)
         self._forget_before(now - WINDOW_SECONDS)
         if len(self._weights) == 1 and self._pending_charges.keys() - self._weights.keys():
-            self._forget_tenant(*self._weights)  # what one had alone was nobody's loss
-        for tenant, due in sorted(
+            self._forget_tenant(
+                *self._weights
+            )  # work served while it was alone took nothing from others
+        for tenant, pending in sorted(
             self._pending_charges.items(), key=lambda item: item[1].charged_at
         ):
-            self._total_weight += due.weight - self._weights.pop(tenant, 0.0)
-            self._weights[tenant], self._last_charged_at[tenant] = due.weight, due.charged_at
-            self._served.add_work(tenant, due.cost, due.charged_at)
-            self._placements.add_work(tenant, due.placements, due.charged_at)
+            self._total_weight += pending.weight - self._weights.pop(tenant, 0.0)
+            self._weights[tenant], self._last_charged_at[tenant] = (
+                pending.weight,
+                pending.charged_at,
+            )
+            self._served.add_work(tenant, pending.cost, pending.charged_at)
+            self._placements.add_work(tenant, pending.placements, pending.charged_at)
         self._pending_charges.clear()
         self._forget_before(now - WINDOW_SECONDS)
 

@@ -8,7 +8,7 @@ is placed. A request that is placed again is the first of its class. A held requ
 but is no candidate, and blocks none. A parked one is in no sum either, until it is unparked to its
 old place.
 
-The order of waiting requests within one class.
+`FairQueue` orders the waiting requests of one class.
 
 Between tenants: start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM
 1996) over the cost in tokens divided by the tenant's weight. As in the Virtual Token Counter of
@@ -40,7 +40,7 @@ OUTPUT_TOKEN_COST = 2.0  # in prompt tokens: the ratio that Sheng et al. use
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """What the queue needs to know of a request."""
+    """A waiting request: its tenant, its cost and when it is due."""
 
     tenant: str = "default"
     priority_level: int = 0
@@ -69,7 +69,7 @@ class FairQueue:
         self._places: dict[RequestId, tuple[QueueEntry, tuple[float, int, RequestId]]] = {}
         self._parked: dict[
             RequestId, tuple[QueueEntry, tuple[float, int, RequestId] | None]
-        ] = {}  # no place: again
+        ] = {}  # without a place if it was requeued
         self._shares = TenantShares()
         self._virtual_time = 0.0
         self._serial = count()
@@ -136,26 +136,28 @@ class FairQueue:
             flow.start_tag = max(flow.start_tag, first)
         self._virtual_time = max(self._virtual_time, first)
         self.remove_request(request)
-        self.charge_tenant(entry, entry.prompt_tokens, now, turns=1)
+        self.charge_tenant(entry, entry.prompt_tokens, now, placements=1)
         self._forget_idle()
 
     def charge_tenant(
-        self, entry: QueueEntry, tokens: float, now: float, *, turns: int = 0
+        self, entry: QueueEntry, tokens: float, now: float, *, placements: int = 0
     ) -> None:
-        """Charge the tenant `tokens`, for `turns` requests that begin."""
+        """Charge the tenant `tokens`, for `placements` requests that are placed."""
         flow = self._flow(entry)
         flow.start_tag += tokens / entry.weight
         if entry.tenant != INTERNAL_CLASS:
-            self._shares.charge_tenant(entry.tenant, entry.weight, tokens, now, turns=turns)
+            self._shares.charge_tenant(
+                entry.tenant, entry.weight, tokens, now, placements=placements
+            )
 
     def record_rejection(self, tenant: str, count: int, now: float) -> None:
         """Count requests of the tenant that were rejected for lack of room."""
         self._shares.record_rejections(tenant, count, now)
 
-    def headroom_share(self, request: RequestId, most: float, now: float) -> float:
+    def headroom_share(self, request: RequestId, max_share: float, now: float) -> float:
         """See `TenantShares.headroom_share`; 0 for a request that is placed again."""
         return (
-            self._shares.headroom_share(self._places[request][0].tenant, most, now)
+            self._shares.headroom_share(self._places[request][0].tenant, max_share, now)
             if request in self._places
             else 0.0
         )
@@ -163,18 +165,18 @@ class FairQueue:
     def __iter__(self) -> Iterator[RequestId]:
         """Yield requests in the order in which they would be taken."""
         yield from reversed(self._requeued)
-        lines = [(flow.start_tag, name) for name, flow in self._flows.items() if flow.entries]
-        heapq.heapify(lines)
-        heads = {name: 0 for _, name in lines}
-        while lines:
-            start, name = heapq.heappop(lines)
+        heads = [(flow.start_tag, name) for name, flow in self._flows.items() if flow.entries]
+        heapq.heapify(heads)
+        next_positions = {name: 0 for _, name in heads}
+        while heads:
+            start, name = heapq.heappop(heads)
             flow = self._flows[name]
-            _, _, request = flow.entries[heads[name]]
+            _, _, request = flow.entries[next_positions[name]]
             yield request
-            heads[name] += 1
-            if heads[name] < len(flow.entries):
+            next_positions[name] += 1
+            if next_positions[name] < len(flow.entries):
                 entry = self._places[request][0]
-                heapq.heappush(lines, (start + entry.prompt_tokens / entry.weight, name))
+                heapq.heappush(heads, (start + entry.prompt_tokens / entry.weight, name))
 
     def count_waiting(self, tenant: str) -> int:
         """Count the tenant's requests that were not placed yet."""
@@ -183,8 +185,8 @@ class FairQueue:
 
     def total_backlog(self) -> tuple[int, int]:
         """Return the waiting prompt tokens and requests."""
-        again = sum(entry.prompt_tokens for entry in self._requeued.values())
-        return again + sum(flow.backlog_tokens for flow in self._flows.values()), len(self)
+        requeued = sum(entry.prompt_tokens for entry in self._requeued.values())
+        return requeued + sum(flow.backlog_tokens for flow in self._flows.values()), len(self)
 
     def backlog_ahead(self, entry: QueueEntry) -> tuple[float, float]:
         """Return the prompt tokens and requests ahead of one that arrives now, at most: its
@@ -192,16 +194,16 @@ class FairQueue:
         are not counted."""
         mine = self._flows.get(entry.tenant)
         own = mine.backlog_tokens if mine else 0
-        tokens = float(own + sum(again.prompt_tokens for again in self._requeued.values()))
+        tokens = float(own + sum(requeued.prompt_tokens for requeued in self._requeued.values()))
         requests = float((len(mine.entries) if mine else 0) + len(self._requeued))
         for flow in self._flows.values():
             if flow is not mine and flow.backlog_tokens:
-                part = min(
+                share = min(
                     1.0,
                     (own + entry.prompt_tokens) * flow.weight / entry.weight / flow.backlog_tokens,
                 )
-                tokens += part * flow.backlog_tokens
-                requests += part * len(flow.entries)
+                tokens += share * flow.backlog_tokens
+                requests += share * len(flow.entries)
         return tokens, requests
 
     def _flow(self, entry: QueueEntry) -> _TenantFlow:
@@ -256,7 +258,7 @@ class QueueBacklog:
         return sum(queue.total_backlog()[0] for queue in self._classes.values())
 
     def backlog_ahead(self, entry: QueueEntry, *, decode_full: bool) -> BacklogAhead:
-        """Return what would be placed before a request that arrives now."""
+        """Return the requests that would be placed before one that arrives now."""
         tokens, requests = self._classes[entry.priority_level].backlog_ahead(entry)
         for level, queue in self._classes.items():
             if level < entry.priority_level:
@@ -314,13 +316,13 @@ class WaitingQueue:
 
     def park_request(self, request: RequestId) -> None:
         """Take a candidate out of all sums until `unpark_request`."""
-        self._classes[self._entries[request].priority_level].park_request(request)
+        self._class_of(request).park_request(request)
         self._parked[request] = self._bypassed.pop(request)
         if not self._bypassed:
             self.service_rate.end_backlog()
 
     def unpark_request(self, request: RequestId) -> None:
-        self._classes[self._entries[request].priority_level].unpark_request(request)
+        self._class_of(request).unpark_request(request)
         self._bypassed[request] = self._parked.pop(request)
 
     def remove_request(self, request: RequestId) -> None:
@@ -367,18 +369,17 @@ class WaitingQueue:
         """Charge the request's tenant for output tokens."""
         entry = self._entries.get(request)
         if entry is not None:
-            self._classes[entry.priority_level].charge_tenant(
-                entry, OUTPUT_TOKEN_COST * tokens, now
-            )
+            self._class_of(request).charge_tenant(entry, OUTPUT_TOKEN_COST * tokens, now)
 
-    def headroom_share(self, request: RequestId, most: float, now: float) -> float:
+    def headroom_share(self, request: RequestId, max_share: float, now: float) -> float:
         """Return the share of a node that the request must leave to other tenants of its class (see
         `TenantShares`); 0 if it is placed again or must not be bypassed any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
-        return self._classes[self._entries[request].priority_level].headroom_share(
-            request, most, now
-        )
+        return self._class_of(request).headroom_share(request, max_share, now)
+
+    def _class_of(self, request: RequestId) -> FairQueue:
+        return self._classes[self._entries[request].priority_level]
 
     def _in_order(self) -> Iterator[RequestId]:
         for level in sorted(self._classes):

@@ -10,6 +10,8 @@ INTERNAL_CLASS = "internal"  # the class of warm-ups and probes
 
 @dataclass(slots=True)
 class Counters:
+    """All counters; a front end, the brain or its parts increment them."""
+
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, class
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)  # reason, class
     prompt_tokens: Counter[str] = field(default_factory=Counter)  # source

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from baton.cluster_link.messages import NodeOrder
 from baton.errors import BatonError
-from baton.pb.common_pb2 import Timeline
 from baton.role_split import RoleSplit
 from baton.types import (
     AttemptKey,
@@ -16,6 +15,7 @@ from baton.types import (
     TokenLogprobs,
 )
 from coordinator.core.common.breaker_state import BreakerState
+from coordinator.core.common.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +162,19 @@ class EffectLog:
         """Return the effects that have collected since the last call, oldest first."""
         effects, self._effects = self._effects, []
         return effects
+
+
+class PlacementSignal:
+    """Set when something has changed that may let a waiting request be placed."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def request_pass(self) -> None:
+        """Request a pass over the waiting requests before effects are taken."""
+        self._is_set = True
+
+    def take_request(self) -> bool:
+        """Return whether a pass was requested since the last call."""
+        was_set, self._is_set = self._is_set, False
+        return was_set

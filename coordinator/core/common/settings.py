@@ -1,7 +1,8 @@
 """Settings that an operator chooses for the core, and the back-off between failed attempts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from baton.slo import Slo
 
@@ -18,6 +19,17 @@ class QueueLimits(NamedTuple):
     max_tokens: int = 2**62  # prompt tokens that may wait
 
 
+@dataclass(frozen=True, slots=True)
+class ExplanationPacking:
+    """How the shell has explanations kept: thousands of them, as compact as its format is."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+UNPACKED = ExplanationPacking(lambda explanation: explanation, lambda explanation: explanation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrainSettings:
     """All settings of the pure core; the shell builds it from the configuration."""
@@ -28,6 +40,7 @@ class BrainSettings:
     # seconds in which a decode node must answer an order that names a KV writer
     reserve_timeout: float
     explain_keep: int = 0  # ended requests that can still be explained
+    explanation_packing: ExplanationPacking = UNPACKED
     retry_budget_share: float = 0.2  # retries as a share of recent requests, see `RetryBudget`
     local_prefill_share: float = 0.0  # see `RequestPlacer.get_local_prefill_share`; 0: no bound
     # wait at which service degrades, for classes without max_wait

@@ -1,4 +1,4 @@
-"""How long work takes on which node, learned from the nodes' reports.
+"""Learns how long work takes on which node from the nodes' reports.
 
     prefill   seconds = a + b new + c new (cached + new / 2)   tokens; the last term is attention
     step      seconds = a + b sequences + c resident           of a batch; tokens in its caches
@@ -8,18 +8,16 @@ A node or pair without reports is predicted as the average of its kind (*fleet*)
 all reports. Estimates are kept by name while a node restarts. A slow node that has not been used
 for long is tried again: see `KeyedFits`.
 
-Cost estimates by node or pair, each learned from its own reports, with trials of stale ones.
-
-A node that was slow once, for a passing reason, is not chosen again while there is little load, and
-nothing would ever correct its estimate. So an estimate that was not confirmed for
+`KeyedFits` learns an estimate for each node or pair from its own reports, with trials of stale
+ones. A node that was slow once, for a passing reason, would not be chosen again while there is
+little load, and nothing would ever correct its estimate. So an estimate that was not confirmed for
 `STALE_AFTER_SECONDS`, while enough requests went elsewhere for trials to stay rare, is predicted as
 the fastest of its kind until it is given one request. That is optimism in the face of uncertainty,
 for rewards that change (Garivier, Moulines, "On Upper-Confidence Bound Policies for Switching
 Bandit Problems", 2011). The first report of a trial restarts the estimate: a node that has
 recovered counts as fast at once, and one that is slow waits as long for its next trial.
 
-Predicts the time that a placed request takes besides computing its prompt.
-
+`DecodeTimePredictor` predicts the time that a placed request takes besides computing its prompt.
 That is the delay before the first token (waiting on the node, hand-off) plus the expected number of
 tokens, each at the recent mean from the first to the last token of an output, which includes
 preemptions and large batches.
@@ -34,7 +32,7 @@ from baton.online_fit import OnlineLinearFit
 from baton.types import NodeName
 from coordinator.core.estimates.workload import OutputLengthPredictor
 
-STALE_AFTER_SECONDS = 30.0  # seconds
+STALE_AFTER_SECONDS = 30.0
 # times the fastest: predictions that are nearer decide nothing (see `ERROR_MARGIN_RANGE` of the
 # cost model)
 _SLOWER_RATIO = 1.02
@@ -44,7 +42,7 @@ FitKey = TypeVar("FitKey", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TrialClock:
-    """The time of a report, also in requests."""
+    """The moment of a report, in seconds and in number of computed requests."""
 
     now: float
     request_count: int  # requests computed so far
@@ -53,25 +51,25 @@ class TrialClock:
 
 @dataclass(slots=True)
 class _KeyedFit:
-    """One estimate."""
+    """The estimate of one key."""
 
     fit: OnlineLinearFit
     last_seen: TrialClock
-    # its own, while a trial is offered with the fastest fit's
+    # its own coefficients, while a trial is offered with those of the fastest fit
     learned_coefficients: tuple[float, ...] | None = None
     restarts_on_report: bool = False  # a trial was given: the next report restarts the fit
 
 
 class KeyedFits(Generic[FitKey]):
-    """The estimates of one kind, at most `most`. `fleet_fit` learns from all reports and stands in
-    for keys without reports."""
+    """The estimates of one kind, at most `max_keys`. `fleet_fit` learns from all reports and stands
+    in for keys without reports."""
 
-    def __init__(self, prior: Sequence[float], most: int) -> None:
+    def __init__(self, prior: Sequence[float], max_keys: int) -> None:
         self.fleet_fit = OnlineLinearFit(prior)
-        self._max_keys = most
+        self._max_keys = max_keys
         self._fits: OrderedDict[FitKey, _KeyedFit] = (
             OrderedDict()
-        )  # who was heard of, or looked at, longest ago is first
+        )  # the key that reported or was looked at longest ago is first
 
     def get_fit(self, key: FitKey) -> OnlineLinearFit:
         known = self._fits.get(key)
@@ -82,14 +80,14 @@ class KeyedFits(Generic[FitKey]):
         return (estimate.fit for estimate in self._fits.values() if estimate.fit.mean_error.count)
 
     def record_report(
-        self, key: FitKey, features: tuple[float, ...], seconds: float, moment: TrialClock
+        self, key: FitKey, features: tuple[float, ...], seconds: float, clock: TrialClock
     ) -> list[FitKey]:
         """Learn from a report; return the keys whose fit was replaced."""
         changed: list[FitKey] = []
         estimate = self._fits.get(key)
         if estimate is None:
             estimate = self._fits[key] = _KeyedFit(
-                OnlineLinearFit(self.fleet_fit.coefficients), moment
+                OnlineLinearFit(self.fleet_fit.coefficients), clock
             )
             changed.append(key)
         if estimate.learned_coefficients is not None or estimate.restarts_on_report:
@@ -97,11 +95,11 @@ class KeyedFits(Generic[FitKey]):
             estimate.learned_coefficients, estimate.restarts_on_report = None, False
         estimate.fit.add_observation(features, seconds)
         self.fleet_fit.add_observation(features, seconds)
-        estimate.last_seen = moment
+        estimate.last_seen = clock
         self._fits.move_to_end(key)
         if len(self._fits) > self._max_keys:
             changed.append(self._fits.popitem(last=False)[0])
-        self._offer_trials(features, moment)
+        self._offer_trials(features, clock)
         return changed
 
     def on_work_placed(self, key: FitKey) -> None:
@@ -111,20 +109,20 @@ class KeyedFits(Generic[FitKey]):
             estimate.fit.coefficients = estimate.learned_coefficients
             estimate.learned_coefficients, estimate.restarts_on_report = None, True
 
-    def _offer_trials(self, features: tuple[float, ...], moment: TrialClock) -> None:
+    def _offer_trials(self, features: tuple[float, ...], clock: TrialClock) -> None:
         fastest: OnlineLinearFit | None = None
         for _ in range(len(self._fits)):
             key, estimate = next(iter(self._fits.items()))
             age, passed = (
-                moment.now - estimate.last_seen.now,
-                moment.request_count - estimate.last_seen.request_count,
+                clock.now - estimate.last_seen.now,
+                clock.request_count - estimate.last_seen.request_count,
             )
-            if age < STALE_AFTER_SECONDS or passed < moment.trial_spacing:
+            if age < STALE_AFTER_SECONDS or passed < clock.trial_spacing:
                 return
             fastest = fastest or min(
                 self._trusted_fits(), key=lambda fit: fit.predict(features), default=self.fleet_fit
             )
-            estimate.last_seen = moment
+            estimate.last_seen = clock
             self._fits.move_to_end(key)
             offered = estimate.learned_coefficients is not None
             if offered or estimate.fit.predict(features) > _SLOWER_RATIO * fastest.predict(
@@ -138,9 +136,9 @@ class KeyedFits(Generic[FitKey]):
     def _trusted_fits(self) -> Iterator[OnlineLinearFit]:
         """Iterate over the fits that are predicted by their own reports."""
         return (
-            each.fit
-            for each in self._fits.values()
-            if each.learned_coefficients is None and each.fit.mean_error.count
+            estimate.fit
+            for estimate in self._fits.values()
+            if estimate.learned_coefficients is None and estimate.fit.mean_error.count
         )
 
 
@@ -156,6 +154,10 @@ _KILO, _MEBI = 1 / 1024, 1 / 1024**2
 
 def prefill_features(new: int, cached: int) -> tuple[float, float, float]:
     return 1.0, new * _KILO, new * (cached + new * 0.5) * _MEBI
+
+
+def _predict_seconds(coefficients: Sequence[float], features: Sequence[float]) -> float:
+    return sum(map(float.__mul__, coefficients, features))
 
 
 def step_features(sequences: float, resident: float) -> tuple[float, float, float]:
@@ -181,13 +183,13 @@ class NodeCosts:
 
     def prefill_seconds(self, new: int, cached: int) -> float:
         """Return the seconds to compute `new` tokens after `cached` ones."""
-        fixed, each, pairs = self.prefill_fit.coefficients
-        return fixed + new * (each * _KILO + pairs * (cached + new * 0.5) * _MEBI)
+        fixed, per_token, pairs = self.prefill_fit.coefficients
+        return fixed + new * (per_token * _KILO + pairs * (cached + new * 0.5) * _MEBI)
 
     def step_seconds(self, sequences: float, resident: float) -> float:
         """Return the seconds of a decode step."""
-        fixed, each, kilo = self.step_fit.coefficients
-        return fixed + each * sequences + kilo * resident * _KILO
+        fixed, per_sequence, per_kilotoken = self.step_fit.coefficients
+        return fixed + per_sequence * sequences + per_kilotoken * resident * _KILO
 
 
 class CostModel:
@@ -202,7 +204,7 @@ class CostModel:
         self.fleet_costs = NodeCosts(self._prefill.fleet_fit, self._step.fleet_fit)
         self._costs_by_node: dict[NodeName, NodeCosts] = {}
 
-    # what things will take, in seconds
+    # predictions, in seconds
 
     def get_node_costs(self, name: NodeName) -> NodeCosts:
         """Return the node's costs, or the fleet's before its first report."""
@@ -214,7 +216,7 @@ class CostModel:
         return fixed + mebi * size * _MEBI if size else 0.0
 
     def fleet_transfer_seconds(self, size: float) -> float:
-        """Return the same from a prefill node that is not chosen yet."""
+        """Return the exposed seconds of a hand-off from a prefill node that is not chosen yet."""
         fixed, mebi = self._links.fleet_fit.coefficients
         return fixed + mebi * size * _MEBI if size else 0.0
 
@@ -222,14 +224,19 @@ class CostModel:
         """Return the prediction of the fastest node; 0 before the first report."""
         features = prefill_features(new, cached)
         return min(
-            (fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0
+            (
+                _predict_seconds(fit.coefficients, features)
+                for fit in self._prefill.list_reported_fits()
+            ),
+            default=0.0,
         )
 
     def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
-        """Return whether the fastest node needs less; usually the first node checked does."""
+        """Return whether the fastest node computes a prompt in less than `seconds`."""
         features = prefill_features(new, cached)
-        if any(fit.predict(features) < seconds for fit in self._prefill.list_reported_fits()):
-            return True
+        for fit in self._prefill.list_reported_fits():
+            if _predict_seconds(fit.coefficients, features) < seconds:
+                return True
         return self.fastest_prefill_seconds(new, cached) < seconds
 
     def fleet_transfer_costs(self, token_bytes: int) -> tuple[float, float]:
@@ -255,7 +262,7 @@ class CostModel:
             ERROR_MARGIN_RANGE[1],
         )
 
-    # what is asked of whom
+    # placed work
 
     def on_work_placed(self, prefill: NodeName | None, decode: NodeName | None) -> None:
         """An attempt was placed on these nodes, so reports of it will follow."""
@@ -267,16 +274,16 @@ class CostModel:
             if prefill is not None:
                 self._links.on_work_placed((prefill, decode))
 
-    # what things took
+    # reports
 
     def record_prefill(
         self, name: NodeName, new: int, cached: int, seconds: float, now: float = 0.0
     ) -> None:
         if new > 0:
             self._request_count += 1
-            moment = self._trial_clock(self.node_count, now)
+            clock = self._trial_clock(self.node_count, now)
             self._refresh_node_costs(
-                self._prefill.record_report(name, prefill_features(new, cached), seconds, moment)
+                self._prefill.record_report(name, prefill_features(new, cached), seconds, clock)
             )
 
     def record_decode_steps(self, name: NodeName, seen: DecodeStepStats, now: float = 0.0) -> None:
@@ -290,9 +297,9 @@ class CostModel:
     def record_transfer(
         self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0
     ) -> None:
-        most_pairs = max(1, self.node_count**2 // 4)
+        max_pairs = max(1, self.node_count**2 // 4)
         self._links.record_report(
-            (writer, decode), (1.0, size * _MEBI), seconds, self._trial_clock(most_pairs, now)
+            (writer, decode), (1.0, size * _MEBI), seconds, self._trial_clock(max_pairs, now)
         )
 
     def _trial_clock(self, members: int, now: float) -> TrialClock:
@@ -315,14 +322,16 @@ _NEWEST_WEIGHT = 0.1  # of the newest request in the moving average
 
 
 class DecodeTimePredictor:
+    """Predicts the decode time of a request from recent outputs."""
+
     def __init__(self, lengths: OutputLengthPredictor) -> None:
         self._lengths = lengths
         self._first_token_delay: float | None = None  # seconds
         self._token_seconds: float | None = None
 
-    def predict_seconds(self, who: str, max_tokens: int) -> float:
+    def predict_seconds(self, tenant: str, max_tokens: int) -> float:
         """Return the predicted seconds; 0 while nothing is known."""
-        more = self._lengths.predict_tokens(who, max_tokens) - 1 if max_tokens else 0.0
+        more = self._lengths.predict_tokens(tenant, max_tokens) - 1 if max_tokens else 0.0
         return (self._first_token_delay or 0.0) + more * (self._token_seconds or 0.0)
 
     def record_first_token_delay(self, delay: float) -> None:

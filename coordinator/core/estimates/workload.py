@@ -1,25 +1,23 @@
-"""Measures the demand of clients and how well it was served, over a window of time.
+"""Measures the demand of clients, how well it was served, and how fast the queue drains.
 
-Demand is measured from arrivals, never from how busy a device is, since a device that decodes is
-always busy. So it does not change when a node switches its role, and a controller that uses it does
-not react to its own changes.
+`WorkloadMeter` measures demand and latencies over a window of time. Demand is measured from
+arrivals, never from how busy a device is, since a device that decodes is always busy. So it does
+not change when a node switches its role, and a controller that uses it does not react to its own
+changes.
 
-Predicts output lengths from `max_tokens` and the share of it that earlier outputs used.
+`OutputLengthPredictor` predicts output lengths from `max_tokens` and the share of it that earlier
+outputs used. The share is an exponentially weighted mean for each tenant and each power of two of
+`max_tokens`: requests for 16 tokens tend to use them all, and those that allow 4,096 do not.
 
-The share is an exponentially weighted mean for each tenant and each power of two of `max_tokens`:
-requests for 16 tokens tend to use them all, and those that allow 4,096 do not.
+`RecentWork` keeps exponentially decayed sums of recent work, by node or tenant, in seconds or
+tokens. Work counts less by 1/e every `window` seconds. The sums use forward decay (Cormode,
+Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay model for streaming systems",
+2009): instead of shrinking older work, newer work counts more. So sums can be compared as they are,
+and no sum has to be updated as time passes.
 
-Exponentially decayed sums of recent work, by node or tenant, in seconds or tokens.
-
-Work counts less by 1/e every `window` seconds. The sums use forward decay (Cormode, Shkapenyuk,
-Srivastava, Xu, "Forward decay: a practical time decay model for streaming systems", 2009): instead
-of shrinking older work, newer work counts more. So sums can be compared as they are, and no sum has
-to be updated as time passes.
-
-Measures how fast the queue drains, and predicts the wait of a new request.
-
-The rate is measured while requests wait, so it is the rate of whatever is the bottleneck; in
-requests and in prompt tokens. Measurements decay exponentially.
+`ServiceRate` measures how fast the queue drains, and predicts the wait of a new request. The rate
+is measured while requests wait, so it is the rate of whatever is the bottleneck; in requests and in
+prompt tokens. Measurements decay exponentially.
 """
 
 import math
@@ -33,15 +31,15 @@ from baton.slo import Slo
 
 HISTORY_SECONDS = 480.0  # seconds
 MAX_EVENTS = 16384  # arrivals and ends
-MAX_REJECTED_COPIES = 256  # that stand for refused ones
-_BINS = 30  # of a window, in which arrivals are counted
+MAX_REJECTED_COPIES = 256  # copies of arrivals that stand for rejected requests
+_BINS = 30  # intervals of a window in which arrivals are counted, for the burstiness
 _COMPUTED_SHARE_MEMORY = 256  # prompts after which one counts 1/e
 _BURSTINESS_RANGE = 0.25, 16.0  # between which the burstiness is believed
 
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """The size of one request."""
+    """Prompt and expected output length of one request, in tokens."""
 
     prompt_tokens: int
     output_tokens: float  # predicted
@@ -49,7 +47,7 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSummary:
-    """The demand of a window."""
+    """The demand in a window of time: rate, burstiness and sizes of requests."""
 
     window_seconds: float
     requests_per_second: float
@@ -113,6 +111,8 @@ class SloResults:
 
 @dataclass(frozen=True, slots=True)
 class _EndedRequest:
+    """The latencies of one request that has ended."""
+
     ended_at: float
     ttft: float  # infinite if it failed
     tpot: float | None
@@ -131,7 +131,7 @@ class WorkloadMeter:
         self._started_at: float | None = None
         self._computed_share = 1.0
 
-    # what happens
+    # inputs
 
     def record_arrival(self, prompt: int, output: float, now: float) -> None:
         self._started_at = now if self._started_at is None else self._started_at
@@ -162,7 +162,7 @@ class WorkloadMeter:
         while self._ends[0].ended_at <= now - HISTORY_SECONDS:
             self._ends.popleft()
 
-    # what it comes to
+    # summaries
 
     def summarize_workload(
         self, seconds: float, now: float, waiting: Sequence[tuple[float, RequestShape]] = ()
@@ -175,7 +175,7 @@ class WorkloadMeter:
             return None
         since = (
             self._arrivals[0][0] if len(self._arrivals) == MAX_EVENTS else self._started_at
-        )  # nobody before that is known
+        )  # earlier arrivals were dropped
         begin = max(since, now - seconds)
         span = max(now - begin, 1e-3)
         rate = (len(recent) + len(left) + self._count_rejected_since(now - seconds)) / span
@@ -253,6 +253,8 @@ MAX_KEYS = 4096  # pairs of tenant and power, least recently used evicted
 
 @dataclass(slots=True)
 class _OutputShare:
+    """The mean output length of one kind of requests, as a share of `max_tokens`."""
+
     mean: float = PRIOR_SHARE
     sample_count: int = 0
 
@@ -264,6 +266,8 @@ class _OutputShare:
 
 
 class OutputLengthPredictor:
+    """Predicts output lengths by tenant and magnitude of `max_tokens`."""
+
     def __init__(self) -> None:
         self.relative_error = MeanRelativeError()
         self._shares: OrderedDict[tuple[str, int], _OutputShare] = OrderedDict()
@@ -288,6 +292,8 @@ _MAX_WINDOWS = 200.0  # after which sums are rescaled, long before floats overfl
 
 
 class RecentWork:
+    """Exponentially decayed sums of work, by node or tenant."""
+
     def __init__(self, window: float = WINDOW_SECONDS) -> None:
         self._window = window
         self._landmark = -math.inf  # when a second of work counts 1
@@ -332,7 +338,7 @@ _MIN_PLACEMENTS = 4.0  # placements, by weight, that make a measurement
 
 @dataclass(frozen=True, slots=True)
 class BacklogAhead:
-    """What would be served before a new request."""
+    """The waiting work that would be served before a new request."""
 
     prompt_tokens: float
     requests: float
@@ -341,7 +347,7 @@ class BacklogAhead:
 
 
 class ServiceRate:
-    """The predicted wait is the backlog ahead over the measured rate."""
+    """Predicts waits as the backlog ahead over the rate at which the queue drained recently."""
 
     def __init__(self) -> None:
         self._tokens = self._requests = self._seconds = 0.0

@@ -1,24 +1,23 @@
-"""The nodes that have joined: their identity, last message and last heartbeat.
+"""Keeps the nodes that have joined: their identity, last message and last heartbeat.
 
 The cluster's model identity is that of its nodes. The first node sets it, and it stays as long as a
 node is a member or a request that was placed on one is running. A name belongs to one process as
 long as messages of that process arrive.
 
-Nodes taken out of service, by name, so that a restarted node stays out until it is put back.
-
-The set is not stored: a coordinator that restarts has forgotten it.
+`DrainSet` has the nodes taken out of service, by name, so that a restarted node stays out until it
+is put back. The set is not stored: a coordinator that restarts has forgotten it.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.cluster_link.messages import JoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
     ServedModel,
@@ -29,7 +28,6 @@ from coordinator.core.membership.join_checks import (
 )
 
 MAX_DRAINED_NODES = 1024
-# heartbeats since the last work ended there: the second was sent after every order had arrived
 MIN_QUIET_REPORTS = 2  # the second of them was sent after every order had arrived
 
 
@@ -99,16 +97,20 @@ def is_node_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) ->
 
 @dataclass(slots=True)
 class NodeMember:
-    """One incarnation of a node."""
+    """One membership of a node, from a join to the loss of its connection."""
 
     info: JoinInfo
     incarnation: Incarnation
     joined_at: float
     heard_at: float
-    model_digest: bytes  # of the identity that it announced
+    model_digest: bytes  # of the model identity that it announced
     stats: NodeStats | None = None  # None until its first heartbeat
     is_stalled: bool = False  # by its last heartbeat
     is_leaving: bool = False
+    max_context_tokens: int = field(init=False)  # longest prompt and output that it can hold
+
+    def __post_init__(self) -> None:
+        self.max_context_tokens = self.info.max_context_tokens
 
     @property
     def address(self) -> PeerAddress:
@@ -123,7 +125,7 @@ class NodeRegistry:
         """`silence` and `stall` in seconds; `served` is the model that the coordinator serves."""
         self.nodes: dict[Incarnation, NodeMember] = {}
         self.drains = DrainSet()  # by operators
-        self.switching_drains = DrainSet()  # on their way to another role: nobody else's business
+        self.switching_drains = DrainSet()  # nodes that are switching roles
         self.silence_seconds = silence
         self._stall_seconds = stall
         self.model_identity: ModelIdentity | None = (
@@ -155,7 +157,7 @@ class NodeRegistry:
     def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
         """Add a node that `check_join` has accepted, after what it replaces was removed."""
         self.model_identity = info.model
-        self.model_digest = self.model_identity.digest()
+        self.model_digest = self.model_identity.digest
         node = NodeMember(
             info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest
         )
@@ -175,16 +177,17 @@ class NodeRegistry:
         """Return whether a node of the role is in service."""
         return next(self.nodes_in_service(role), None) is not None
 
-    def can_fit_context(self, role: Role, tokens: int) -> bool:
-        """Return whether a node in service of the role can hold so many tokens of one request."""
-        return any(node.info.max_context_tokens >= tokens for node in self.nodes_in_service(role))
-
     def nodes_in_service(self, role: Role | None = None) -> Iterator[NodeMember]:
         """Iterate over the nodes, of one role or all, that may be given new work: not leaving,
         drained, switching roles or stalled."""
         for node in self.nodes.values():
             if (role is None or node.info.role is role) and self._may_serve(node):
                 yield node
+
+    def name_of(self, node: Incarnation | None) -> NodeName:
+        """Return the name of a member, "" for none."""
+        member = self.nodes.get(node) if node else None
+        return member.info.name if member else NodeName("")
 
     def by_name(self, name: NodeName) -> NodeMember | None:
         return next((node for node in self.nodes.values() if node.info.name == name), None)

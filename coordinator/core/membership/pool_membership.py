@@ -20,7 +20,7 @@ from coordinator.core.membership.prefix_directory import PoolRegistry, PrefixDir
 
 
 class PoolMembership:
-    """Hands what the shell must do to `emit_effect`."""
+    """Adds and removes shared pools; `emit_effect` takes what the shell must do."""
 
     def __init__(
         self,

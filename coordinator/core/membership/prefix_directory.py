@@ -1,4 +1,4 @@
-"""Which node's cache has which block, by the nodes' cache events: a hint that may be stale.
+"""Tracks which node's cache has which block, by cache events: a hint that may be stale.
 
 A node looks into its own index before it uses a block, so a wrong entry costs a computation and
 nothing else. Keys are short hashes, the first 8 bytes of block hashes, each of which identifies a
@@ -15,9 +15,8 @@ nothing from then on and are swept a slice at a time: a pool's million of them w
 loop for half a second. Tables are sharded by hash, because growing a table copies it, and copying a
 million entries takes long as well.
 
-The shared pools of hosts as members: they send reports like nodes, but get no attempts.
-
-The blocks of a pool are available to every node of its host.
+`PoolRegistry` has the shared pools of hosts as members: they send reports like nodes, but get no
+attempts. The blocks of a pool are available to every node of its host.
 """
 
 from collections import deque
@@ -26,9 +25,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from baton.cluster_link.messages import PROTOCOL_VERSION, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
 from baton.models.model_identity import ModelIdentity
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, PeerAddress
 from coordinator.core.membership.join_checks import (
     MAX_NAME_LENGTH,
@@ -62,13 +61,13 @@ class PrefixDirectory:
         self.resync_count = 0  # snapshots that were asked for
         self._node_bits: list[dict[int, int]] = [
             {} for _ in range(SHARD_COUNT)
-        ]  # name -> a bit for each node, by slot
+        ]  # by block hash: one bit for each node
         self._caches: dict[Incarnation, _NodeCache] = {}
         self._slots: list[Incarnation | None] = []
         self._live_bits = 0  # the bits of all nodes
         self._retired: deque[tuple[int, Iterator[int]]] = (
             deque()
-        )  # slots, and the names that still have their bits
+        )  # slots, and the hashes that still have their bits
 
     def __len__(self) -> int:
         """Return the number of hashes, including those that await the sweep."""
@@ -200,7 +199,7 @@ class PrefixDirectory:
         return slot
 
     def _retire_cache(self, cache: _NodeCache) -> None:
-        """What the node has told means nothing any more. A few entries are swept at once."""
+        """Invalidate all entries of the node; a few of them are swept at once."""
         self._live_bits &= ~(1 << cache.slot)
         self._slots[cache.slot] = _RETIRED
         few = cache.block_count < SWEEP_SLICE and not self._retired
@@ -227,7 +226,7 @@ def _drain_shards(shards: list[set[int]]) -> Iterator[int]:
 
 @dataclass(slots=True)
 class PoolMember:
-    """One incarnation of a pool."""
+    """One membership of a pool, from a join to the loss of its connection."""
 
     info: PoolJoinInfo
     incarnation: Incarnation
@@ -279,7 +278,7 @@ class PoolRegistry:
         self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)
 
     @property
-    def list_hosts(self) -> frozenset[str]:
+    def hosts(self) -> frozenset[str]:
         return frozenset(pool.info.host_id for pool in self.members.values())
 
     def find_expired(self, now: float) -> list[tuple[PoolMember, NodeLost]]:

@@ -11,27 +11,28 @@ decode had no room) says nothing about the pair, and if it was the probe another
 node that rejoins starts without failures.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.types import AttemptKey, Incarnation
 from coordinator.core.common.breaker_state import BreakerState
 
 FAILURES_TO_OPEN = 3  # failures in a row
-FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = (
-    1.0,
-    4.0,
-)  # seconds before a pair is tried again; doubled each time
+# before a pair is tried again; doubled each time
+FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 1.0, 4.0
 
 NodePair = tuple[Incarnation, Incarnation]  # prefill, decode
 
 
 @dataclass(slots=True)
 class _PairBreaker:
+    """The breaker of one pair of nodes."""
+
     state: BreakerState = BreakerState.CLOSED
-    failures: int = 0  # in a row
+    failures: int = 0  # failed hand-offs in a row
     cooldown_seconds: float = FIRST_COOLDOWN_SECONDS
-    open_until: float = 0.0  # of OPEN
-    probe: AttemptKey | None = None  # of HALF_OPEN
+    open_until: float = 0.0  # end of the cool-down, in state OPEN
+    probe: AttemptKey | None = None  # the attempt that probes, in state HALF_OPEN
 
     def open_breaker(self, now: float) -> None:
         self.state, self.probe = BreakerState.OPEN, None
@@ -40,16 +41,12 @@ class _PairBreaker:
 
 
 class CircuitBreakers:
-    """Pairs that have not failed since their last commit take no memory."""
+    """The breakers of all pairs; one that has not failed since its last commit takes no memory."""
 
     def __init__(self) -> None:
+        self.blocked_pairs: frozenset[NodePair] = frozenset()  # not to be placed together now
         self._pairs: dict[NodePair, _PairBreaker] = {}
-        self._blocked_pairs: frozenset[NodePair] = frozenset()
-
-    @property
-    def blocked_pairs(self) -> frozenset[NodePair]:
-        """Pairs that must not be placed together now."""
-        return self._blocked_pairs
+        self.failing_pairs: Collection[NodePair] = self._pairs.keys()  # failed since a commit
 
     def get_state(self, pair: NodePair) -> BreakerState:
         found = self._pairs.get(pair)
@@ -126,12 +123,13 @@ class CircuitBreakers:
         return min(opened, default=None)
 
     def forget_node(self, node: Incarnation) -> None:
-        """The node has left the cluster."""
-        self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if node not in pair}
+        """Drop the breakers of a node that has left the cluster."""
+        for pair in [pair for pair in self._pairs if node in pair]:
+            del self._pairs[pair]
         self._update_blocked_pairs()
 
     def _update_blocked_pairs(self) -> None:
-        self._blocked_pairs = frozenset(
+        self.blocked_pairs = frozenset(
             pair
             for pair, breaker in self._pairs.items()
             if breaker.state is BreakerState.OPEN or breaker.probe is not None

@@ -11,7 +11,8 @@ burst does not cover takes 1 + 1 / share times as long as on an idle node. Promp
 off disturb no sequence, so ties go to them. If no prefill node has room now, the hand-off is
 predicted for the time when one will have, and the request waits if that is still sooner.
 
-Estimates the latency that a new request can expect, from the cost model and the books.
+`LatencyEstimator` estimates the latency that a new request can expect, from the cost model and what
+is placed on each node.
 """
 
 import math
@@ -42,6 +43,8 @@ TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 
 
 class DisaggregationPolicy:
+    """Chooses the prefill site of each attempt, on the nodes that the placement policy chooses."""
+
     def __init__(self, placement: PlacementPolicy) -> None:
         self._placement = placement
 
@@ -49,49 +52,51 @@ class DisaggregationPolicy:
         self,
         demand: PlacementDemand,
         views: Sequence[NodeView],
-        outlook: PlacementContext,
-        why: PlacementReason,
+        context: PlacementContext,
+        reason: PlacementReason,
         *,
-        either: bool,
-        apart: frozenset[NodePair] = frozenset(),
+        may_choose_site: bool,
+        blocked_pairs: frozenset[NodePair] = frozenset(),
     ) -> PlacementDecision | None:
         """Decide the nodes and the prefill site; None is to wait.
 
-        With `either`, prefill and decode nodes may compute the prompt; otherwise the demand says
-        which, because of `why`. Pairs in `apart` must not hand off.
+        With `may_choose_site`, prefill and decode nodes may compute the prompt; otherwise the
+        demand says which, because of `reason`. `blocked_pairs` must not hand off.
         """
-        first = self._decide_with_demand(demand, views, outlook, apart)
-        if first is not None and first.choice.prefill is None and demand.needs_prefill:
+        decision = self._decide_with_demand(demand, views, context, blocked_pairs)
+        if decision is not None and decision.choice.prefill is None and demand.needs_prefill:
             return replace(
-                first, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.PREFIX_CACHED
+                decision, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.PREFIX_CACHED
             )
-        if not either:
-            way = PrefillSite.HAND_OFF if demand.needs_prefill else PrefillSite.LOCAL
-            return replace(first, prefill_site=way, reason=why) if first else None
+        if not may_choose_site:
+            site = PrefillSite.HAND_OFF if demand.needs_prefill else PrefillSite.LOCAL
+            return replace(decision, prefill_site=site, reason=reason) if decision else None
         local = self._decide_with_demand(
-            replace(demand, needs_prefill=False, needs_decode=True), views, outlook, apart
+            replace(demand, needs_prefill=False, needs_decode=True), views, context, blocked_pairs
         )
-        if first is None or local is None:
-            return self._decide_with_one_site(demand, first, local, views, outlook)
-        return _choose_sooner(demand, first, local, outlook.cost_model.error_margin)
+        if decision is None or local is None:
+            return self._decide_with_one_site(demand, decision, local, views, context)
+        return _choose_sooner(demand, decision, local, context.cost_model.error_margin)
 
     def _decide_with_demand(
         self,
         demand: PlacementDemand,
         views: Sequence[NodeView],
-        outlook: PlacementContext,
-        apart: frozenset[NodePair],
+        context: PlacementContext,
+        blocked_pairs: frozenset[NodePair],
     ) -> PlacementDecision | None:
-        choice = choose_excluding_open_breakers(self._placement, demand, views, outlook, apart)
+        choice = choose_excluding_open_breakers(
+            self._placement, demand, views, context, blocked_pairs
+        )
         if choice is None:
             return None
         return PlacementDecision(
             demand,
             choice,
-            predict_latency(demand, choice, views, outlook),
+            predict_latency(demand, choice, views, context),
             views,
-            outlook.now,
-            apart,
+            context.now,
+            blocked_pairs,
         )
 
     def _decide_with_one_site(
@@ -100,7 +105,7 @@ class DisaggregationPolicy:
         hand_off: PlacementDecision | None,
         local: PlacementDecision | None,
         views: Sequence[NodeView],
-        outlook: PlacementContext,
+        context: PlacementContext,
     ) -> PlacementDecision | None:
         """Decide when one of the two sites has no room now. A prefill node will have room when it
         has computed its prompts; for a decode node the time cannot be predicted."""
@@ -110,9 +115,9 @@ class DisaggregationPolicy:
                 if hand_off
                 else None
             )
-        later = _predict_later_handoff(demand, local, views, outlook)
+        later = _predict_later_handoff(demand, local, views, context)
         if later is not None and not _is_sooner(
-            local.prediction, later, outlook.cost_model.error_margin
+            local.prediction, later, context.cost_model.error_margin
         ):
             return None
         return replace(
@@ -123,9 +128,11 @@ class DisaggregationPolicy:
         )
 
 
-def completion_seconds(one: LatencyPrediction) -> float:
+def completion_seconds(prediction: LatencyPrediction) -> float:
     """Return the predicted seconds until the output is complete."""
-    return one.ttft_seconds + max(0.0, one.output_tokens - 1.0) * one.step_seconds
+    return (
+        prediction.ttft_seconds + max(0.0, prediction.output_tokens - 1.0) * prediction.step_seconds
+    )
 
 
 def _choose_sooner(
@@ -146,11 +153,11 @@ def _choose_sooner(
             reason=PlacementReason.SOONER,
             rejected_prediction=hand_off.prediction,
         )
-    why = PlacementReason.FAILED_BEFORE if avoided < 0 else PlacementReason.SOONER
+    reason = PlacementReason.FAILED_BEFORE if avoided < 0 else PlacementReason.SOONER
     return replace(
         hand_off,
         prefill_site=PrefillSite.HAND_OFF,
-        reason=why,
+        reason=reason,
         rejected_prediction=local.prediction,
     )
 
@@ -171,61 +178,63 @@ def _predict_later_handoff(
     demand: PlacementDemand,
     local: PlacementDecision,
     views: Sequence[NodeView],
-    outlook: PlacementContext,
+    context: PlacementContext,
 ) -> LatencyPrediction | None:
     """Predict a hand-off to the decode node of `local` from the prefill node that will have room
     first. None if no prefill node is only waiting for time."""
-    held_there = demand.cached_tokens_on(local.choice.decode) if local.choice.decode else 0
-    link = (
-        outlook.cost_model.fleet_transfer_seconds(
-            (demand.context_tokens - held_there) * outlook.token_bytes
+    cached_on_decode = demand.cached_tokens_on(local.choice.decode) if local.choice.decode else 0
+    transfer_seconds = (
+        context.cost_model.fleet_transfer_seconds(
+            (demand.context_tokens - cached_on_decode) * context.token_bytes
         )
         if demand.needs_decode
         else 0.0
     )
-    found: list[LatencyPrediction] = []
+    predictions: list[LatencyPrediction] = []
     for node in views:
-        kept_apart = (node.incarnation, local.choice.decode) in local.blocked_pairs
+        is_blocked = (node.incarnation, local.choice.decode) in local.blocked_pairs
         if node.role is Role.PREFILL and not (
             node.is_closed_to(demand)
             or not node.can_hold_request(demand)
             or node.incarnation in demand.avoided_nodes
-            or kept_apart
+            or is_blocked
         ):
-            held = demand.cached_tokens_on(node.incarnation)
-            compute = outlook.cost_model.get_node_costs(node.name).prefill_seconds(
-                demand.context_tokens - held, held
+            cached_tokens = demand.cached_tokens_on(node.incarnation)
+            prefill_seconds = context.cost_model.get_node_costs(node.name).prefill_seconds(
+                demand.context_tokens - cached_tokens, cached_tokens
             )
-            found.append(
+            predictions.append(
                 replace(
                     local.prediction,
-                    queue_seconds=node.queue_wait_seconds(outlook.now),
-                    prefill_seconds=compute,
-                    transfer_seconds=link,
+                    queue_seconds=node.queue_wait_seconds(context.now),
+                    prefill_seconds=prefill_seconds,
+                    transfer_seconds=transfer_seconds,
                 )
             )
-    return min(found, key=completion_seconds, default=None)
+    return min(predictions, key=completion_seconds, default=None)
 
 
 _OPTIMISM = 0.5  # of the fastest prediction, so that borderline requests get their chance
 
 
 class LatencyEstimator:
+    """Estimates waits and service times for admission, and deadlines that cannot be met."""
+
     def __init__(
         self,
         registry: NodeRegistry,
         loads: NodeLoads,
-        costs: CostModel,
-        answers: DecodeTimePredictor,
+        cost_model: CostModel,
+        decode_times: DecodeTimePredictor,
     ) -> None:
         self._registry = registry
-        self._decode_times = answers
+        self._decode_times = decode_times
         self._loads = loads
-        self._costs = costs
+        self._cost_model = cost_model
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the seconds to compute a prompt with no cached tokens on an idle node."""
-        return self._costs.fleet_costs.prefill_seconds(tokens, 0)
+        return self._cost_model.fleet_costs.prefill_seconds(tokens, 0)
 
     def decode_seconds(self, tenant: str, max_tokens: int) -> float:
         """Return the seconds that a placed request takes besides computing its prompt."""
@@ -234,12 +243,12 @@ class LatencyEstimator:
     def node_wait_seconds(self, now: float) -> float:
         """Return the seconds until the first node that computes prompts has no prompt left."""
         role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
-        least = math.inf
+        least_wait = math.inf
         for node in self._registry.nodes_in_service(role):
-            least = min(least, self._loads.get_view(node).queue_wait_seconds(now))
-            if least == 0.0:
+            least_wait = min(least_wait, self._loads.get_view(node).queue_wait_seconds(now))
+            if least_wait == 0.0:
                 break
-        return least if least < math.inf else 0.0
+        return least_wait if least_wait < math.inf else 0.0
 
     def is_decode_full(self, blocks: int = 0) -> bool:
         """Return whether every decode node is out of slots, or of room for so many more blocks."""
@@ -250,13 +259,19 @@ class LatencyEstimator:
             view.attempts >= view.max_num_seqs or view.free_blocks < blocks for view in decode
         )
 
-    def find_deadline_error(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
-        """Return the error if the context cannot be computed in the seconds that are left; `held`
-        of its tokens seem to be cached."""
-        if self._costs.can_prefill_within(tokens - held, held, left / _OPTIMISM):
+    def find_deadline_error(
+        self, tokens: int, cached_tokens: int, time_left: float
+    ) -> DeadlineExceeded | None:
+        """Return the error if the context cannot be computed in `time_left` seconds;
+        `cached_tokens` of it seem to be cached."""
+        if self._cost_model.can_prefill_within(
+            tokens - cached_tokens, cached_tokens, time_left / _OPTIMISM
+        ):
             return None
-        least = _OPTIMISM * self._costs.fastest_prefill_seconds(tokens - held, held)
+        least_seconds = _OPTIMISM * self._cost_model.fastest_prefill_seconds(
+            tokens - cached_tokens, cached_tokens
+        )
         return DeadlineExceeded(
-            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s"
-            " are left for it"
+            f"a prompt of {tokens} tokens takes {least_seconds:.3g} s at least:"
+            f" {max(time_left, 0.0):.3g} s are left for it"
         )

@@ -3,7 +3,7 @@
 The window of a node is small on purpose: requests wait in the coordinator, where deadlines and
 fairness are decided in one place, and where the loss of a node affects few of them.
 
-The decision of one placement, with its predicted latency, kept until the outcome is known.
+A `PlacementDecision` keeps its predicted latency until the outcome is known.
 """
 
 import math
@@ -44,8 +44,8 @@ class PlacementDemand:
 
     def cached_tokens_on(self, node: Incarnation) -> int:
         """Return the usable cached tokens; the last context token is always computed."""
-        held = self.cached_by_node.get(node)
-        return min(held, self.context_tokens - 1) if held else 0
+        cached_tokens = self.cached_by_node.get(node)
+        return min(cached_tokens, self.context_tokens - 1) if cached_tokens else 0
 
     def uncached_tokens_on(self, node: Incarnation) -> int:
         """Return the context tokens that the node would have to compute."""
@@ -56,7 +56,7 @@ class PlacementDemand:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """An immutable snapshot of one node, from its reports and the coordinator's books."""
+    """An immutable snapshot of one node, from its reports and from what is placed there."""
 
     incarnation: Incarnation
     role: Role
@@ -168,7 +168,7 @@ def _round_up_slots(share: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """What predictions need besides the nodes."""
+    """The time, the cost model and the units that predictions need."""
 
     now: float
     cost_model: CostModel
@@ -201,8 +201,10 @@ class NodeChoice:
 
 
 class PlacementPolicy(Protocol):
+    """Chooses the nodes of an attempt."""
+
     def choose_nodes(
-        self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+        self, demand: PlacementDemand, nodes: Sequence[NodeView], context: PlacementContext
     ) -> NodeChoice | None:
         """Return nodes for every role that the demand needs, or None to wait."""
         ...
@@ -224,11 +226,11 @@ def required_roles(demand: PlacementDemand) -> tuple[Role, ...]:
     """Return the roles of which the demand needs a node."""
     return tuple(
         role
-        for role, wanted in (
+        for role, is_needed in (
             (Role.PREFILL, demand.needs_prefill),
             (Role.DECODE, demand.needs_decode),
         )
-        if wanted
+        if is_needed
     )
 
 
@@ -272,7 +274,7 @@ class LatencyPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """One placement."""
+    """The nodes chosen for an attempt, and the predictions that decided."""
 
     demand: PlacementDemand
     choice: NodeChoice
@@ -282,7 +284,7 @@ class PlacementDecision:
     blocked_pairs: frozenset[NodePair] = frozenset()  # pairs that were not to be chosen
     prefill_site: PrefillSite = PrefillSite.HAND_OFF
     reason: PlacementReason = PlacementReason.MODE
-    # of the other prefill site, if it was possible
+    # prediction for the other prefill site, if that was possible
     rejected_prediction: LatencyPrediction | None = None
 
 
@@ -290,7 +292,7 @@ def predict_latency(
     demand: PlacementDemand,
     choice: NodeChoice,
     nodes: Sequence[NodeView],
-    outlook: PlacementContext,
+    context: PlacementContext,
 ) -> LatencyPrediction:
     """Predict the latency of the demand on the chosen nodes."""
     prefill = decode = None
@@ -299,22 +301,26 @@ def predict_latency(
             prefill = view
         elif view.incarnation == choice.decode:
             decode = view
-    costs, tokens, output = outlook.cost_model, demand.context_tokens, demand.expected_output_tokens
+    costs, tokens, output = context.cost_model, demand.context_tokens, demand.expected_output_tokens
     queue = compute = transfer = step = 0.0
-    computes = prefill or decode
-    if computes is not None:
-        held = (
-            demand.cached_tokens_on(computes.incarnation)
-            if computes.incarnation != demand.prefix_holder
+    computing_node = prefill or decode
+    if computing_node is not None:
+        cached_tokens = (
+            demand.cached_tokens_on(computing_node.incarnation)
+            if computing_node.incarnation != demand.prefix_holder
             else tokens - 1
         )
-        queue = computes.queue_wait_seconds(outlook.now)
-        compute = costs.get_node_costs(computes.name).prefill_seconds(tokens - held, held)
+        queue = computing_node.queue_wait_seconds(context.now)
+        compute = costs.get_node_costs(computing_node.name).prefill_seconds(
+            tokens - cached_tokens, cached_tokens
+        )
         if prefill is None:
-            compute = outlook.interleaved_prefill_seconds(computes, compute)
+            compute = context.interleaved_prefill_seconds(computing_node, compute)
     if prefill is not None and decode is not None:
-        lacking = tokens - demand.cached_tokens_on(decode.incarnation)
-        transfer = costs.transfer_seconds(prefill.name, decode.name, lacking * outlook.token_bytes)
+        missing_tokens = tokens - demand.cached_tokens_on(decode.incarnation)
+        transfer = costs.transfer_seconds(
+            prefill.name, decode.name, missing_tokens * context.token_bytes
+        )
     resident = tokens + output / 2
     if decode is not None:
         step = costs.get_node_costs(decode.name).step_seconds(

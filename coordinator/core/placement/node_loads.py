@@ -1,4 +1,4 @@
-"""The coordinator's own books of what is placed on each node, between two reports of the node.
+"""Keeps what is placed on each node, between two reports of the node.
 
 A *leg* is one attempt's share of one node. Free blocks are what the node last reported, minus the
 legs that the report cannot have seen, plus the legs that it saw and that have ended since.
@@ -7,8 +7,7 @@ A refusal closes the node to demands of that size until it reports enough room, 
 before the refusal ends. Only such a leg can have freed anything: otherwise two requests that two
 nodes refuse in turn would reopen the nodes for one another for ever.
 
-How long a request may be: as long as the largest decode node can hold.
-
+`ContextCapacity` says how long a request may be: as long as the largest decode node can hold.
 Prefill nodes do not limit requests, since a decode node computes what no prefill node can hold. A
 node that joins with a smaller cache or `--max-model-len` takes nothing away: requests that it
 cannot hold are placed elsewhere. A node that left still counts for a while, so that its restart
@@ -55,7 +54,7 @@ class _NodeClosure:
 
 @dataclass(slots=True)
 class NodeLoad:
-    """The books of one node."""
+    """What is placed on one node, and what it has reported."""
 
     legs: dict[AttemptKey, Leg] = field(default_factory=dict)
     reported_free_blocks: int | None = None
@@ -68,7 +67,7 @@ class NodeLoad:
 
 
 class NodeLoads:
-    """Books of all nodes. Snapshots are cached: a placement reads all nodes and changes two."""
+    """What is placed on each node. Snapshots are cached: a placement reads all and changes two."""
 
     def __init__(self) -> None:
         self._nodes: dict[Incarnation, NodeLoad] = {}
@@ -223,7 +222,7 @@ class NodeLoads:
             running_attempts=len(load.legs) - len(waiting),
             resident_tokens=sum(leg.resident_tokens for leg in load.legs.values()),
             recent_work=self._recent.get_work(node.incarnation),
-            max_context_tokens=info.max_context_tokens,
+            max_context_tokens=node.max_context_tokens,
         )
 
     @staticmethod
@@ -238,14 +237,13 @@ DEPARTED_NODE_MEMORY_SECONDS = 600.0
 
 
 class ContextCapacity:
-    """With `hands_off`, prefill nodes compute prompts, and serve one-token outputs alone."""
+    """How many tokens a request may have. With `hands_off`, prefill nodes compute prompts."""
 
     def __init__(self, registry: NodeRegistry, *, hands_off: bool) -> None:
         self._registry = registry
         self._hands_off = hands_off
-        self._departed_nodes: dict[
-            NodeName, tuple[JoinInfo, float]
-        ] = {}  # and until when it is remembered
+        # nodes that have left, and until when each is remembered
+        self._departed_nodes: dict[NodeName, tuple[JoinInfo, float]] = {}
         self._bounds: ModelBounds | None = None
 
     def on_node_joined(self, info: JoinInfo) -> None:
@@ -274,14 +272,20 @@ class ContextCapacity:
         """Return the bounds of requests; None before the first join."""
         return self._bounds
 
+    def can_fit_context(self, role: Role, tokens: int) -> bool:
+        """Return whether a node in service of the role can hold so many tokens of one request."""
+        return any(
+            node.max_context_tokens >= tokens for node in self._registry.nodes_in_service(role)
+        )
+
     def why_too_long(self, record: PlaceableRequest) -> str:
         """Return why no node in service can hold the request; "" if one can, or without decode
         nodes."""
         alone = self._hands_off and record.remaining_tokens <= 1
-        if alone and self._registry.can_fit_context(Role.PREFILL, record.context_tokens + 1):
+        if alone and self.can_fit_context(Role.PREFILL, record.context_tokens + 1):
             return ""
         contexts = (
-            node.info.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
+            node.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
         )
         largest = max(contexts, default=record.max_total_tokens)
         if largest >= record.max_total_tokens:

@@ -1,22 +1,17 @@
 """Everything that the coordinator has learned about its nodes and their work, for placement.
 
-Finds another host's pool that has more of a prompt than a node's own host.
-
-The node is told with its order, so that its pool can fetch the blocks instead of computing them. It
-is a hint, as everything from the prefix directory.
-
-What placement reads of a request: `requests.record.RequestRecord` has all of it.
-
-Short hashes of a prompt's full blocks, computed on demand and at most once.
+`PlacementState` learns from reports. `CachedPrefixes` finds which nodes have cached the beginning
+of a prompt, and pools of other hosts that have more of it. Such a pool is named in the order to the
+node, so that the node's own pool can fetch the blocks instead of computing them. Both are hints:
+the prefix directory may be stale.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.kv.block_hash import HashChain, root_hash, short_hash
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor
@@ -48,6 +43,8 @@ def best_remote_pool(
 
 
 class PromptBlockHashes:
+    """The short hashes of a prompt's full blocks, computed on demand and at most once."""
+
     def __init__(self, chain: HashChain) -> None:
         self._hash_chain = chain
         self._hashes: list[int] = []
@@ -91,7 +88,7 @@ class CachedPrefixes:
     ) -> dict[Incarnation, tuple[PoolMember, int]]:
         """For each of `nodes` whose host has a pool and less of the prompt than another host's
         pool: return that pool and how many tokens it seems to have."""
-        pools, hosts = self._pools.members.values(), self._pools.list_hosts
+        pools, hosts = self._pools.members.values(), self._pools.hosts
         if len(hosts) < 2:
             return {}
         found = self._directory.match_prefix(block_hashes)
@@ -130,7 +127,7 @@ class PlacementState:
         self.decode_times = DecodeTimePredictor(self.output_lengths)
         self.prefix_directory = PrefixDirectory()
         self.pools = PoolRegistry(registry.silence_seconds)
-        self.prefix_lookup = CachedPrefixes(registry, self.prefix_directory, self.pools)
+        self.cached_prefixes = CachedPrefixes(registry, self.prefix_directory, self.pools)
         self.workload_meter = WorkloadMeter()
         self._registry = registry
         self._first_token_error = MeanRelativeError()
@@ -160,7 +157,7 @@ class PlacementState:
             request.principal.tenant, request.sampling.max_tokens
         )
 
-    # what came of it
+    # outcomes of requests
 
     def record_answer(self, request: Request, tokens: int, seconds: float) -> None:
         """Learn from an output that was complete `seconds` after its first token."""
@@ -174,7 +171,7 @@ class PlacementState:
         self.decode_times.record_first_token_delay(seconds - prediction.prefill_seconds)
         self._first_token_error.add_prediction(prediction.ttft_seconds, seconds)
 
-    # what nodes report
+    # reports of nodes
 
     def record_decode_steps(
         self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float
@@ -220,7 +217,7 @@ class PlacementState:
 
 
 class PlaceableRequest(Protocol):
-    """A request that waits to be placed. The attributes that are not properties are set here."""
+    """What placement reads of a request; it sets the attributes that are not properties."""
 
     prompt_block_hashes: PromptBlockHashes | None  # None until placement was tried once
     cached_at_first_placement: int  # prompt tokens that some cache had at the first placement

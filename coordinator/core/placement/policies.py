@@ -1,10 +1,10 @@
 """The placement policies by the names that --placement takes.
 
-Policies that compare counts only: they predict nothing and use no cache information.
+`RoundRobinPolicy` and `LeastLoadedPolicy` compare counts only: they predict nothing and use no
+cache information.
 
-Placement by predicted completion: cached prefixes, queues, and the speed of each node.
-
-The decode node is chosen first, then the prefill node that serves it soonest:
+`PrefixAwarePolicy` goes by predicted completion: cached prefixes, queues, and the speed of each
+node. The decode node is chosen first, then the prefill node that serves it soonest:
 
     decode    output x step(batch + 1, resident + context)  + transfer of what it lacks  + risk
     prefill   wait + prefill(context - cached, cached)      + transfer to that decode node
@@ -19,7 +19,7 @@ has cached. Its prefixes are then cached elsewhere too, which spreads their load
 that has just joined is ramped up over `RAMP_UP_SECONDS`. Predictions that differ by less than their
 usual error are ties, which the load decides.
 
-Lets any placement policy choose only pairs whose circuit breaker is closed.
+`choose_excluding_open_breakers` lets any policy choose only pairs whose circuit breaker is closed.
 """
 
 from abc import ABC, abstractmethod
@@ -47,18 +47,19 @@ class _RankingPolicy(ABC):
     """Chooses, for each role, the first node by rank; nodes to avoid come last."""
 
     def choose_nodes(
-        self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+        self, demand: PlacementDemand, nodes: Sequence[NodeView], context: PlacementContext
     ) -> NodeChoice | None:
-        alone = choose_prefix_holder(demand, nodes)
-        if alone is not None:
-            return alone
+        holder = choose_prefix_holder(demand, nodes)
+        if holder is not None:
+            return holder
         chosen: dict[Role, Incarnation] = {}
         for role in required_roles(demand):
-            able = [node for node in nodes if node.role is role and node.can_accept(demand)]
-            if not able:
+            eligible = [node for node in nodes if node.role is role and node.can_accept(demand)]
+            if not eligible:
                 return None
             first = min(
-                able, key=lambda node: (node.incarnation in demand.avoided_nodes, *self._rank(node))
+                eligible,
+                key=lambda node: (node.incarnation in demand.avoided_nodes, *self._rank(node)),
             )
             chosen[role] = first.incarnation
         return NodeChoice(chosen.get(Role.PREFILL), chosen.get(Role.DECODE))
@@ -98,29 +99,32 @@ _RankedNode = tuple[int, float, NodeView]  # tier, seconds, node
 
 
 class PrefixAwarePolicy:
+    """Chooses the nodes with the earliest predicted completion, by cost model and cached
+    prefixes."""
+
     def choose_nodes(
-        self, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+        self, demand: PlacementDemand, nodes: Sequence[NodeView], context: PlacementContext
     ) -> NodeChoice | None:
-        alone = choose_prefix_holder(demand, nodes)
-        if alone is not None:
-            return alone
+        holder = choose_prefix_holder(demand, nodes)
+        if holder is not None:
+            return holder
         decode = prefill = None
-        margin = outlook.cost_model.error_margin
+        margin = context.cost_model.error_margin
         scores: list[_RankedNode] = []
         if demand.needs_decode:
-            found = _decode_candidates(demand, nodes, outlook)
-            if not found:
+            candidates = _decode_candidates(demand, nodes, context)
+            if not candidates:
                 return None
-            decode = _choose_best(found, margin, lambda node: _decode_tie_break(demand, node))
-            scores += found
+            decode = _choose_best(candidates, margin, lambda node: _decode_tie_break(demand, node))
+            scores += candidates
         if demand.needs_prefill:
-            found = _prefill_candidates(demand, nodes, decode, outlook)
-            if not found:
+            candidates = _prefill_candidates(demand, nodes, decode, context)
+            if not candidates:
                 return None
             prefill = _choose_best(
-                found, margin, lambda node: (node.recent_work, node.last_placed_serial)
+                candidates, margin, lambda node: (node.recent_work, node.last_placed_serial)
             )
-            scores += found
+            scores += candidates
         return NodeChoice(
             prefill.incarnation if prefill else None,
             decode.incarnation if decode else None,
@@ -129,67 +133,72 @@ class PrefixAwarePolicy:
 
 
 def _decode_candidates(
-    demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext
+    demand: PlacementDemand, nodes: Sequence[NodeView], context: PlacementContext
 ) -> list[_RankedNode]:
     of_role = [node for node in nodes if node.role is Role.DECODE]
     crowded = LOAD_BOUND * sum([node.attempts for node in of_role]) / max(1, len(of_role)) + 1
     costs, now, tokens, output = (
-        outlook.cost_model,
-        outlook.now,
+        context.cost_model,
+        context.now,
         demand.context_tokens,
         demand.expected_output_tokens,
     )
-    growth = max(1.0, output / outlook.block_size)
-    unheld = costs.fleet_transfer_seconds(tokens * outlook.token_bytes)
-    found: list[_RankedNode] = []
+    growth = max(1.0, output / context.block_size)
+    uncached_transfer_seconds = costs.fleet_transfer_seconds(tokens * context.token_bytes)
+    candidates: list[_RankedNode] = []
     for node in of_role:
         if not node.can_accept_decode(demand):
             continue
-        cost, held = costs.get_node_costs(node.name), demand.cached_tokens_on(node.incarnation)
+        cost, cached_tokens = (
+            costs.get_node_costs(node.name),
+            demand.cached_tokens_on(node.incarnation),
+        )
         seconds = output * cost.step_seconds(node.attempts + 1, node.resident_tokens + tokens)
         if not demand.needs_prefill:
-            seconds += node.queue_wait_seconds(now) + outlook.interleaved_prefill_seconds(
-                node, cost.prefill_seconds(tokens - held, held)
+            seconds += node.queue_wait_seconds(now) + context.interleaved_prefill_seconds(
+                node, cost.prefill_seconds(tokens - cached_tokens, cached_tokens)
             )
         else:
             seconds += (
-                costs.fleet_transfer_seconds((tokens - held) * outlook.token_bytes)
-                if held
-                else unheld
+                costs.fleet_transfer_seconds((tokens - cached_tokens) * context.token_bytes)
+                if cached_tokens
+                else uncached_transfer_seconds
             )
         spare = node.free_blocks - demand.blocks
         if spare < growth:
             seconds += (1.0 - spare / growth) * cost.prefill_seconds(tokens, 0)
-        found.append((_rank_tier(demand, node, node.attempts > crowded, now), seconds, node))
-    return found
+        candidates.append((_rank_tier(demand, node, node.attempts > crowded, now), seconds, node))
+    return candidates
 
 
 def _prefill_candidates(
     demand: PlacementDemand,
     nodes: Sequence[NodeView],
     decode: NodeView | None,
-    outlook: PlacementContext,
+    context: PlacementContext,
 ) -> list[_RankedNode]:
     of_role = [node for node in nodes if node.role is Role.PREFILL]
     mean = sum([node.recent_work for node in of_role]) / max(1, len(of_role))
-    loaded = max(LOAD_BOUND * mean, IDLE_UTILIZATION * WINDOW_SECONDS * outlook.work_unit)
-    costs, now, tokens = outlook.cost_model, outlook.now, demand.context_tokens
-    lacking = (
-        (tokens - demand.cached_tokens_on(decode.incarnation)) * outlook.token_bytes
+    loaded = max(LOAD_BOUND * mean, IDLE_UTILIZATION * WINDOW_SECONDS * context.work_unit)
+    costs, now, tokens = context.cost_model, context.now, demand.context_tokens
+    missing_bytes = (
+        (tokens - demand.cached_tokens_on(decode.incarnation)) * context.token_bytes
         if decode is not None
         else 0
     )
-    found: list[_RankedNode] = []
+    candidates: list[_RankedNode] = []
     for node in of_role:
         if not node.can_accept_prefill(demand):
             continue
-        held = demand.cached_tokens_on(node.incarnation)
-        seconds = costs.get_node_costs(node.name).prefill_seconds(tokens - held, held)
+        cached_tokens = demand.cached_tokens_on(node.incarnation)
+        seconds = costs.get_node_costs(node.name).prefill_seconds(
+            tokens - cached_tokens, cached_tokens
+        )
         seconds += node.queue_wait_seconds(now)
         if decode is not None:
-            seconds += costs.transfer_seconds(node.name, decode.name, lacking)
-        found.append((_rank_tier(demand, node, node.recent_work > loaded, now), seconds, node))
-    return found
+            seconds += costs.transfer_seconds(node.name, decode.name, missing_bytes)
+        candidates.append((_rank_tier(demand, node, node.recent_work > loaded, now), seconds, node))
+    return candidates
 
 
 def _rank_tier(demand: PlacementDemand, node: NodeView, loaded: bool, now: float) -> int:
@@ -214,11 +223,16 @@ def _decode_tie_break(demand: PlacementDemand, node: NodeView) -> tuple[Any, ...
 
 
 def _choose_best(
-    found: Sequence[_RankedNode], margin: float, tie: Callable[[NodeView], tuple[Any, ...]]
+    candidates: Sequence[_RankedNode],
+    margin: float,
+    tie_break: Callable[[NodeView], tuple[Any, ...]],
 ) -> NodeView:
-    best, fastest, _ = min(found, key=_by_tier_and_time)
+    best, fastest, _ = min(candidates, key=_by_tier_and_time)
     near = fastest * (1.0 + margin) + TIE_SECONDS
-    return min([node for tier, seconds, node in found if tier == best and seconds <= near], key=tie)
+    return min(
+        [node for tier, seconds, node in candidates if tier == best and seconds <= near],
+        key=tie_break,
+    )
 
 
 POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
@@ -229,11 +243,11 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
 
 
 def choose_excluding_open_breakers(
-    placement: PlacementPolicy,
+    policy: PlacementPolicy,
     demand: PlacementDemand,
     nodes: Sequence[NodeView],
-    outlook: PlacementContext,
-    apart: AbstractSet[NodePair],
+    context: PlacementContext,
+    blocked_pairs: AbstractSet[NodePair],
 ) -> NodeChoice | None:
     """Choose as the policy does, without blocked pairs.
 
@@ -241,30 +255,30 @@ def choose_excluding_open_breakers(
     blocked pair, it chooses again among the other prefill nodes for that decode node. Costs nothing
     while no pair is blocked.
     """
-    if not apart or not (demand.needs_prefill and demand.needs_decode):
-        return placement.choose_nodes(demand, nodes, outlook)
+    if not blocked_pairs or not (demand.needs_prefill and demand.needs_decode):
+        return policy.choose_nodes(demand, nodes, context)
     writers = [
         node.incarnation
         for node in nodes
         if node.role is Role.PREFILL and node.can_accept_prefill(demand)
     ]
-    reached = [
+    reachable = [
         node
         for node in nodes
         if node.role is Role.PREFILL
         or node.incarnation == demand.prefix_holder  # needs no writer, or is not chosen
-        or any((writer, node.incarnation) not in apart for writer in writers)
+        or any((writer, node.incarnation) not in blocked_pairs for writer in writers)
     ]
-    first = placement.choose_nodes(demand, reached, outlook)
-    if first is None or (first.prefill, first.decode) not in apart:
+    first = policy.choose_nodes(demand, reachable, context)
+    if first is None or (first.prefill, first.decode) not in blocked_pairs:
         return first
-    able = [
+    eligible = [
         node
-        for node in reached
+        for node in reachable
         if node.incarnation == first.decode
-        or (node.role is Role.PREFILL and (node.incarnation, first.decode) not in apart)
+        or (node.role is Role.PREFILL and (node.incarnation, first.decode) not in blocked_pairs)
     ]
-    second = placement.choose_nodes(demand, able, outlook)
+    second = policy.choose_nodes(demand, eligible, context)
     return (
         replace(second, predicted_seconds={**first.predicted_seconds, **second.predicted_seconds})
         if second is not None

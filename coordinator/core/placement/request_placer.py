@@ -20,35 +20,40 @@ from coordinator.core.placement.interface import (
     PlacementPolicy,
     PlacementReason,
 )
-from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
 from coordinator.core.placement.placement_state import PlaceableRequest, PlacementState
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 
 
 class RequestPlacer:
+    """Decides the nodes of an attempt, and books the attempt on them."""
+
     def __init__(
         self,
         registry: NodeRegistry,
         loads: NodeLoads,
-        placement: PlacementPolicy,
-        knowledge: PlacementState,
+        policy: PlacementPolicy,
+        state: PlacementState,
+        capacity: ContextCapacity,
         admission: AdmissionController,
-        prospects: LatencyEstimator,
+        latency_estimator: LatencyEstimator,
         breakers: CircuitBreakers,
         degradation: DegradationController,
         mode: ServingMode,
-        prefill_share: float = 0.0,
+        local_prefill_share: float = 0.0,
     ) -> None:
         self._registry = registry
         self._loads = loads
-        self._policy = DisaggregationPolicy(placement)
-        self._placement_state = knowledge
+        self._policy = DisaggregationPolicy(policy)
+        self._state = state
+        self._cached_prefixes = state.cached_prefixes
+        self._capacity = capacity
         self._admission = admission
-        self._latency_estimator = prospects
+        self._latency_estimator = latency_estimator
         self._breakers = breakers
         self._mode = mode
-        self._local_prefill_share = prefill_share
+        self._local_prefill_share = local_prefill_share
         self._degradation = degradation
 
     def get_local_prefill_share(self, demand: PlacementDemand) -> float:
@@ -60,7 +65,8 @@ class RequestPlacer:
     def is_local_prefill_only(self) -> bool:
         """Whether decode nodes compute every prompt although the mode has hand-offs."""
         return (
-            self._mode != "colocated" and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation
+            self._mode != "colocated"
+            and DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps
         ) or bool(self.why_no_prefill())
 
     def why_no_prefill(self) -> str:
@@ -84,37 +90,41 @@ class RequestPlacer:
             return None
         demand = self.make_demand(record, look_up=True, headroom=headroom)
         layout = self._registry.get_layout()
-        unit = self._loads.work_unit(now)
-        costs, share = self._placement_state.cost_model, self.get_local_prefill_share(demand)
-        outlook = PlacementContext(now, costs, unit, layout.token_bytes, layout.block_size, share)
-        either = self._mode == "auto" and demand.needs_prefill and record.probe_node is None
+        work_unit = self._loads.work_unit(now)
+        costs, share = self._state.cost_model, self.get_local_prefill_share(demand)
+        context = PlacementContext(
+            now, costs, work_unit, layout.token_bytes, layout.block_size, share
+        )
+        may_choose_site = (
+            self._mode == "auto" and demand.needs_prefill and record.probe_node is None
+        )
         return self._policy.decide_placement(
             demand,
             views,
-            outlook,
+            context,
             self._fixed_reason(demand),
-            either=either,
-            apart=self._breakers.blocked_pairs,
+            may_choose_site=may_choose_site,
+            blocked_pairs=self._breakers.blocked_pairs,
         )
 
     def find_deadline_error(
-        self, record: PlaceableRequest, now: float, *, wanted: bool
+        self, record: PlaceableRequest, now: float, *, has_rivals: bool
     ) -> DeadlineExceeded | None:
         """Return the error if the request cannot meet its deadline any more.
 
-        With `wanted`, other requests wait for its place: then one that has emitted nothing must
+        With `has_rivals`, other requests wait for its place: then one that has emitted nothing must
         also have time for its output. Caches are looked up only when the deadline is near.
         """
-        tokens, left, request = record.context_tokens, record.deadline - now, record.request
-        if wanted and not record.emitted_token_ids:
-            left -= self._placement_state.decode_times.predict_seconds(
+        tokens, time_left, request = record.context_tokens, record.deadline - now, record.request
+        if has_rivals and not record.emitted_token_ids:
+            time_left -= self._state.decode_times.predict_seconds(
                 request.principal.tenant, request.sampling.max_tokens
             )
-        if self._latency_estimator.find_deadline_error(tokens, 0, left) is None:
+        if self._latency_estimator.find_deadline_error(tokens, 0, time_left) is None:
             return None
-        held = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
+        cached_tokens = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
         return self._latency_estimator.find_deadline_error(
-            tokens, tokens - 1 if record.prefix_holder else held, left
+            tokens, tokens - 1 if record.prefix_holder else cached_tokens, time_left
         )
 
     def make_demand(
@@ -126,8 +136,11 @@ class RequestPlacer:
         that can hold the context, the decode node computes it.
         """
         prefill = self._mode != "colocated" and self._can_prefill(record)
-        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation and record.probe_node is None:
-            prefill &= record.remaining_tokens <= 1 and not self._registry.can_fit_context(
+        if (
+            DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps
+            and record.probe_node is None
+        ):
+            prefill &= record.remaining_tokens <= 1 and not self._capacity.can_fit_context(
                 Role.DECODE, record.max_total_tokens
             )
         block_size = self._registry.get_layout().block_size
@@ -144,8 +157,7 @@ class RequestPlacer:
             headroom_share=headroom,
             expected_output_tokens=max(
                 1.0,
-                self._placement_state.expected_output_tokens(record.request)
-                - len(record.emitted_token_ids),
+                self._state.expected_output_tokens(record.request) - len(record.emitted_token_ids),
             ),
             max_total_tokens=record.max_total_tokens,
         )
@@ -169,7 +181,7 @@ class RequestPlacer:
                 resident=prediction.resident_tokens,
                 now=now,
             )
-        self._placement_state.cost_model.on_work_placed(
+        self._state.cost_model.on_work_placed(
             self._node_name(choice.prefill), self._node_name(choice.decode)
         )
 
@@ -181,18 +193,18 @@ class RequestPlacer:
         computes = choice.prefill or choice.decode
         if record.awaits_prompt_logprobs or record.prompt_block_hashes is None or computes is None:
             return {}
-        cost = self._placement_state.cost_model.get_node_costs(
-            self._registry.nodes[computes].info.name
-        )
-        told = {}
-        for node, (pool, tokens) in self._placement_state.prefix_lookup.find_remote_prefixes(
+        cost = self._state.cost_model.get_node_costs(self._registry.nodes[computes].info.name)
+        remote_prefixes = {}
+        for node, (pool, tokens) in self._cached_prefixes.find_remote_prefixes(
             record.prompt_block_hashes, _chosen_nodes(choice)
         ).items():
-            here = demand.cached_tokens_on(node)
-            told[node] = RemotePrefix(
-                pool.address, tokens, cost.prefill_seconds(tokens - here, here) / (tokens - here)
+            cached_here = demand.cached_tokens_on(node)
+            remote_prefixes[node] = RemotePrefix(
+                pool.address,
+                tokens,
+                cost.prefill_seconds(tokens - cached_here, cached_here) / (tokens - cached_here),
             )
-        return told
+        return remote_prefixes
 
     def _candidate_views(
         self, record: PlaceableRequest, in_service: Sequence[NodeView]
@@ -215,16 +227,16 @@ class RequestPlacer:
         """Return whether a prefill node in service, or the one that is probed, can hold the
         context."""
         tokens = record.context_tokens + 1
-        pinned = self._registry.nodes.get(record.probe_node) if record.probe_node else None
-        if pinned is not None and pinned.info.role is Role.PREFILL:
-            return pinned.info.max_context_tokens >= tokens
-        return self._registry.can_fit_context(Role.PREFILL, tokens)
+        probed = self._registry.nodes.get(record.probe_node) if record.probe_node else None
+        if probed is not None and probed.info.role is Role.PREFILL:
+            return probed.max_context_tokens >= tokens
+        return self._capacity.can_fit_context(Role.PREFILL, tokens)
 
     def _fixed_reason(self, demand: PlacementDemand) -> PlacementReason:
         """Return why the prompt is computed where the demand says."""
         if self._mode == "colocated" or demand.needs_prefill:
             return PlacementReason.MODE
-        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation:
+        if DegradationStep.LOCAL_PREFILL_ONLY in self._degradation.active_steps:
             return PlacementReason.DEGRADED
         return (
             PlacementReason.PREFILL_TOO_SMALL
@@ -237,10 +249,8 @@ class RequestPlacer:
         if record.awaits_prompt_logprobs:
             return {}
         if record.prompt_block_hashes is None:
-            record.prompt_block_hashes = self._placement_state.prefix_lookup.hash_prompt(
-                record.request
-            )
-        return self._placement_state.prefix_lookup.cached_tokens_by_node(record.prompt_block_hashes)
+            record.prompt_block_hashes = self._cached_prefixes.hash_prompt(record.request)
+        return self._cached_prefixes.cached_tokens_by_node(record.prompt_block_hashes)
 
 
 def _chosen_nodes(choice: NodeChoice) -> Iterator[Incarnation]:

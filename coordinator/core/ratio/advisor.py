@@ -24,7 +24,7 @@ class RatioAdvice:
     reason: str
 
     def get_forecast(self, split: RoleSplit) -> SplitForecast:
-        return next(one for one in self.forecasts if one.split == split)
+        return next(forecast for forecast in self.forecasts if forecast.split == split)
 
 
 def compute_advice(
@@ -32,12 +32,12 @@ def compute_advice(
 ) -> RatioAdvice:
     """Choose among `candidates`, which is not empty; each has a node of both roles."""
     best, _ = choose_split(forecaster, candidates, present)
-    told = {best, present} | {
+    shown = {best, present} | {
         split for split in candidates if abs(split.prefill_nodes - best.prefill_nodes) == 1
     }
     forecasts = [
         forecaster.forecast_split(split)
-        for split in sorted(told, key=lambda split: split.prefill_nodes)
+        for split in sorted(shown, key=lambda split: split.prefill_nodes)
         if _has_both_roles(split)
     ]
     advice = RatioAdvice(slo, present, best, tuple(forecasts), "")
@@ -49,16 +49,16 @@ def choose_split(
 ) -> tuple[RoleSplit, float]:
     """Return the split with the highest SLO attainment, and that attainment. Of equal ones it is
     the one with the least loaded bottleneck, or the present one if its load is hardly higher."""
-    looked_at = {*forecaster.list_least_loaded(candidates), *({present} & set(candidates))}
+    evaluated = {*forecaster.list_least_loaded(candidates), *({present} & set(candidates))}
     shares = {
         split: forecaster.compute_attainment(split)
-        for split in sorted(looked_at, key=lambda split: split.prefill_nodes)
+        for split in sorted(evaluated, key=lambda split: split.prefill_nodes)
     }
-    most = max(shares.values())
+    best_share = max(shares.values())
     loads = {
         split: forecaster.compute_bottleneck_load(split)
         for split, share in shares.items()
-        if share >= most - EQUAL_ATTAINMENT
+        if share >= best_share - EQUAL_ATTAINMENT
     }
     best = min(loads, key=lambda split: loads[split])
     if loads.get(present, 2.0) <= min(loads[best] + _LOAD_TOLERANCE, 1.0):

@@ -1,5 +1,9 @@
 """Replays recent requests on every split, and counts how many each would have missed.
 
+It answers which split would have been best for the load that was, swings and bursts included. Which
+one is best for the load that is measured now is answered by `split_forecast`, and the planner asks
+both.
+
 Every split is replayed (`SplitReplay`) from the state of the cluster when its replay began. A split
 that has missed most requests of the last `RESTART_SECONDS` is restarted from the state of the
 present one, as if it were chosen now: otherwise its backlog would count against it long after the
@@ -19,20 +23,23 @@ from coordinator.core.ratio.split_replay import SplitReplay
 HISTORY_SECONDS = 480.0  # seconds that are remembered
 RESTART_SECONDS, RESTART_MISS_SHARE = 10.0, 0.6
 MAX_SPLITS = 16  # splits around the present one that are replayed, itself included
-MAX_REQUESTS = 512  # of an interval that are replayed at most
-# requests times splits: with many requests fewer splits are played through, so that a look is short
-MAX_REPLAYED = 1024  # requests times splits: with many requests fewer splits are replayed
+MAX_REQUESTS = 512  # requests of one interval that are replayed at most
+MAX_REPLAYED = 1024  # requests times splits: with many requests, fewer splits are replayed
 _MIN_SPLITS = 3  # the present split and one on each side
 
 
 @dataclass(frozen=True, slots=True)
 class _BacktestInterval:
+    """What each split has missed between two evaluations."""
+
     ended_at: float
     request_count: int
     missed_by_split: dict[RoleSplit, int]
 
 
 class SplitBacktest:
+    """Counts how many of the recent requests each split would have served too late."""
+
     def __init__(self, slo: Slo, now: float) -> None:
         self.replayed_until = now
         self._slo = slo
@@ -42,27 +49,29 @@ class SplitBacktest:
 
     def add_requests(
         self,
-        asked: Sequence[tuple[float, RequestShape]],
+        arrivals: Sequence[tuple[float, RequestShape]],
         computed: float,
-        machine: NodeProfile,
+        profile: NodeProfile,
         splits: Sequence[RoleSplit],
         present: RoleSplit,
         now: float,
     ) -> None:
         """Replay new requests; `splits` includes the present one."""
-        near = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
-        near = near[: max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(asked))))]
-        self._select_splits(near, present, machine)
+        nearest = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
+        nearest = nearest[
+            : max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(arrivals))))
+        ]
+        self._select_splits(nearest, present, profile)
         before = {split: replay.missed_count for split, replay in self._replays.items()}
         for replay in self._replays.values():
-            replay.profile = machine
-            for at, one in asked[-MAX_REQUESTS:]:
-                replay.add_request(at, one, computed)
+            replay.profile = profile
+            for arrival, shape in arrivals[-MAX_REQUESTS:]:
+                replay.add_request(arrival, shape, computed)
             replay.advance_to(now)
         missed = {
             split: replay.missed_count - before[split] for split, replay in self._replays.items()
         }
-        self._intervals.append(_BacktestInterval(now, len(asked[-MAX_REQUESTS:]), missed))
+        self._intervals.append(_BacktestInterval(now, len(arrivals[-MAX_REQUESTS:]), missed))
         self.replayed_until = now
         while self._intervals[0].ended_at <= now - HISTORY_SECONDS:
             self._intervals.popleft()
@@ -87,13 +96,13 @@ class SplitBacktest:
         return missed.get(other, missed[present]) - missed[present]
 
     def on_split_changed(self, present: RoleSplit, to: RoleSplit) -> None:
-        """The cluster changes to this split, which will serve what waits now."""
+        """The cluster changes to split `to`, which will serve the requests that wait now."""
         self._replays[to] = self._replays[present].with_split(to)
 
     def _select_splits(
-        self, splits: Sequence[RoleSplit], present: RoleSplit, machine: NodeProfile
+        self, splits: Sequence[RoleSplit], present: RoleSplit, profile: NodeProfile
     ) -> None:
-        new = SplitReplay(present, machine, self._slo, self.replayed_until)
+        new = SplitReplay(present, profile, self._slo, self.replayed_until)
         origin = self._replays.get(present) or new
         self._replays = {
             split: self._replays.get(split)
@@ -102,7 +111,7 @@ class SplitBacktest:
         }
 
     def _restart_overloaded(self, present: RoleSplit, now: float) -> None:
-        asked, least = (
+        arrivals, present_missed = (
             self.count_requests(RESTART_SECONDS),
             self.count_missed(present, RESTART_SECONDS),
         )
@@ -112,9 +121,9 @@ class SplitBacktest:
             if (
                 due
                 and split != present
-                and asked
-                and missed >= RESTART_MISS_SHARE * asked
-                and missed > least
+                and arrivals
+                and missed >= RESTART_MISS_SHARE * arrivals
+                and missed > present_missed
             ):
                 self._replays[split] = self._replays[present].with_split(split)
                 self._restarted_at[split] = now

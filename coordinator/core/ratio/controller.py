@@ -1,11 +1,13 @@
 """Gives advice on the ratio, and changes it automatically if an operator asks for that."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, ServiceUnavailable
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from baton.types import Role
+from baton.types import RequestId, Role
+from coordinator.core.common.effects import EffectLog, RatioChanged
 from coordinator.core.estimates.workload import (
     RequestShape,
     SloResults,
@@ -13,12 +15,12 @@ from coordinator.core.estimates.workload import (
     WorkloadSummary,
 )
 from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.placement.placement_state import PlacementState
 from coordinator.core.ratio.advisor import RatioAdvice, compute_advice
 from coordinator.core.ratio.planner import MIN_REQUESTS, ClusterSnapshot, RatioPlanner
 from coordinator.core.ratio.role_switcher import RoleSwitcher
 from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
-from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.table import RequestTable
+from coordinator.core.requests.record import RequestRecord, RequestState
 
 MANUAL_REASON = "manual: it changes when an operator says so"
 ADVICE_WINDOW = 60.0  # seconds of demand on which advice is based
@@ -36,27 +38,36 @@ class RatioReport:
 
 
 class RatioController:
+    """Advises on the ratio; in automatic mode a `RatioPlanner` chooses it and this changes it."""
+
     def __init__(
-        self, registry: NodeRegistry, table: RequestTable, switches: RoleSwitcher, slo: Slo
+        self,
+        registry: NodeRegistry,
+        records: Mapping[RequestId, RequestRecord],
+        placement_state: PlacementState,
+        role_switcher: RoleSwitcher,
+        effects: EffectLog,
+        default_slo: Slo,
     ) -> None:
-        """`slo` is the default objective."""
+        """`default_slo` is kept unless an operator names another."""
         self.change_count = 0  # changes of the ratio so far
         self._registry = registry
-        self._table = table
-        self._placement_state = table.placement_state
-        self._role_switcher = switches
-        self._default_slo = slo
+        self._records = records
+        self._placement_state = placement_state
+        self._role_switcher = role_switcher
+        self._effects = effects
+        self._default_slo = default_slo
         self._planner: RatioPlanner | None = None
         self._drain_timeout = 0.0
 
-    # what operators ask
+    # operators
 
     def get_advice(self, slo: Slo | None, now: float) -> RatioReport:
         """Return advice. Raises ServiceUnavailable while there are too few requests, and
         InvalidRequest without both roles."""
         objective = slo or self.target_slo
-        candidates, machine = self._candidate_splits(now), self._node_profile()
-        if not candidates or machine is None:
+        candidates, profile = self._candidate_splits(), self._node_profile()
+        if not candidates or profile is None:
             raise InvalidRequest("a ratio needs at least one prefill node and one decode node")
         workload = self._placement_state.workload_meter.summarize_workload(
             ADVICE_WINDOW, now, self._queued_shapes()
@@ -68,46 +79,51 @@ class RatioController:
                 f" {MIN_REQUESTS} at least",
                 retry_after=ADVICE_WINDOW,
             )
-        forecaster = SplitForecaster(workload, machine, objective)
+        forecaster = SplitForecaster(workload, profile, objective)
         advice = compute_advice(
-            forecaster, candidates, self._role_switcher.projected_split(now), objective
+            forecaster, candidates, self._role_switcher.roles.projected_split(), objective
         )
         meter = self._placement_state.workload_meter
-        service, stages = (
+        return RatioReport(
+            advice,
+            workload,
             meter.compute_slo_results(objective, ADVICE_WINDOW, now),
             meter.compute_mean_stages(ADVICE_WINDOW, now),
+            self._waiting_by_role(),
         )
-        return RatioReport(advice, workload, service, stages, self._waiting_by_role())
 
-    def enable_auto(self, slo: Slo | None, patience: float, now: float) -> None:
-        """Change the ratio to keep the SLO; switching nodes get `patience` seconds to finish their
-        work."""
+    def enable_auto(self, slo: Slo | None, drain_timeout: float, now: float) -> None:
+        """Change the ratio to keep the SLO; switching nodes get `drain_timeout` seconds to finish
+        their work."""
         self._planner = RatioPlanner(slo or self._default_slo, now)
-        self._drain_timeout = patience
+        self._drain_timeout = drain_timeout
 
     def disable_auto(self) -> None:
         """Stop changing the ratio. Idempotent. Pending role switches continue."""
         self._planner = None
 
-    # time
+    # timer
 
-    def adjust_if_due(self, now: float) -> RoleSplit | None:
-        """Evaluate the ratio if that is due; return the new one if it was changed."""
+    def adjust_if_due(self, now: float) -> None:
+        """Evaluate the ratio if that is due, and change it if the planner says so."""
         if self._planner is None or self._planner.next_evaluation_at > now:
-            return None
-        machine = self._node_profile()
-        if machine is None:
+            return
+        profile = self._node_profile()
+        if profile is None:
             self._planner.skip_evaluation("no node is here", now)
-            return None
-        heading, moving = self._role_switcher.projected_split(now), len(self._role_switcher.pending)
-        sight = ClusterSnapshot(
-            heading, moving, self._candidate_splits(now), machine, self._queued_shapes()
+            return
+        snapshot = ClusterSnapshot(
+            self._role_switcher.roles.projected_split(),
+            len(self._role_switcher.pending),
+            self._candidate_splits(),
+            profile,
+            self._queued_shapes(),
         )
-        wanted = self._planner.choose_split(sight, self._placement_state.workload_meter, now)
-        if wanted is not None:
-            self._role_switcher.set_target(wanted, self._drain_timeout, now)
+        split = self._planner.choose_split(snapshot, self._placement_state.workload_meter, now)
+        if split is not None:
+            self._role_switcher.set_target(split, self._drain_timeout)
             self.change_count += 1
-        return wanted
+            self._effects.append_effect(RatioChanged(split, self.reason))
 
     def next_evaluation_at(self) -> float | None:
         return self._planner.next_evaluation_at if self._planner else None
@@ -120,7 +136,7 @@ class RatioController:
 
     @property
     def target_slo(self) -> Slo:
-        """The SLO that is kept, or would be."""
+        """The SLO of automatic mode, or the default one in manual mode."""
         return self._planner.target_slo if self._planner else self._default_slo
 
     @property
@@ -135,9 +151,11 @@ class RatioController:
 
     # inside
 
-    def _candidate_splits(self, now: float) -> list[RoleSplit]:
+    def _candidate_splits(self) -> list[RoleSplit]:
         return [
-            split for split in self._role_switcher.list_possible_splits(now) if split.prefill_nodes
+            split
+            for split in self._role_switcher.roles.list_possible_splits()
+            if split.prefill_nodes
         ]
 
     def _node_profile(self) -> NodeProfile | None:
@@ -155,8 +173,8 @@ class RatioController:
 
     def _queued_shapes(self) -> list[tuple[float, RequestShape]]:
         """Return the arrival times and shapes of the clients' requests that are queued."""
-        waiting = [
-            record for record in self._table.records.values() if record.state is RequestState.QUEUED
+        queued = [
+            record for record in self._records.values() if record.state is RequestState.QUEUED
         ]
         return [
             (
@@ -166,12 +184,12 @@ class RatioController:
                     self._placement_state.expected_output_tokens(record.request),
                 ),
             )
-            for record in waiting
+            for record in queued
             if not record.is_internal
         ]
 
     def _waiting_by_role(self) -> dict[Role, int]:
-        found = dict.fromkeys(Role, 0)
+        waiting = dict.fromkeys(Role, 0)
         for node in self._registry.nodes.values():
-            found[node.info.role] += node.stats.waiting if node.stats else 0
-        return found
+            waiting[node.info.role] += node.stats.waiting if node.stats else 0
+        return waiting

@@ -40,13 +40,11 @@ from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
 EVALUATION_PERIOD = 2.5  # seconds
 DEMAND_WINDOW, EVIDENCE_WINDOW = 15.0, 30.0  # seconds
 MIN_REQUESTS = 20  # in the demand window
-MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = (
-    0.95,
-    0.8,
-)  # of the requests, measured and predicted within the objective: it is kept
-MIN_GAIN = 0.05  # of the requests
+# shares of requests, measured and predicted within the SLO, from which on it counts as kept
+MIN_MEASURED_ATTAINMENT, MIN_PREDICTED_ATTAINMENT = 0.95, 0.8
+MIN_GAIN = 0.05  # share of requests that another split must serve better
 CONFIRMATIONS = 2  # evaluations in a row that agree
-# of the requests: predicted with the present split, and gained by another
+# shares of requests: predicted within the SLO with the present split, and gained by another
 HOPELESS_ATTAINMENT, STRIKING_GAIN = 0.05, 0.5
 SWITCHING_COST_SECONDS = 5.0, 20.0  # seconds of what comes
 COOLDOWN_SECONDS = 10.0  # after a change
@@ -55,7 +53,7 @@ TRIAL_PAUSE_SECONDS, MAX_PAUSE_DOUBLINGS = 480.0, 3
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster at an evaluation."""
+    """What an evaluation knows of the cluster."""
 
     current_split: RoleSplit  # nodes by the role that they have or are switching to
     switching_nodes: int  # of these, nodes that are switching
@@ -66,7 +64,7 @@ class ClusterSnapshot:
 
 @dataclass(slots=True)
 class _TrialSplit:
-    """A trial that is under way."""
+    """A change of split on probation, until it is reverted."""
 
     previous_split: RoleSplit
     switching_cost: float = 0.0  # requests, of switching there and back
@@ -78,94 +76,137 @@ class RatioPlanner:
 
     def __init__(self, slo: Slo, now: float) -> None:
         self.target_slo = slo
-        self.reason = "nothing was looked at yet"
+        self.reason = "not evaluated yet"
         self.next_evaluation_at = now + EVALUATION_PERIOD
         self._backtest = SplitBacktest(slo, now)
-        self._cooldown_until = now  # when the last change is over, and REST
-        self._proven_streak = 0  # looks in a row
+        self._cooldown_until = now  # after the last change
+        self._proven_streak = 0  # evaluations in a row
         self._hopeless_streak = 0
         self._trial: _TrialSplit | None = None
-        self._failed_trials = 0  # bets in a row
-        self._trials_paused_until = now  # until when no bet is made
+        self._failed_trials = 0  # trials in a row
+        self._trials_paused_until = now
 
     def skip_evaluation(self, reason: str, now: float) -> None:
-        """There is nothing to evaluate."""
+        """Note why there is nothing to evaluate, and set the time of the next evaluation."""
         self.reason, self.next_evaluation_at = reason, now + EVALUATION_PERIOD
 
     def choose_split(
-        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+        self, snapshot: ClusterSnapshot, meter: WorkloadMeter, now: float
     ) -> RoleSplit | None:
         """Return the split to change to now, or None; `reason` says why."""
         self.next_evaluation_at = now + EVALUATION_PERIOD
-        present = sight.current_split
-        if present not in sight.candidate_splits:
+        present = snapshot.current_split
+        if present not in snapshot.candidate_splits:
             self.reason = f"{present} has no node of one role"
             return None
-        asked = meter.list_arrivals_since(self._backtest.replayed_until)
+        arrived = meter.list_arrivals_since(self._backtest.replayed_until)
         self._backtest.add_requests(
-            asked, meter.computed_share, sight.node_profile, sight.candidate_splits, present, now
+            arrived,
+            meter.computed_share,
+            snapshot.node_profile,
+            snapshot.candidate_splits,
+            present,
+            now,
         )
         if self._trial is not None:
             self._trial.requests_saved += self._backtest.count_saved(
                 present, self._trial.previous_split
             )
-        wanted, self.reason = self._evaluate(sight, meter, now)
-        if wanted is not None:
+        split, self.reason = self._evaluate(snapshot, meter, now)
+        if split is not None:
             self._cooldown_until, self._proven_streak, self._hopeless_streak = (
                 now + COOLDOWN_SECONDS,
                 0,
                 0,
             )
-            self._backtest.on_split_changed(present, wanted)
-        return wanted
+            self._backtest.on_split_changed(present, split)
+        return split
 
     def _evaluate(
-        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+        self, snapshot: ClusterSnapshot, meter: WorkloadMeter, now: float
     ) -> tuple[RoleSplit | None, str]:
-        present = sight.current_split
-        if sight.switching_nodes:
+        present = snapshot.current_split
+        if snapshot.switching_nodes:
             self._cooldown_until = now + COOLDOWN_SECONDS
             return (
                 None,
-                f"{sight.switching_nodes} nodes are on their way to {present} and count as there",
+                f"{snapshot.switching_nodes} nodes are on their way to {present} and count as"
+                " there",
             )
-        asked = meter.summarize_workload(DEMAND_WINDOW, now, sight.queued_requests)
-        if asked is None or len(asked.requests) < MIN_REQUESTS:
-            count = len(asked.requests) if asked else 0
+        workload = meter.summarize_workload(DEMAND_WINDOW, now, snapshot.queued_requests)
+        if workload is None or len(workload.requests) < MIN_REQUESTS:
+            count = len(workload.requests) if workload else 0
             return None, f"{count} requests in {DEMAND_WINDOW:g} s say too little"
         forecaster, measured = (
-            SplitForecaster(asked, sight.node_profile, self.target_slo),
-            self._measured_attainment(sight, meter, now),
+            SplitForecaster(workload, snapshot.node_profile, self.target_slo),
+            self._measured_attainment(snapshot, meter, now),
         )
         expected = forecaster.compute_attainment(present)
-        told = f"{expected:.0%} are predicted within {self.target_slo}, {measured:.0%} were"
+        summary = f"{expected:.0%} are predicted within {self.target_slo}, {measured:.0%} were"
         if measured >= MIN_MEASURED_ATTAINMENT and expected >= MIN_PREDICTED_ATTAINMENT:
             self._proven_streak = self._hopeless_streak = 0
-            return None, f"kept: {told}"
+            return None, f"kept: {summary}"
         shares = {
             split: forecaster.compute_attainment(split)
-            for split in forecaster.list_least_loaded(sight.candidate_splits)
+            for split in forecaster.list_least_loaded(snapshot.candidate_splits)
         }
         better = {split: share for split, share in shares.items() if share >= expected + MIN_GAIN}
         if not better:
-            return None, f"missed, and no split is predicted to do much better: {told}"
+            return None, f"missed, and no split is predicted to do much better: {summary}"
         hopeless = expected < HOPELESS_ATTAINMENT and measured < MIN_MEASURED_ATTAINMENT
         self._hopeless_streak = self._hopeless_streak + 1 if hopeless else 0
-        return self._select_better(present, expected, better, told, now)
+        return self._select_better(present, expected, better, summary, now)
 
     def _select_better(
         self,
         present: RoleSplit,
         expected: float,
         better: Mapping[RoleSplit, float],
-        told: str,
+        summary: str,
         now: float,
     ) -> tuple[RoleSplit | None, str]:
-        proved = [split for split in better if self._pays_off(present, split, HISTORY_SECONDS)]
-        self._proven_streak = self._proven_streak + 1 if proved else 0
-        if proved and self._proven_streak < CONFIRMATIONS:
-            return None, f"missed: {told}: to be confirmed at the next evaluation"
-        able = proved or [
+        proven = [split for split in better if self._pays_off(present, split, HISTORY_SECONDS)]
+        self._proven_streak = self._proven_streak + 1 if proven else 0
+        if proven and self._proven_streak < CONFIRMATIONS:
+            return None, f"missed: {summary}: to be confirmed at the next evaluation"
+        eligible = proven or self._list_trial_splits(present, expected, better)
+        if not eligible:
+            return (
+                None,
+                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid"
+                f" yet: {summary}",
+            )
+        if not proven and now < self._trials_paused_until:
+            left = self._trials_paused_until - now
+            return None, f"missed: {summary}: the load swings, and is not followed for {left:.0f} s"
+        if now < self._cooldown_until:
+            return (
+                None,
+                f"missed: {summary}: {self._cooldown_until - now:.0f} s of rest are left after the"
+                " last change",
+            )
+        if not proven and self._hopeless_streak:
+            best = _nearest_good_split(present, {split: better[split] for split in eligible})
+        else:
+            window = HISTORY_SECONDS if proven else EVIDENCE_WINDOW
+            best = min(
+                eligible,
+                key=lambda split: self._missed_with_switching_cost(present, split, window),
+            )
+        self._settle_trial(present, best, now)
+        if not proven:
+            self._extend_trial(present, best)
+        return best, f"missed: {summary}; {better[best]:.0%} are predicted with {best}"
+
+    def _extend_trial(self, present: RoleSplit, to: RoleSplit) -> None:
+        self._trial = self._trial or _TrialSplit(present)
+        self._trial.switching_cost += 2.0 * self._switching_cost(present, to)
+
+    def _list_trial_splits(
+        self, present: RoleSplit, expected: float, better: Mapping[RoleSplit, float]
+    ) -> list[RoleSplit]:
+        """Return the splits that may be tried although the whole history does not prove them."""
+        return [
             split
             for split, share in better.items()
             if self._pays_off(present, split, EVIDENCE_WINDOW)
@@ -175,45 +216,18 @@ class RatioPlanner:
                 and self._is_no_worse(present, split)
             )
         ]
-        if not able:
-            return (
-                None,
-                f"missed, and what came in {EVIDENCE_WINDOW:g} s says no change would have paid"
-                f" yet: {told}",
-            )
-        if not proved and now < self._trials_paused_until:
-            left = self._trials_paused_until - now
-            return None, f"missed: {told}: the load swings, and is not followed for {left:.0f} s"
-        if now < self._cooldown_until:
-            return (
-                None,
-                f"missed: {told}: {self._cooldown_until - now:.0f} s of rest are left after the"
-                " last change",
-            )
-        if not proved and self._hopeless_streak:
-            best = _nearest_good_split(present, {split: better[split] for split in able})
-        else:
-            window = HISTORY_SECONDS if proved else EVIDENCE_WINDOW
-            best = min(
-                able, key=lambda split: self._missed_with_switching_cost(present, split, window)
-            )
-        self._settle_trial(present, best, now)
-        if not proved:
-            self._trial = self._trial or _TrialSplit(present)
-            self._trial.switching_cost += 2.0 * self._switching_cost(present, best)
-        return best, f"missed: {told}; {better[best]:.0%} are predicted with {best}"
 
     def _settle_trial(self, present: RoleSplit, to: RoleSplit, now: float) -> None:
         """End the trial if this change goes back towards the split before it."""
-        bet = self._trial
+        trial = self._trial
         if (
-            bet is None
-            or (bet.previous_split.prefill_nodes - present.prefill_nodes)
+            trial is None
+            or (trial.previous_split.prefill_nodes - present.prefill_nodes)
             * (to.prefill_nodes - present.prefill_nodes)
             <= 0
         ):
             return
-        if bet.requests_saved >= bet.switching_cost:
+        if trial.requests_saved >= trial.switching_cost:
             self._failed_trials = 0
         else:
             self._trials_paused_until = now + TRIAL_PAUSE_SECONDS * 2.0**self._failed_trials
@@ -247,14 +261,14 @@ class RatioPlanner:
         )
 
     def _measured_attainment(
-        self, sight: ClusterSnapshot, meter: WorkloadMeter, now: float
+        self, snapshot: ClusterSnapshot, meter: WorkloadMeter, now: float
     ) -> float:
         """Return the measured SLO attainment; queued requests that are already late count."""
         service, ttft = (
             meter.compute_slo_results(self.target_slo, DEMAND_WINDOW, now),
             self.target_slo.ttft_seconds,
         )
-        late = sum(ttft is not None and now - at > ttft for at, _ in sight.queued_requests)
+        late = sum(ttft is not None and now - at > ttft for at, _ in snapshot.queued_requests)
         return (
             service.good_requests / (service.ended_requests + late)
             if service.ended_requests + late

@@ -1,5 +1,8 @@
 """Waiting times in a G/G/m queue that starts empty, also when it is overloaded.
 
+The formulas behind `split_forecast`: rates and variances in, a distribution of waiting times out.
+They know no single request; `split_replay` plays requests one by one.
+
 The probability of a wait longer than x, some seconds after the start:
 
     P(W > x) = P(every server is busy) P(backlog > x)

@@ -1,4 +1,4 @@
-"""Decides which nodes switch roles so that the cluster comes to the target split.
+"""Decides which nodes switch roles so that the cluster reaches the target split.
 
 A node that is switching counts in its new role, so repeated decisions converge. A switch starts
 only if one role has too many nodes and the other too few: a node that is missing for a moment, or
@@ -15,14 +15,14 @@ from baton.types import NodeName, Role
 
 @dataclass(frozen=True, slots=True)
 class NodeRoleState:
-    """A live node, as this decision sees it."""
+    """A live node and what it may do next, as input to `plan_role_moves`."""
 
     name: NodeName
-    role: Role  # that it has or is switching to
-    is_serving: bool = True  # it is given new work
-    is_switching: bool = False  # it is between two roles
-    is_draining: bool = False  # it is switching and still has the other role
-    is_locked: bool = False  # nothing can be decided for it now
+    role: Role  # the role that the node has or is switching to
+    is_serving: bool = True  # whether it is given new work
+    is_switching: bool = False  # whether it is between two roles
+    is_draining: bool = False  # whether it is switching and still has the other role
+    is_locked: bool = False  # whether it cannot start another switch now
     attempts: int = 0  # attempts placed there
 
 
@@ -39,63 +39,63 @@ def opposite_role(role: Role) -> Role:
 
 
 def plan_role_moves(
-    target: RoleSplit, nodes: Iterable[NodeRoleState], bare: Sequence[Role] = ()
+    target: RoleSplit, nodes: Iterable[NodeRoleState], unstaffed: Sequence[Role] = ()
 ) -> list[RoleMove]:
     """Return the switches to start now.
 
     The last node in service of a role that the target has stays; a node that is draining from such
     a role is recalled if no other serves. Nodes between two roles go first, then the least loaded
-    ones in service, then those out of service. `bare` are roles without a node for too long; a node
-    that can be spared takes such a role.
+    ones in service, then those out of service. `unstaffed` are roles that have had no node for too
+    long; a node that can be spared takes such a role.
     """
-    standings = list(nodes)
+    states = list(nodes)
     for role in Role:
-        if target.node_count(role) and not _count_serving(standings, role):
-            back = [
-                node for node in standings if node.is_draining and node.role is opposite_role(role)
+        if target.node_count(role) and not _count_serving(states, role):
+            draining = [
+                node for node in states if node.is_draining and node.role is opposite_role(role)
             ]
-            if back:
-                return [RoleMove(min(back, key=_move_cost).name, role)]
-    for role in bare:
-        able = [
-            node for node in standings if node.role is opposite_role(role) and not node.is_locked
+            if draining:
+                return [RoleMove(min(draining, key=_move_cost).name, role)]
+    for role in unstaffed:
+        movable = [
+            node for node in states if node.role is opposite_role(role) and not node.is_locked
         ]
-        for node in sorted(able, key=_move_cost):
-            if _count_serving(standings, opposite_role(role)) > node.is_serving:
+        for node in sorted(movable, key=_move_cost):
+            if _count_serving(states, opposite_role(role)) > node.is_serving:
                 return [RoleMove(node.name, role)]
-    have = Counter(node.role for node in standings)
+    node_counts = Counter(node.role for node in states)
     for role in Role:
         count = min(
-            have[role] - target.node_count(role),
-            target.node_count(opposite_role(role)) - have[opposite_role(role)],
+            node_counts[role] - target.node_count(role),
+            target.node_count(opposite_role(role)) - node_counts[opposite_role(role)],
         )
         if count > 0:
-            return _pick_leavers(target, role, count, standings)
+            return _pick_leavers(target, role, count, states)
     return []
 
 
 def _pick_leavers(
-    target: RoleSplit, role: Role, count: int, standings: Sequence[NodeRoleState]
+    target: RoleSplit, role: Role, count: int, states: Sequence[NodeRoleState]
 ) -> list[RoleMove]:
     """Pick nodes of a role to switch. Locked nodes that are switching will be turned back as soon
     as possible, so no other node goes in their place."""
-    count -= sum(node.is_locked and node.is_switching for node in standings if node.role is role)
-    spare = _count_serving(standings, role) - bool(target.node_count(role))
-    found: list[RoleMove] = []
-    able = [node for node in standings if node.role is role and not node.is_locked]
-    for node in sorted(able, key=_move_cost):
-        if len(found) >= count:
+    count -= sum(node.is_locked and node.is_switching for node in states if node.role is role)
+    spare = _count_serving(states, role) - bool(target.node_count(role))
+    moves: list[RoleMove] = []
+    movable = [node for node in states if node.role is role and not node.is_locked]
+    for node in sorted(movable, key=_move_cost):
+        if len(moves) >= count:
             break
         if node.is_serving:
             spare -= 1
             if spare < 0:
                 continue
-        found.append(RoleMove(node.name, opposite_role(role)))
-    return found
+        moves.append(RoleMove(node.name, opposite_role(role)))
+    return moves
 
 
-def _count_serving(standings: Sequence[NodeRoleState], role: Role) -> int:
-    return sum(node.is_serving for node in standings if node.role is role)
+def _count_serving(states: Sequence[NodeRoleState], role: Role) -> int:
+    return sum(node.is_serving for node in states if node.role is role)
 
 
 def _move_cost(node: NodeRoleState) -> tuple[int, int, NodeName]:

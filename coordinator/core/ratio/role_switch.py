@@ -14,13 +14,15 @@ from enum import Enum
 from baton.types import Incarnation, NodeName, RequestId, Role
 from coordinator.core.common.effects import RoleSwitchReport
 
-# in which a node that was ordered to switch must have rejoined
+# within which a node that was ordered to switch must have rejoined
 ORDER_TIMEOUT_SECONDS = 30.0
 PROBE_TIMEOUT_SECONDS = 30.0
 PROBE_BACKOFF_SECONDS = 0.5  # between a failed probe and the next
 
 
 class RoleSwitchPhase(Enum):
+    """The phases of a switch, in their usual order."""
+
     DRAINING = "draining"
     ORDERED = "switching"
     PROBING = "probing"
@@ -35,7 +37,7 @@ class PendingRoleSwitch:
     incarnation: Incarnation  # the node's present one
     source_role: Role
     target_role: Role
-    generation: int  # of the target for which it was started
+    generation: int  # number of the target split for which it was started
     started_at: float
     phase: RoleSwitchPhase = RoleSwitchPhase.DRAINING
     ordered_at: float | None = None

@@ -1,4 +1,8 @@
-"""Forecasts the TTFT, TPOT and goodput of a workload on a split.
+"""Forecasts the TTFT, TPOT and goodput of a workload on a split, by a queueing model.
+
+It answers what a split will do if the load stays as it was measured, also for a load that no split
+has served yet. What a split would have done with the requests that arrived is answered by
+`backtest`.
 
 Prefill nodes are the servers of one queue (`queueing`); a prompt takes what the cost model
 predicts. A decode node with a batch of n takes `fixed + each n` seconds for a step. By Little's law
@@ -68,19 +72,19 @@ class SplitForecast:
 class SplitForecaster:
     """Forecasts of one workload on nodes of one profile."""
 
-    def __init__(self, workload: WorkloadSummary, machine: NodeProfile, slo: Slo) -> None:
+    def __init__(self, workload: WorkloadSummary, profile: NodeProfile, slo: Slo) -> None:
         self.workload = workload
         self._slo = slo
-        self._profile = machine
-        fixed, each_token = machine.transfer_costs
-        costs, share = machine.node_costs, workload.computed_share
+        self._profile = profile
+        fixed, seconds_per_token = profile.transfer_costs
+        costs, share = profile.node_costs, workload.computed_share
         requests = workload.requests[:: len(workload.requests) // _MAX_SAMPLES + 1]
         services = sorted(
             (
                 costs.prefill_seconds(
                     new := round(one.prompt_tokens * share), one.prompt_tokens - new
                 ),
-                fixed + each_token * one.prompt_tokens,
+                fixed + seconds_per_token * one.prompt_tokens,
             )
             for one in requests
         )
@@ -101,8 +105,8 @@ class SplitForecaster:
         self._max_batch = max(
             1,
             min(
-                machine.max_num_seqs,
-                int(machine.cache_tokens / max(1.0, self._mean_resident_tokens)),
+                profile.max_num_seqs,
+                int(profile.cache_tokens / max(1.0, self._mean_resident_tokens)),
             ),
         )
 
@@ -134,8 +138,8 @@ class SplitForecaster:
 
     def forecast_split(self, split: RoleSplit) -> SplitForecast:
         """Return the full forecast, which takes a hundred times as long."""
-        started, share = self._ttft_distribution(split), self.compute_attainment(split)
-        p50, p90, p99 = (_invert_distribution(started, q) for q in (0.5, 0.9, 0.99))
+        within, share = self._ttft_distribution(split), self.compute_attainment(split)
+        p50, p90, p99 = (_invert_distribution(within, q) for q in (0.5, 0.9, 0.99))
         tpot, _ = self._tpot_mean_and_stddev(split)
         prefill, decode = self._prefill_queue(split).load, self._decode_queue(split).load
         return SplitForecast(
@@ -167,10 +171,10 @@ class SplitForecaster:
 
         def within(seconds: float) -> float:
             left = [seconds - alone for alone in self._unqueued_ttfts]
-            started = (
+            within = (
                 (1.0 - prefill.wait_tail(one)) * (1.0 - decode.wait_tail(one)) for one in left
             )
-            return math.fsum(started) / len(left)
+            return math.fsum(within) / len(left)
 
         return within
 

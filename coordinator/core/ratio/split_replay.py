@@ -1,5 +1,9 @@
 """Replays the requests that arrived as another split would have served them.
 
+It answers which of these requests the split would have missed, with their real times and lengths;
+`backtest` keeps one replay for each split. How a split would serve a load that has not come yet is
+answered by `split_forecast`.
+
 Prompts wait in one queue, in the coordinator's placement order, for the prefill nodes. Outputs
 share the decode nodes evenly: each step gives every one of them a token, so an output of n steps
 ends when n more steps were made than at its start (virtual time; Demers, Keshav, Shenker: "Analysis
@@ -26,60 +30,55 @@ class _ReplayedRequest:
     """One request in the replay."""
 
     arrival: float
-    prefill_seconds: float  # from its start to its first token
+    prefill_seconds: float  # prefill and hand-off, from its start to its first token
     decode_steps: float
     resident_tokens: float  # in the cache, on average
-    first_token_at: float | None = None  # its answer
+    first_token_at: float | None = None  # when its prefill and hand-off ended
     is_late: bool = False
 
 
 class SplitReplay:
     """The replay of one split; time only goes forward."""
 
-    def __init__(self, split: RoleSplit, machine: NodeProfile, slo: Slo, now: float) -> None:
+    def __init__(self, split: RoleSplit, profile: NodeProfile, slo: Slo, now: float) -> None:
         self.missed_count = 0
-        self.profile = machine  # as it is known by now
+        self.profile = profile  # updated as the cost model learns
         self._split = split
         self._max_ttft = math.inf if slo.ttft_seconds is None else slo.ttft_seconds
         self._max_tpot = math.inf if slo.tpot_seconds is None else slo.tpot_seconds
         self._now = now
-        self._steps_done = 0.0  # steps, so far
+        self._steps_done = 0.0  # decode steps so far
         self._serial = count()
-        self._queue: list[
-            tuple[float, int, _ReplayedRequest]
-        ] = []  # by the time at which it is due
-        self._prefilling: list[
-            tuple[float, int, _ReplayedRequest]
-        ] = []  # that are computed, by their end
-        self._decoding: list[
-            tuple[float, int, _ReplayedRequest]
-        ] = []  # by the steps made when they end
+        # heaps of (key, serial, request), by the time at which a prompt is due, the time at which
+        # its prefill ends, and the number of steps after which its output ends
+        self._queue: list[tuple[float, int, _ReplayedRequest]] = []
+        self._prefilling: list[tuple[float, int, _ReplayedRequest]] = []
+        self._decoding: list[tuple[float, int, _ReplayedRequest]] = []
         self._resident_tokens = 0.0  # in the caches of decode nodes
-        self._awaiting_first_token: deque[_ReplayedRequest] = (
-            deque()
-        )  # for their first token, as they came
+        # requests without a first token, in order of arrival
+        self._awaiting_first_token: deque[_ReplayedRequest] = deque()
 
-    def add_request(self, at: float, one: RequestShape, computed: float) -> None:
+    def add_request(self, arrival: float, shape: RequestShape, computed: float) -> None:
         """Add a request at its arrival; `computed` is the share of its prompt that no cache has."""
-        self.advance_to(at)
-        new = round(one.prompt_tokens * computed)
-        fixed, each_token = self.profile.transfer_costs
-        service = self.profile.node_costs.prefill_seconds(new, one.prompt_tokens - new)
+        self.advance_to(arrival)
+        new = round(shape.prompt_tokens * computed)
+        fixed, seconds_per_token = self.profile.transfer_costs
+        service = self.profile.node_costs.prefill_seconds(new, shape.prompt_tokens - new)
         request = _ReplayedRequest(
-            at,
-            service + fixed + each_token * one.prompt_tokens,
-            max(0.0, one.output_tokens - 1.0),
-            one.prompt_tokens + one.output_tokens / 2,
+            arrival,
+            service + fixed + seconds_per_token * shape.prompt_tokens,
+            max(0.0, shape.output_tokens - 1.0),
+            shape.prompt_tokens + shape.output_tokens / 2,
         )
-        heapq.heappush(self._queue, (at + MAX_STRETCH * service, next(self._serial), request))
+        heapq.heappush(self._queue, (arrival + MAX_STRETCH * service, next(self._serial), request))
         self._awaiting_first_token.append(request)
         self._start_prefills()
 
     def advance_to(self, until: float) -> None:
         while True:
-            pace = self._step_seconds()
+            step_seconds = self._step_seconds()
             answer = (
-                self._now + max(0.0, self._decoding[0][0] - self._steps_done) * pace
+                self._now + max(0.0, self._decoding[0][0] - self._steps_done) * step_seconds
                 if self._decoding
                 else math.inf
             )
@@ -87,36 +86,36 @@ class SplitReplay:
             moment = min(answer, prompt)
             if moment > until:
                 break
-            self._advance_clock(moment, pace)
+            self._advance_clock(moment, step_seconds)
             if answer <= prompt:
                 self._finish_decode(heapq.heappop(self._decoding)[2])
             else:
                 self._finish_prefill(heapq.heappop(self._prefilling)[2])
             self._start_prefills()
-        self._advance_clock(until, pace)
+        self._advance_clock(until, step_seconds)
 
     def with_split(self, split: RoleSplit) -> "SplitReplay":
         """Return a copy that continues with another split; prompts whose node is gone restart."""
-        made = copy(self)
-        made._split, made._serial = split, count(next(self._serial))
+        copied = copy(self)
+        copied._split, copied._serial = split, count(next(self._serial))
         own = {id(request): copy(request) for request in self._awaiting_first_token}
         own |= {id(request): copy(request) for _, _, request in self._decoding}
         for name in ("_queue", "_prefilling", "_decoding"):
             entries = [
-                (at, number, own.setdefault(id(one), copy(one)))
-                for at, number, one in getattr(self, name)
+                (arrival, number, own.setdefault(id(shape), copy(shape)))
+                for arrival, number, shape in getattr(self, name)
             ]
-            setattr(made, name, entries)
-        made._awaiting_first_token = deque(
+            setattr(copied, name, entries)
+        copied._awaiting_first_token = deque(
             own[id(request)] for request in self._awaiting_first_token
         )
-        made._prefilling.sort()
-        while len(made._prefilling) > split.prefill_nodes:
-            _, number, request = made._prefilling.pop()
-            made._resident_tokens -= request.resident_tokens
-            heapq.heappush(made._queue, (request.arrival, number, request))
-        made._start_prefills()
-        return made
+        copied._prefilling.sort()
+        while len(copied._prefilling) > split.prefill_nodes:
+            _, number, request = copied._prefilling.pop()
+            copied._resident_tokens -= request.resident_tokens
+            heapq.heappush(copied._queue, (request.arrival, number, request))
+        copied._start_prefills()
+        return copied
 
     def _start_prefills(self) -> None:
         while (
@@ -129,11 +128,11 @@ class SplitReplay:
             heapq.heappush(self._prefilling, (self._now + request.prefill_seconds, number, request))
 
     def _has_room(self, request: _ReplayedRequest) -> bool:
-        here = len(self._prefilling) + len(self._decoding)
-        decode, machine = self._split.decode_nodes, self.profile
-        return here < decode * machine.max_num_seqs and (
-            not here
-            or self._resident_tokens + request.resident_tokens <= decode * machine.cache_tokens
+        running = len(self._prefilling) + len(self._decoding)
+        decode, profile = self._split.decode_nodes, self.profile
+        return running < decode * profile.max_num_seqs and (
+            not running
+            or self._resident_tokens + request.resident_tokens <= decode * profile.cache_tokens
         )
 
     def _finish_prefill(self, request: _ReplayedRequest) -> None:
@@ -160,8 +159,10 @@ class SplitReplay:
             len(self._decoding) / nodes, self._resident_tokens / nodes
         )
 
-    def _advance_clock(self, moment: float, pace: float) -> None:
-        self._steps_done += (moment - self._now) / pace if self._decoding and pace > 0.0 else 0.0
+    def _advance_clock(self, moment: float, step_seconds: float) -> None:
+        self._steps_done += (
+            (moment - self._now) / step_seconds if self._decoding and step_seconds > 0.0 else 0.0
+        )
         self._now = max(self._now, moment)
         while self._awaiting_first_token and (
             self._awaiting_first_token[0].first_token_at is not None

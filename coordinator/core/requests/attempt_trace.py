@@ -1,6 +1,4 @@
-"""What is recorded of each attempt while it runs, for `baton explain`.
-
-Where a request's time went, on the coordinator's clock.
+"""Records each attempt while it runs, for `baton explain`, and where a request's time went.
 
 The time to the first token is cut at four moments, each no earlier than the one before and no later
 than the first token, so that the stages are a partition of it whatever arrives, in whatever order,
@@ -21,8 +19,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.cluster_link.report_types import HandoffReport
 from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.placement.interface import (
     LatencyPrediction,
     NodeView,
@@ -74,8 +73,8 @@ class AttemptTrace:
     reason: str = ""
     held_back_seconds: float = 0.0  # by the retry budget, before the attempt
     is_breaker_probe: bool = False  # the attempt tests a half-open breaker
-    needed_blocks: int = 0  # of a refusal
-    free_blocks: int = 0  # of a refusal
+    needed_blocks: int = 0  # after a refusal, the KV blocks that decode needed
+    free_blocks: int = 0  # after a refusal, the KV blocks that decode had
     handoff_report: HandoffReport | None = None
     is_handoff_skipped: bool = False
 
@@ -174,9 +173,8 @@ class Timestamps:
     prefill_node: NodeName | None = None
     decode_node: NodeName | None = None
     handoff_report: HandoffReport | None = None
-    models: list[str] = field(
-        default_factory=list
-    )  # of the nodes that it was placed on, by their own word, each once
+    # digests of the models that its nodes announced, each once
+    models: list[str] = field(default_factory=list)
 
     def mark_placed(
         self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()
@@ -227,7 +225,7 @@ class Timestamps:
             prefill_node=self.prefill_node or "",
             decode_node=self.decode_node or "",
             handoff=self.handoff_report,
-            models=self.models,
+            models=tuple(self.models),
         )
 
 
@@ -246,13 +244,9 @@ class TimelineStore:
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
         """Add a report that arrived after the end; return whether it was the missing one."""
         timeline = self._timelines.get(key.request_id)
-        if (
-            timeline is None
-            or timeline.attempts != key.attempt_number
-            or timeline.HasField("handoff")
-        ):
+        if timeline is None or timeline.attempts != key.attempt_number or timeline.handoff:
             return False
-        timeline.handoff.CopyFrom(report)
+        timeline.handoff = report
         return True
 
     def get(self, request: RequestId) -> Timeline | None:

@@ -5,23 +5,24 @@ is stored serialized: a request that was served at once takes 0.5 KiB with one n
 0.8 KiB with eight, so 4096 of them take 2 to 3.5 MB. The longest possible one is below 40 KiB, 9 of
 them for the names of 255 other choices.
 
-Counts, timelines and explanations of requests that have ended.
+`EndedRequests` keeps the counts, timelines and explanations of requests that have ended.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from baton.cluster_link import pb_conversion as wire
-from baton.errors import BatonError, Cancelled, RequestRejected
-from baton.pb import cluster_pb2 as pb
-from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
-from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.cluster_link.report_types import HandoffReport
+from baton.errors import BatonError, Cancelled, NotFound, RequestRejected
 from baton.types import AttemptKey, FinishReason, RequestId
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import EndRequest, FinishedResult
+from coordinator.core.common.settings import UNPACKED, BrainSettings, ExplanationPacking
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
-from coordinator.core.placement.interface import LatencyPrediction
-from coordinator.core.requests.attempt_trace import ConsideredNode, TimelineStore
+from coordinator.core.requests.attempt_trace import TimelineStore
+from coordinator.core.requests.explanation import AttemptExplanation, RequestExplanation
 from coordinator.core.requests.record import (
     Attempt,
     RequestRecord,
@@ -35,161 +36,124 @@ _MAX_REASON_CHARS = 500  # characters
 
 def build_explanation(
     record: RequestRecord, now: float, result: FinishReason | BatonError | None = None
-) -> ExplainResponse:
+) -> RequestExplanation:
     """Explain a request; `result` is None while it runs. Other choices are only named."""
-    told = ExplainResponse(
+    times, history = record.timestamps, record.attempt_history
+    received = (
+        attempt.decode_report.received_tokens
+        for attempt in history
+        if attempt.is_counted and attempt.decode_report
+    )
+    return RequestExplanation(
         request_id=record.request.id,
         state=record.state.value,
+        finish_reason=result if isinstance(result, FinishReason) else None,
+        error=result if isinstance(result, BatonError) else None,
         prompt_tokens=len(record.request.prompt_token_ids),
         output_tokens=len(record.emitted_token_ids),
         max_tokens=record.request.sampling.max_tokens,
-        timeline=record.timestamps.build_timeline(now, record.attempt_count),
-        decode=0.0
-        if record.timestamps.first_token is None
-        else now - record.timestamps.first_token,
-        attempts=[
-            _attempt_report(attempt, record.timestamps.arrival)
-            for attempt in record.attempt_history
-        ],
-        attempts_left_out=record.attempt_count - len(record.attempt_history),
-        warm_up=record.is_internal,
-        others=[ExplainResponse(request_id=other) for other in record.sibling_requests],
+        timeline=times.build_timeline(now, record.attempt_count),
+        decode_seconds=0.0 if times.first_token is None else now - times.first_token,
+        sources=record.token_sources,
+        received_tokens=next(received, 0) if record.token_sources is not None else 0,
+        attempts=tuple(_explain_attempt(attempt, times.arrival) for attempt in history),
+        attempts_left_out=record.attempt_count - len(history),
+        is_internal=record.is_internal,
+        others=tuple(RequestExplanation(other) for other in record.sibling_requests),
     )
-    if record.token_sources is not None:
-        told.sources.CopyFrom(PromptSources(**record.token_sources._asdict()))
-        told.sources.received = next(
-            (
-                a.decode_report.received_tokens
-                for a in record.attempt_history
-                if a.is_counted and a.decode_report
-            ),
-            0,
-        )
-    if isinstance(result, BatonError):
-        told.error.CopyFrom(wire.error_to_pb(result))
-    elif result is not None:
-        told.finish_reason = wire.FINISH_REASON_TO_PB[result]
-    return told
 
 
-def _attempt_report(attempt: Attempt, arrival: float) -> AttemptReport:
-    notes, sources = (
-        attempt.trace,
-        compute_token_sources(attempt.prefill_report, attempt.decode_report),
-    )
-    report = AttemptReport(
+def _explain_attempt(attempt: Attempt, arrival: float) -> AttemptExplanation:
+    def since_arrival(moment: float | None) -> float | None:
+        return None if moment is None else moment - arrival
+
+    trace = attempt.trace
+    return AttemptExplanation(
         number=attempt.key.attempt_number,
-        prefill_node=notes.prefill_node,
-        decode_node=notes.decode_node,
-        placed=notes.placed - arrival,
-        context_tokens=notes.context_tokens,
-        ended=notes.outcome,
-        reason=notes.reason[:_MAX_REASON_CHARS],
-        needed=notes.needed_blocks,
-        free=notes.free_blocks,
-        computed_prefill=sources.computed_prefill,
-        computed_decode=sources.computed_decode,
-        local_cache=sources.local_cache,
-        pool=sources.pool,
-        remote_pool=sources.remote_pool,
-        received=attempt.decode_report.received_tokens if attempt.decode_report else 0,
-        handoff=notes.handoff_report,
-        considered=[_candidate_to_pb(one) for one in notes.considered],
-        predicted=_prediction_to_pb(notes.prediction),
-        way=notes.prefill_site.value,
-        why=notes.placement_reason.value,
-        other_way=_prediction_to_pb(notes.rejected_prediction)
-        if notes.rejected_prediction
-        else None,
-        held_back=notes.held_back_seconds,
-        probe=notes.is_breaker_probe,
-    )
-    for moment in ("reserved", "prefill_ended", "committed", "over"):
-        at = getattr(notes, moment)
-        if at is not None:
-            setattr(report, moment, at - arrival)
-    return report
-
-
-def _prediction_to_pb(one: LatencyPrediction) -> pb.Prediction:
-    return pb.Prediction(
-        queue=one.queue_seconds,
-        prefill=one.prefill_seconds,
-        transfer=one.transfer_seconds,
-        step=one.step_seconds,
-        output_tokens=one.output_tokens,
-    )
-
-
-def _candidate_to_pb(one: ConsideredNode) -> Candidate:
-    return Candidate(
-        node=one.node,
-        role=one.role.value,
-        attempts=one.attempts,
-        uncomputed_tokens=one.uncomputed_tokens,
-        room=max(0, one.free_blocks),
-        able=one.is_eligible,
-        chosen=one.is_chosen,
-        held_tokens=one.cached_tokens,
-        predicted_seconds=one.predicted_seconds,
-        because=one.objection,
+        prefill_node=trace.prefill_node,
+        decode_node=trace.decode_node,
+        placed=trace.placed - arrival,
+        reserved=since_arrival(trace.reserved),
+        prefill_ended=since_arrival(trace.prefill_ended),
+        committed=since_arrival(trace.committed),
+        over=since_arrival(trace.over),
+        context_tokens=trace.context_tokens,
+        outcome=trace.outcome,
+        reason=trace.reason[:_MAX_REASON_CHARS],
+        needed_blocks=trace.needed_blocks,
+        free_blocks=trace.free_blocks,
+        sources=compute_token_sources(attempt.prefill_report, attempt.decode_report),
+        received_tokens=attempt.decode_report.received_tokens if attempt.decode_report else 0,
+        handoff=trace.handoff_report,
+        considered=trace.considered,
+        prediction=trace.prediction,
+        prefill_site=trace.prefill_site,
+        placement_reason=trace.placement_reason,
+        rejected_prediction=trace.rejected_prediction,
+        held_back_seconds=trace.held_back_seconds,
+        is_breaker_probe=trace.is_breaker_probe,
     )
 
 
 @dataclass(slots=True)
 class _StoredExplanation:
     ended_at: float
-    payload: bytes
+    packed: Any
 
 
 class ExplanationStore:
     """Explanations of the last `max_kept` ended requests, none older than MAX_AGE_SECONDS."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, packing: ExplanationPacking = UNPACKED) -> None:
         self.max_kept = most
+        self._packing = packing
         self._kept: OrderedDict[RequestId, _StoredExplanation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add_explanation(self, told: ExplainResponse, now: float) -> None:
+    def add_explanation(self, explanation: RequestExplanation, now: float) -> None:
         if self.max_kept:
-            self._kept[RequestId(told.request_id)] = _StoredExplanation(
-                now, told.SerializeToString()
-            )
+            packed = self._packing.pack(explanation)
+            self._kept[explanation.request_id] = _StoredExplanation(now, packed)
         while self._kept and (
             len(self._kept) > self.max_kept or self._oldest_ended_at() <= now - MAX_AGE_SECONDS
         ):
             self._kept.popitem(last=False)
 
-    def get(self, request: RequestId, now: float) -> ExplainResponse | None:
+    def get(self, request: RequestId, now: float) -> RequestExplanation | None:
         kept = self._kept.get(request)
-        return (
-            ExplainResponse.FromString(kept.payload)
-            if kept and kept.ended_at > now - MAX_AGE_SECONDS
-            else None
-        )
+        if kept is None or kept.ended_at <= now - MAX_AGE_SECONDS:
+            return None
+        explanation: RequestExplanation = self._packing.unpack(kept.packed)
+        return explanation
 
     def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> None:
         """Add a report that arrived after the end of the request that it served."""
         kept = self._kept.get(key.request_id)
         if kept is None:
             return
-        told = ExplainResponse.FromString(kept.payload)
-        told.timeline.handoff.CopyFrom(report)
-        for attempt in told.attempts:
-            if attempt.number == key.attempt_number:
-                attempt.handoff.CopyFrom(report)
-        kept.payload = told.SerializeToString()
+        explanation: RequestExplanation = self._packing.unpack(kept.packed)
+        if explanation.timeline is not None:
+            explanation.timeline.handoff = report
+        attempts = (
+            replace(attempt, handoff=report) if attempt.number == key.attempt_number else attempt
+            for attempt in explanation.attempts
+        )
+        kept.packed = self._packing.pack(replace(explanation, attempts=tuple(attempts)))
 
     def _oldest_ended_at(self) -> float:
         return next(iter(self._kept.values())).ended_at
 
 
 class EndedRequests:
-    def __init__(self, counters: Counters, workload: WorkloadMeter, explain_keep: int) -> None:
+    """Counts requests that have ended, and keeps what is known of the last ones."""
+
+    def __init__(
+        self, counters: Counters, workload: WorkloadMeter, settings: BrainSettings
+    ) -> None:
         self.timelines = TimelineStore()
-        self.explanations = ExplanationStore(explain_keep)
+        self.explanations = ExplanationStore(settings.explain_keep, settings.explanation_packing)
         self._counters = counters
         self._workload = workload
 
@@ -234,3 +198,38 @@ class EndedRequests:
         tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
         stages = StageSeconds(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
         self._workload.record_end(ttft, tpot, stages, now)
+
+
+class RequestExplainer:
+    """Explains running and recently ended requests."""
+
+    def __init__(
+        self, records: Mapping[RequestId, RequestRecord], explanations: ExplanationStore
+    ) -> None:
+        self._records = records
+        self._explanations = explanations
+
+    def explain_request(self, request: RequestId, now: float) -> RequestExplanation:
+        """Explain a request, with its siblings if it is the first choice. Raises NotFound."""
+        explanation = self._find_explanation(request, now)
+        if explanation is None:
+            raise NotFound(
+                f"there is no request {request[:64]!r}: the last {self._explanations.max_kept} that"
+                f" have ended are kept (--explain-keep), for {MAX_AGE_SECONDS / 3600:g} h at most"
+            )
+        siblings = (self._explain_sibling(sibling, now) for sibling in explanation.others)
+        return replace(explanation, others=tuple(siblings))
+
+    def _explain_sibling(self, named: RequestExplanation, now: float) -> RequestExplanation:
+        """Explain another choice, without the nodes that were considered for it."""
+        explanation = self._find_explanation(named.request_id, now)
+        if explanation is None:
+            return named
+        attempts = (replace(attempt, considered=()) for attempt in explanation.attempts)
+        return replace(explanation, attempts=tuple(attempts))
+
+    def _find_explanation(self, request: RequestId, now: float) -> RequestExplanation | None:
+        record = self._records.get(request)
+        if record is not None:
+            return build_explanation(record, now)
+        return self._explanations.get(request, now)

@@ -11,13 +11,14 @@ from baton.types import TokenLogprobs
 from coordinator.core.requests.record import Attempt, RequestRecord
 
 
-def required_top_logprobs(wanted: int | None, vocab_size: int) -> int | None:
+def required_top_logprobs(requested: int | None, vocab_size: int) -> int | None:
     """Return how many top tokens each entry must have, or None if no logprobs are asked for."""
-    return None if wanted is None else min(wanted, vocab_size)
+    return None if requested is None else min(requested, vocab_size)
 
 
-def has_required_logprobs(score: TokenLogprobs | None, width: int) -> bool:
-    return score is not None and len(score.top_logprobs) == width
+def has_required_logprobs(entry: TokenLogprobs | None, top_logprobs: int) -> bool:
+    """Return whether the entry of a token has as many top logprobs as are required."""
+    return entry is not None and len(entry.top_logprobs) == top_logprobs
 
 
 def collect_prompt_logprobs(
@@ -29,12 +30,14 @@ def collect_prompt_logprobs(
     end = message.first_index + len(message.logprobs)
     if message.first_index != expected or not expected < end <= last:
         raise StaleMessage(
-            f"prompt scores {message.first_index} to {end} have come, expected were some from"
+            f"prompt logprobs {message.first_index} to {end} were sent, expected were some from"
             f" {expected}, up to {last}"
         )
-    names = required_top_logprobs(record.request.sampling.prompt_logprobs, vocab_size)
-    if names is None or not all(has_required_logprobs(score, names) for score in message.logprobs):
-        raise StaleMessage(f"a prompt score does not name {names} tokens")
+    top_logprobs = required_top_logprobs(record.request.sampling.prompt_logprobs, vocab_size)
+    if top_logprobs is None or not all(
+        has_required_logprobs(entry, top_logprobs) for entry in message.logprobs
+    ):
+        raise StaleMessage(f"a prompt logprob does not have {top_logprobs} tokens")
     attempt.prompt_logprobs += message.logprobs
     if end == last:
         record.prompt_logprobs = tuple(attempt.prompt_logprobs)

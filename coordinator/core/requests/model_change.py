@@ -12,7 +12,7 @@ from baton.errors import ServiceUnavailable
 from coordinator.core.requests.record import RequestRecord
 from coordinator.core.requests.table import RequestTable
 
-_RETRY_AFTER_SECONDS = 1.0  # told to the client
+_RETRY_AFTER_SECONDS = 1.0  # seconds after which the client may retry
 
 
 def count_bound_requests(records: Iterable[RequestRecord]) -> int:
@@ -21,7 +21,7 @@ def count_bound_requests(records: Iterable[RequestRecord]) -> int:
 
 
 def end_requests_of_model(table: RequestTable, model: bytes, now: float) -> None:
-    """End every request that was admitted under the identity of this digest."""
+    """End every request that was admitted for the model with this digest."""
     for record in list(table.records.values()):
         if record.identity_digest == model and record.request.id in table.records:
             error = ServiceUnavailable(

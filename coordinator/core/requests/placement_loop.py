@@ -1,146 +1,194 @@
 """Places waiting requests whenever something has changed for them, in the order of the queue."""
 
 from baton.cluster_link.messages import DecodeOrder, PrefillOrder
-from baton.types import AttemptKey
-from coordinator.core.common.effects import AdmitRequest
+from baton.types import AttemptKey, Role
+from coordinator.core.common.counters import Counters
+from coordinator.core.common.effects import EffectLog, PlacementSignal
+from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementDecision
+from coordinator.core.placement.services import PlacementServices
 from coordinator.core.requests.attempt_trace import start_trace
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
-from coordinator.core.requests.table import RequestTable
+from coordinator.core.requests.table import ProgressClock, RequestTable
+from coordinator.core.requests.waiting_requests import WaitingRequests
+
+_Flow = tuple[int, str]  # priority level and tenant
 
 
-class PlacementLoop:
-    """Admits and places waiting requests when the table has been woken."""
+class AttemptStarter:
+    """Starts attempts: books them on their nodes and sends the orders."""
 
-    def __init__(self, registry: NodeRegistry, table: RequestTable, reserve_timeout: float) -> None:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        placement: PlacementServices,
+        *,
+        timers: RequestTimers,
+        counters: Counters,
+        effects: EffectLog,
+        progress: ProgressClock,
+        reserve_timeout: float,
+    ) -> None:
         """`reserve_timeout`: seconds in which a decode node must answer an order with a writer."""
         self._registry = registry
-        self._table = table
+        self._placement = placement
+        self._timers = timers
+        self._counters = counters
+        self._effects = effects
+        self._progress = progress
         self._reserve_timeout = reserve_timeout
 
-    def place_waiting_requests(self, now: float) -> None:
-        """Admit and place whatever can be, if anything has changed since the last call."""
-        self._table.needs_placement |= self._table.retries.release_within_budget(now)
-        if not self._table.needs_placement:
-            return
-        self._table.needs_placement = False
-        self._table.oversized.release_fitting()
-        if self._table.unadmitted and not self._table.why_not_serving():
-            self._admit_waiting()
-        while self._table.queue and self._place_next(now):
-            pass
-
-    def _admit_waiting(self) -> None:
-        for record in [
-            record
-            for request, record in self._table.records.items()
-            if request in self._table.unadmitted
-        ]:
-            if not self._table.context_capacity.why_too_long(record):
-                self._admit_request(record)
-
-    def _admit_request(self, record: RequestRecord) -> None:
-        request = record.request.id
-        self._table.unadmitted.remove(request)
-        record.admit_deadline = None
-        self._table.timers.set_timer(request, record.next_timer_at())
-        self._table.effects.append_effect(AdmitRequest(request))
-
-    def _place_next(self, now: float) -> bool:
-        """Place or end the first candidate that allows it; return whether one was found."""
-        views = self._table.placer.list_node_views(now)
-        full, passed_over = (
-            self._table.latency_estimator.is_decode_full(),
-            set[tuple[int, str]](),
-        )  # by class and tenant
-        smallest = min((view.max_context_tokens for view in views), default=0)
-        for request in self._table.queue.list_candidates() if self._registry.nodes else ():
-            record = self._table.records[request]
-            if (
-                late := self._table.placer.find_deadline_error(
-                    record, now, wanted=len(self._table.queue) > 1
-                )
-            ) is not None:
-                self._table.end_request(record, late, now)
-                return True
-            if (
-                record.max_total_tokens > smallest
-                and record.probe_node is None
-                and self._table.context_capacity.why_too_long(record)
-            ):
-                if (error := self._table.oversized.hold_request(record)) is not None:
-                    self._table.end_request(record, error, now)
-                return True
-            if full and record.remaining_tokens > 1 and record.probe_node is None:
-                continue  # as it is most of the time under load
-            standing, headroom = (
-                record.request.principal,
-                self._table.admission.headroom_share(request, now),
-            )
-            flow = standing.priority_level, standing.tenant
-            if headroom and flow in passed_over:
-                continue  # its next would not be placed either
-            decision = self._table.placer.decide_placement(record, views, now, headroom)
-            if decision is not None:
-                yielding = [
-                    tenant for level, tenant in passed_over if level == standing.priority_level
-                ]
-                self._table.queue.take_request(request, now, yielding)
-                self._start_attempt(record, decision, now)
-                return True
-            if headroom:
-                passed_over.add(flow)
-        return False
-
-    def _start_attempt(
+    def start_attempt(
         self, record: RequestRecord, decision: PlacementDecision, now: float
-    ) -> None:
-        if (
-            record.request.id in self._table.unadmitted
-        ):  # one token alone: prefill can serve it while there is no decode node
-            self._admit_request(record)
+    ) -> Attempt:
+        """Start the next attempt of the request on the chosen nodes."""
         record.attempt_count += 1
         request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempt_count, request.choice_index)
-        attempt = Attempt(key, prefill, decode, start_trace(decision, self._table.node_name, now))
+        trace = start_trace(decision, self._registry.name_of, now)
+        attempt = Attempt(key, prefill, decode, trace)
         record.begin_attempt(attempt)
         attempt.legs.update(filter(None, (decode, prefill)))
-        self._table.placer.book_legs(record, key, decision, now)
-        self._table.counters.placements[decision.prefill_site.value, decision.reason.value] += 1
+        self._placement.placer.book_legs(record, key, decision, now)
+        self._counters.placements[decision.prefill_site.value, decision.reason.value] += 1
         record.set_state(RequestState.PLACED)
         models = [
             self._registry.nodes[node].model_digest.hex()
             for node in (prefill, decode)
             if node is not None
         ]
-        record.timestamps.mark_placed(
-            now, self._table.node_name(prefill), self._table.node_name(decode), models
-        )
-        work = record.make_attempt_spec(key, now)
-        elsewhere = self._table.placer.find_remote_prefixes(record, decision)
+        record.timestamps.mark_placed(now, trace.prefill_node, trace.decode_node, models)
+        self._send_orders(record, attempt, decision, now)
+        trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
+        pair, breakers = attempt.node_pair, self._placement.breakers
+        if pair is not None and pair in breakers.failing_pairs:
+            trace.is_breaker_probe = breakers.try_start_probe(pair, key)
+        if record.attempt_count == 1:
+            self._progress.record_progress(now)
+        return attempt
+
+    def _send_orders(
+        self, record: RequestRecord, attempt: Attempt, decision: PlacementDecision, now: float
+    ) -> None:
+        placer, prefill, decode = self._placement.placer, attempt.prefill, attempt.decode
+        work = record.make_attempt_spec(attempt.key, now)
+        remote_prefixes = placer.find_remote_prefixes(record, decision)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            share = self._table.placer.get_local_prefill_share(decision.demand)
-            self._table.effects.send_order(
-                decode, DecodeOrder(work, writer, share, elsewhere.get(decode))
+            share = placer.get_local_prefill_share(decision.demand)
+            self._effects.send_order(
+                decode, DecodeOrder(work, writer, share, remote_prefixes.get(decode))
             )
         if prefill is not None:
-            self._table.effects.send_order(
+            self._effects.send_order(
                 prefill,
                 PrefillOrder(
-                    work, needs_no_decode=decode is None, remote_prefix=elsewhere.get(prefill)
+                    work,
+                    needs_no_decode=decode is None,
+                    remote_prefix=remote_prefixes.get(prefill),
                 ),
             )
             if decode is not None:
                 attempt.reserve_deadline = now + self._reserve_timeout
-                self._table.timers.set_timer(request.id, record.next_timer_at())
-        if record.prefix_holder is not None and decode not in (None, record.prefix_holder):
-            self._table.followers.reassign_followers(record)
-        attempt.trace.held_back_seconds, record.held_back_seconds = record.held_back_seconds, 0.0
-        pair = attempt.node_pair
-        attempt.trace.is_breaker_probe = pair is not None and self._table.breakers.try_start_probe(
-            pair, key
+                self._timers.set_timer(record.request.id, record.next_timer_at())
+
+
+class PlacementLoop:
+    """Admits and places waiting requests after something has changed for them."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        table: RequestTable,
+        placement: PlacementServices,
+        waiting: WaitingRequests,
+        signal: PlacementSignal,
+        starter: AttemptStarter,
+    ) -> None:
+        self._registry = registry
+        self._table = table
+        self._placement = placement
+        self._waiting = waiting
+        self._signal = signal
+        self._starter = starter
+
+    def place_waiting_requests(self, now: float) -> None:
+        """Admit and place whatever can be, if anything has changed since the last call."""
+        if self._waiting.retries.release_within_budget(now):
+            self._signal.request_pass()
+        if not self._signal.take_request():
+            return
+        self._waiting.oversized.release_fitting()
+        if self._table.unadmitted and not self._registry.why_unavailable(Role.DECODE):
+            self._admit_waiting()
+        while self._waiting.queue and self._place_next(now):
+            pass
+
+    def _admit_waiting(self) -> None:
+        for record in list(self._table.unadmitted.values()):
+            if not self._placement.capacity.why_too_long(record):
+                self._table.admit_request(record)
+
+    def _place_next(self, now: float) -> bool:
+        """Place or end the first candidate that allows it; return whether one was found."""
+        views = self._placement.placer.list_node_views(now)
+        is_decode_full = self._placement.latency_estimator.is_decode_full()
+        smallest = min((view.max_context_tokens for view in views), default=0)
+        passed_over: set[_Flow] = set()  # whose first request leaves headroom to others
+        for request in self._waiting.queue.list_candidates() if self._registry.nodes else ():
+            record = self._table.records[request]
+            if self._end_or_park(record, smallest, now):
+                return True
+            if is_decode_full and record.remaining_tokens > 1 and record.probe_node is None:
+                continue  # the usual case under load
+            headroom = self._placement.admission.headroom_share(request, now)
+            principal = record.request.principal
+            flow = principal.priority_level, principal.tenant
+            if headroom and flow in passed_over:
+                continue  # a later request of the same tenant would not be placed either
+            decision = self._placement.placer.decide_placement(record, views, now, headroom)
+            if decision is not None:
+                self._start_attempt(record, decision, passed_over, now)
+                return True
+            if headroom:
+                passed_over.add(flow)
+        return False
+
+    def _end_or_park(self, record: RequestRecord, smallest: int, now: float) -> bool:
+        """End the request if its deadline cannot be met; park it if no present node can hold it.
+        `smallest` is the longest request that every node can hold, in tokens. Return whether either
+        was done."""
+        late = self._placement.placer.find_deadline_error(
+            record, now, has_rivals=len(self._waiting.queue) > 1
         )
-        if record.attempt_count == 1:
-            self._table.last_progress_at = now
+        if late is not None:
+            self._table.end_request(record, late, now)
+            return True
+        if (
+            record.max_total_tokens > smallest
+            and record.probe_node is None
+            and self._placement.capacity.why_too_long(record)
+        ):
+            error = self._waiting.oversized.hold_request(record)
+            if error is not None:
+                self._table.end_request(record, error, now)
+            return True
+        return False
+
+    def _start_attempt(
+        self,
+        record: RequestRecord,
+        decision: PlacementDecision,
+        passed_over: set[_Flow],
+        now: float,
+    ) -> None:
+        request, level = record.request.id, record.request.principal.priority_level
+        yielding = [tenant for other, tenant in passed_over if other == level]
+        self._waiting.queue.take_request(request, now, yielding)
+        if request in self._table.unadmitted:
+            # one token alone: a prefill node can serve it while there is no decode node
+            self._table.admit_request(record)
+        attempt = self._starter.start_attempt(record, decision, now)
+        if record.prefix_holder is not None and attempt.decode not in (None, record.prefix_holder):
+            self._waiting.followers.reassign_followers(record)

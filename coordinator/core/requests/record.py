@@ -12,11 +12,9 @@ QUEUED --------> PLACED --------------------> RESERVED ----------> STREAMING ---
 any of the first four ------ deadline, cancel, error that no other attempt can mend ------> FAILED
 any of the first four ------ its reader has all that it wants ----------------------------> FINISHED
 
-Computes where the prompt tokens of one attempt came from, each counted once.
-
-Adds the sources of prompt tokens to the counters, once for each attempt.
-
-Tokens that a later attempt computes again are counted separately.
+`compute_token_sources` says where the prompt tokens of one attempt came from, each counted once.
+`count_token_sources` adds them to the counters, once for each attempt. Tokens that a later attempt
+computes again are counted separately.
 """
 
 from collections.abc import Container
@@ -57,7 +55,7 @@ class TokenSources(NamedTuple):
 def compute_token_sources(
     ended: PrefillEnded | None, admitted: DecodeStarted | None
 ) -> TokenSources:
-    """Combine what both nodes reported.
+    """Compute where the prompt tokens of one attempt came from, from the reports of both nodes.
 
     Tokens that decode had cached count as cached even if prefill had to compute them to reach what
     decode lacked. Where a cache and the pool both have a prefix, the cache is counted first. No
@@ -117,6 +115,8 @@ MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the
 
 
 class RequestState(Enum):
+    """The states of a request; see the automaton above."""
+
     QUEUED = "queued"
     PLACED = "placed"
     RESERVED = "reserved"
@@ -254,7 +254,7 @@ class RequestRecord:
             del self.attempt_history[MAX_ATTEMPT_HISTORY // 2]
 
     def make_attempt_spec(self, key: AttemptKey, now: float) -> AttemptSpec:
-        """Return what is left to do, as nodes receive it for this attempt."""
+        """Return the remaining work of the request, as nodes receive it for this attempt."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and not self.awaits_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches

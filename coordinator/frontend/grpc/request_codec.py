@@ -32,11 +32,11 @@ def to_generation_request(
     request: pb.GenerateRequest,
     timeout: float | None,
     client_id: str | None,
-    unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
+    policy: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
 ) -> GenerationRequest:
     """`timeout` is in seconds, until the deadline. Raises InvalidRequest, DeadlineExceeded."""
     _check_counts(request)
-    check_unknown_fields(request, unknown)
+    check_unknown_fields(request, policy)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
     given = {
@@ -115,8 +115,8 @@ def to_chat_prompt(chat: pb.Conversation) -> ChatPrompt:
 
 
 def _read_template_value(value: pb.TemplateValue) -> object:
-    kind = value.WhichOneof("value")
-    return None if kind is None else getattr(value, kind)
+    set_field = value.WhichOneof("value")
+    return None if set_field is None else getattr(value, set_field)
 
 
 def _read_chat_message(message: pb.Message) -> dict[str, object]:
@@ -130,12 +130,12 @@ def _read_chat_message(message: pb.Message) -> dict[str, object]:
 
 
 def to_tokenizer_input(
-    request: pb.TokenizeRequest, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+    request: pb.TokenizeRequest, policy: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
 ) -> Prompt | ChatPrompt:
     """Raises InvalidRequest."""
     if request.HasField("chat"):
         _check_chat(request.chat)
-    check_unknown_fields(request, unknown)
+    check_unknown_fields(request, policy)
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
@@ -145,7 +145,7 @@ def to_tokenizer_input(
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
 
 
-def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
+def check_unknown_fields(message: Message, policy: UnknownFieldPolicy) -> None:
     """Raise InvalidRequest for unknown fields at any depth, or count those that are ignored.
 
     Unknown fields of more than `_MAX_NAMED_BYTES` in all count as one.
@@ -157,22 +157,24 @@ def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
     if not surplus:
         return
     found = list(_find_unknown_fields(message)) if surplus <= _MAX_NAMED_BYTES else []
-    if unknown.is_ignoring:
-        unknown.count_dropped(max(1, len(found)))
+    if policy.is_ignoring:
+        policy.count_dropped(max(1, len(found)))
         return
     if not found:
         raise InvalidRequest(
             f"{surplus} bytes are of fields that {message.DESCRIPTOR.name} does not have"
         )
-    number, kind = found[0]
-    raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
+    number, message_name = found[0]
+    raise InvalidRequest(
+        f"field number {number} is not a field of {message_name}", param=str(number)
+    )
 
 
 def _find_unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
     """Yield the number of each unknown field and the name of the message that has it."""
-    unknown = UnknownFieldSet(message)
-    for place in range(len(unknown)):
-        yield unknown[place].field_number, message.DESCRIPTOR.name
+    unknown_set = UnknownFieldSet(message)
+    for index in range(len(unknown_set)):
+        yield unknown_set[index].field_number, message.DESCRIPTOR.name
     for field, value in message.ListFields():
         if field.message_type is None:
             continue

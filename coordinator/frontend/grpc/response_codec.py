@@ -2,6 +2,7 @@
 
 from baton.cluster_link import pb_conversion
 from baton.pb import generation_pb2 as pb
+from coordinator.explanation_codec import timeline_to_pb
 from coordinator.frontend.output import OutputChunk, ResponseStream
 
 
@@ -72,4 +73,4 @@ class GrpcResponseFormatter:
         response.usage.prompt_tokens = stream.prompt_tokens
         response.usage.completion_tokens = stream.completion_tokens
         response.usage.cached_tokens = stream.cached_tokens
-        response.timeline.CopyFrom(stream.timeline)
+        response.timeline.CopyFrom(timeline_to_pb(stream.timeline))

@@ -16,14 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest
 from baton.process.clock import monotonic_clock
-from coordinator.core.admission.tenants import Tenant
 from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.info_routes import json_response
 from coordinator.frontend.http.request_body import (
     REQUEST_ID_KEY,
-    TENANT_KEY,
     cancel_on_disconnect,
+    get_tenant,
     receive_body,
 )
 from coordinator.frontend.http.responses.chat import ChatFormatter
@@ -124,8 +123,7 @@ class GenerationEndpoints:
             return json_response(DetokenizeResponse(text))
 
     def _count_rejections(self, request: Request) -> AbstractContextManager[None]:
-        tenant: Tenant = request.scope["state"][TENANT_KEY]
-        return self._intake.rejections.count_rejections(tenant.tenant_class)
+        return self._intake.rejections.count_rejections(get_tenant(request).tenant_class)
 
     async def _read_generation_request(
         self, request: Request, decoder: BodyDecoder[GenerationBody]
@@ -138,7 +136,7 @@ class GenerationEndpoints:
             decoder,
             lambda body, seconds_left: (body, body.to_generation_request(seconds_left, client_id)),
         )
-        tenant: Tenant = request.scope["state"][TENANT_KEY]
+        tenant = get_tenant(request)
         principal = self._client_auth.make_principal(tenant, generation_request.priority)
         return body, replace(generation_request, principal=principal, cache_salt=tenant.cache_salt)
 

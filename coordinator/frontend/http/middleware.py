@@ -14,8 +14,7 @@ from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, i
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.request_body import CLOSE_KEY, REQUEST_ID_KEY, TENANT_KEY
 from coordinator.frontend.internal_errors import to_internal_error
-from coordinator.frontend.rejections import RejectionCounter
-from coordinator.frontend.request import check_client_request_id
+from coordinator.frontend.request import RejectionCounter, check_client_request_id
 
 RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 

@@ -9,6 +9,7 @@ from starlette.types import Receive
 
 from baton.errors import Cancelled, DeadlineExceeded, RequestTooLarge
 from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY_BYTES
+from coordinator.core.admission.tenants import Tenant
 from coordinator.frontend.body_budget import BodyBudgets, IncomingBody
 from coordinator.frontend.http.errors import UnsupportedMediaType
 
@@ -16,6 +17,12 @@ from coordinator.frontend.http.errors import UnsupportedMediaType
 TENANT_KEY = "tenant"  # the tenant of the caller, set before its route is called
 REQUEST_ID_KEY = "request_id"  # for the header of the response, also of an error; set by a route
 CLOSE_KEY = "close"  # whether to close the connection after the response
+
+
+def get_tenant(request: Request) -> Tenant:
+    """Return the tenant of the caller, on the port where callers have one."""
+    tenant: Tenant = request.scope["state"][TENANT_KEY]
+    return tenant
 
 
 @asynccontextmanager

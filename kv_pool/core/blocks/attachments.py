@@ -6,11 +6,14 @@ when the client has detached or is known to have unmapped the segment; no timeou
 """
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from kv_pool.core.index.path_table import ROOT
 from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.ledger import PoolLedgerError, require_invariant
 
 PoolClientId = NewType("PoolClientId", str)  # an attachment: node name, incarnation and number
 PinId = NewType("PinId", int)
@@ -42,6 +45,17 @@ class AttachmentRecord:
     pins: "dict[PinId, tuple[int, ...]]" = field(default_factory=dict)
     publications: dict[PublicationId, Publication] = field(default_factory=dict)
 
+    def pinned_blocks(self) -> Iterator[int]:
+        """Every block with a pin of this attachment, once for each pin."""
+        for blocks in self.pins.values():
+            yield from blocks
+        for publication in self.publications.values():
+            if publication.parent_block != ROOT:
+                yield publication.parent_block
+
+    def num_writing_blocks(self) -> int:
+        return sum(len(publication.blocks) for publication in self.publications.values())
+
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
@@ -64,3 +78,56 @@ class PublicationGrant:
     publication_id: PublicationId | None
     first_block: int  # number in the chain of the first granted block; all before it are in memory
     blocks: tuple[int, ...]
+
+
+class AttachmentTable:
+    """All attachments. Methods raise PoolLedgerError for a client that is not attached."""
+
+    def __init__(self) -> None:
+        self._records: dict[PoolClientId, AttachmentRecord] = {}
+
+    def __iter__(self) -> Iterator[tuple[PoolClientId, AttachmentRecord]]:
+        return iter(self._records.items())
+
+    @property
+    def suspect_clients(self) -> tuple[PoolClientId, ...]:
+        """Clients whose stream has ended and that may still map the segment."""
+        return tuple(
+            client_id
+            for client_id, attachment in self._records.items()
+            if attachment.state is AttachmentState.SUSPECT
+        )
+
+    @property
+    def num_pins(self) -> int:
+        """Pins of all clients."""
+        return sum(len(attachment.pins) for attachment in self._records.values())
+
+    def is_live(self, client_id: PoolClientId) -> bool:
+        attachment = self._records.get(client_id)
+        return attachment is not None and attachment.state is AttachmentState.LIVE
+
+    def get_live(self, client_id: PoolClientId) -> AttachmentRecord:
+        attachment = self._records.get(client_id)
+        if attachment is None or attachment.state is not AttachmentState.LIVE:
+            raise PoolLedgerError(f"{client_id} is not attached")
+        return attachment
+
+    def list_in_state(self, state: AttachmentState) -> list[AttachmentRecord]:
+        return [record for record in self._records.values() if record.state is state]
+
+    def num_unfinished_publications(self, client_id: PoolClientId) -> int:
+        """Return how many publications of a client are neither sealed nor withdrawn."""
+        return len(self.get_live(client_id).publications)
+
+    def attach_client(self, client_id: PoolClientId, now: float) -> None:
+        require_invariant(client_id not in self._records, f"{client_id} is attached already")
+        self._records[client_id] = AttachmentRecord(now)
+
+    def mark_suspect(self, client_id: PoolClientId, now: float) -> None:
+        """Record that a client's stream has ended; its pins and publications stay."""
+        self._records[client_id].state = AttachmentState.SUSPECT
+        self._records[client_id].state_since = now
+
+    def remove_client(self, client_id: PoolClientId) -> AttachmentRecord:
+        return self._records.pop(client_id)

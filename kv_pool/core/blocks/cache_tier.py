@@ -7,11 +7,11 @@ or frees them. To keep a whole path from eviction, pin its deepest block.
 
 from array import array
 from collections.abc import Callable
-from heapq import heappop, heappush
 
 import numpy as np
 
 from baton.kv.block_hash import BlockHash
+from kv_pool.core.blocks.free_list import FreeList
 from kv_pool.core.eviction.evictor import Evictor
 from kv_pool.core.index.prompt_chain import PromptChain, index_key_of
 from kv_pool.core.index.radix_index import ROOT, RadixIndex
@@ -30,13 +30,13 @@ class CacheTier:
         self._evictor = evictor
         self._insert_listeners: list[BlockListener] = []
         self._removal_listeners: list[BlockListener] = []
-        self._pin_counts = array("i", bytes(4 * num_blocks))
-        self._used_flags = bytearray(num_blocks)
+        self.free_list = FreeList(num_blocks)
+        # By block: the pins on the block itself, without those on blocks after it.
+        self.pin_counts = array("i", bytes(4 * num_blocks))
+        # By block: 1 if a look-up has found it since it was inserted, else 0.
+        self.used_flags = bytearray(num_blocks)
         # The same memory as an array, to set many flags at once.
-        self._used_array = np.frombuffer(self._used_flags, dtype=np.uint8)
-        # Free blocks below `_first_unused`, as a heap: taking the lowest first keeps runs together.
-        self._free_heap: list[int] = []
-        self._first_unused = 0  # this block and all above it have never been allocated
+        self._used_array = np.frombuffer(self.used_flags, dtype=np.uint8)
 
     def add_listeners(
         self, on_insert: BlockListener | None = None, on_remove: BlockListener | None = None
@@ -44,10 +44,6 @@ class CacheTier:
         """Call `on_insert` after a block is indexed, and `on_remove` just before one is removed."""
         self._insert_listeners += [on_insert] if on_insert else []
         self._removal_listeners += [on_remove] if on_remove else []
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free_heap) + self.num_blocks - self._first_unused
 
     # reading
 
@@ -61,24 +57,16 @@ class CacheTier:
             self._used_array[np.frombuffer(path, dtype=np.int32)] = 1
         return path
 
-    def has_been_used(self, block: int) -> bool:
-        """Return whether a look-up has found the block since it was inserted."""
-        return bool(self._used_flags[block])
-
     def pin(self, block: int) -> None:
         """Keep `block` and all blocks before it in its prompt from eviction, until `unpin`."""
         require_invariant(block in self.index, f"block {block} is pinned and is not in the index")
-        self._pin_counts[block] += 1
+        self.pin_counts[block] += 1
         self._evictor.remove_candidate(block)
 
     def unpin(self, block: int) -> None:
-        require_invariant(self._pin_counts[block] > 0, f"block {block} is not pinned")
-        self._pin_counts[block] -= 1
+        require_invariant(self.pin_counts[block] > 0, f"block {block} is not pinned")
+        self.pin_counts[block] -= 1
         self._update_candidate(block)
-
-    def pin_count(self, block: int) -> int:
-        """Return the number of pins on the block itself, without those on blocks after it."""
-        return self._pin_counts[block]
 
     # writing
 
@@ -86,15 +74,14 @@ class CacheTier:
         """Allocate up to `count` blocks, evicting others; fewer if the rest is pinned."""
         allocated: list[int] = []
         while len(allocated) < count:
-            if not self.num_free and not self._evict_block(now):
+            if not self.free_list and not self._evict_block(now):
                 break
-            block = heappop(self._free_heap) if self._free_heap else self._allocate_unused()
-            allocated.append(block)
+            allocated.append(self.free_list.take_block())
         return allocated
 
     def free_block(self, block: int) -> None:
         require_invariant(block not in self.index, f"block {block} is freed and is in the index")
-        heappush(self._free_heap, block)
+        self.free_list.add_block(block)
 
     def insert_block(
         self, block: int, chain: PromptChain, number: int, parent: int, now: float
@@ -126,59 +113,42 @@ class CacheTier:
 
     def finish_restore(self) -> None:
         """Rebuild the free list from the index."""
-        self._first_unused = 1 + max(
-            (block for block in range(self.num_blocks) if block in self.index), default=-1
-        )
-        self._free_heap = [block for block in range(self._first_unused) if block not in self.index]
+        self.free_list.rebuild(self.index)
 
     def remove_subtree(self, block: int) -> None:
         """Remove a block and all that follow it, unless one of them is pinned."""
         subtree = self.index.list_subtree(block) if block in self.index else []
-        if not any(self._pin_counts[member] for member in subtree):
+        if not any(self.pin_counts[member] for member in subtree):
             for member in subtree:
                 self.remove_leaf(member)
 
     def remove_leaf(self, block: int) -> None:
         """Remove a leaf that is not pinned, and free it."""
-        require_invariant(not self._pin_counts[block], f"block {block} is removed and is pinned")
+        require_invariant(not self.pin_counts[block], f"block {block} is removed and is pinned")
         self._evictor.remove_candidate(block)
         self._remove_block(block)
 
     def check(self) -> None:
         """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
         self.index.check()
-        require_invariant(
-            len(set(self._free_heap)) == len(self._free_heap), "a block is free twice"
-        )
-        free = (*self._free_heap, *range(self._first_unused, self.num_blocks))
-        require_invariant(
-            not any(block in self.index for block in free), "a free block is in the index"
-        )
-        require_invariant(
-            max(self._free_heap, default=-1) < self._first_unused,
-            "a block is in the free heap and was never allocated",
-        )
-        pinned = [block for block in range(self.num_blocks) if self._pin_counts[block]]
+        self.free_list.check(self.index)
+        pinned = [block for block in range(self.num_blocks) if self.pin_counts[block]]
         require_invariant(
             all(block in self.index for block in pinned), "a pinned block is not in the index"
         )
-        require_invariant(min(self._pin_counts, default=0) >= 0, "pins below 0")
+        require_invariant(min(self.pin_counts, default=0) >= 0, "pins below 0")
 
     def _after_insert(self, block: int, parent: int, now: float) -> None:
         if parent != ROOT:
             self._evictor.remove_candidate(parent)
             self._evictor.on_child_added(parent)
         self._evictor.on_block_inserted(
-            block, index_key_of(self.index.block_hash(block)), self.index.depth(block), now
+            block, index_key_of(self.index.block_hash(block)), self.index.paths.depth(block), now
         )
         self._update_candidate(block)
-        self._used_flags[block] = 0
+        self.used_flags[block] = 0
         for on_insert in self._insert_listeners:
             on_insert(block)
-
-    def _allocate_unused(self) -> int:
-        self._first_unused += 1
-        return self._first_unused - 1
 
     def _evict_block(self, now: float) -> bool:
         block = self._evictor.choose_victim(now)
@@ -191,13 +161,13 @@ class CacheTier:
     def _remove_block(self, block: int) -> None:
         for on_remove in self._removal_listeners:
             on_remove(block)
-        parent, key = self.index.parent(block), index_key_of(self.index.block_hash(block))
+        parent, key = self.index.paths.parent(block), index_key_of(self.index.block_hash(block))
         self.index.remove_leaf(block)
         self._evictor.on_block_removed(block, key)
-        heappush(self._free_heap, block)
+        self.free_list.add_block(block)
         if parent != ROOT:
             self._update_candidate(parent)
 
     def _update_candidate(self, block: int) -> None:
-        if not self._pin_counts[block] and self.index.is_leaf(block):
+        if not self.pin_counts[block] and self.index.is_leaf(block):
             self._evictor.add_candidate(block)

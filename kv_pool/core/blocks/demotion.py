@@ -29,7 +29,7 @@ def plan_demotions(
     """
     if disk.index.find_block(memory.index.block_hash(block)) is not None:
         return []  # on disk already, and all blocks before it too
-    chain, path = memory.index.chain(block), memory.index.path(block)
+    chain, path = memory.index.chain(block), memory.index.paths.path(block)
     on_disk = disk.index.match_prefix(chain)
     parent = on_disk[-1] if on_disk else ROOT
     if parent != ROOT:

@@ -10,12 +10,13 @@ touches no memory; the process that maps the segment calls it and carries out wh
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from kv_pool.core.blocks.attachments import (
     AttachmentRecord,
     AttachmentState,
+    AttachmentTable,
     PinId,
     PoolClientId,
     PoolMatch,
@@ -31,7 +32,6 @@ from kv_pool.core.ledger import (
     PoolBlockState,
     PoolLedger,
     PoolLedgerEntry,
-    PoolLedgerError,
     require_invariant,
 )
 
@@ -53,45 +53,12 @@ class SharedBlockPool:
         self._disk_is_full = False  # during the present allocation
         self._now = 0.0
         memory.add_listeners(on_remove=self._demote_block)
-        self._attachments: dict[PoolClientId, AttachmentRecord] = {}
+        self.attachments = AttachmentTable()
         self._ids = count(1)
-
-    @property
-    def suspect_clients(self) -> tuple[PoolClientId, ...]:
-        """Clients whose stream has ended and that may still map the segment."""
-        return tuple(
-            client_id
-            for client_id, attachment in self._attachments.items()
-            if attachment.state is AttachmentState.SUSPECT
-        )
-
-    def is_live(self, client_id: PoolClientId) -> bool:
-        attachment = self._attachments.get(client_id)
-        return attachment is not None and attachment.state is AttachmentState.LIVE
-
-    @property
-    def num_pins(self) -> int:
-        """Pins of all clients."""
-        return sum(len(attachment.pins) for attachment in self._attachments.values())
-
-    def num_unfinished_publications(self, client_id: PoolClientId) -> int:
-        """Return how many publications of a client are neither sealed nor withdrawn."""
-        return len(self._get_live(client_id).publications)
-
-    # attachments
-
-    def attach_client(self, client_id: PoolClientId, now: float) -> None:
-        require_invariant(client_id not in self._attachments, f"{client_id} is attached already")
-        self._attachments[client_id] = AttachmentRecord(now)
-
-    def mark_suspect(self, client_id: PoolClientId, now: float) -> None:
-        """Record that a client's stream has ended; its pins and publications stay."""
-        self._attachments[client_id].state = AttachmentState.SUSPECT
-        self._attachments[client_id].state_since = now
 
     def remove_client(self, client_id: PoolClientId) -> None:
         """Free everything of a client that is known to have unmapped the segment."""
-        attachment = self._attachments.pop(client_id)
+        attachment = self.attachments.remove_client(client_id)
         for publication in attachment.publications.values():
             self._free_publication(publication)
         for pinned in attachment.pins.values():
@@ -120,7 +87,7 @@ class SharedBlockPool:
         return PoolMatch(self._pin(client_id, pinned), path, match)
 
     def release_pin(self, client_id: PoolClientId, pin: PinId) -> None:
-        self._unpin(self._get_live(client_id).pins.pop(pin))
+        self._unpin(self.attachments.get_live(client_id).pins.pop(pin))
 
     # publishers
 
@@ -138,7 +105,7 @@ class SharedBlockPool:
         is no room for all. The caller must carry out `take_demotions` before the client writes to
         the granted blocks.
         """
-        attachment = self._get_live(client_id)
+        attachment = self.attachments.get_live(client_id)
         end = len(chain) if end is None else min(end, len(chain))
         path = self.memory.index.match_prefix(chain, end)
         start = len(path)
@@ -158,7 +125,7 @@ class SharedBlockPool:
 
     def get_publication(self, client_id: PoolClientId, publication: PublicationId) -> Publication:
         """Return an unfinished publication."""
-        return self._get_live(client_id).publications[publication]
+        return self.attachments.get_live(client_id).publications[publication]
 
     def seal_publication(
         self, client_id: PoolClientId, publication: PublicationId, num_verified: int, now: float
@@ -168,7 +135,7 @@ class SharedBlockPool:
         A block that another client has published meanwhile is freed too. Returns the chain's blocks
         up to the last verified one, pinned, for the publisher to use instead of its own.
         """
-        sealed = self._get_live(client_id).publications.pop(publication)
+        sealed = self.attachments.get_live(client_id).publications.pop(publication)
         self._insert_publication(sealed, num_verified, now)
         path = self.memory.index.match_prefix(sealed.chain, sealed.first_block + num_verified)
         pin = self._pin(client_id, path[-1:])
@@ -177,7 +144,7 @@ class SharedBlockPool:
 
     def withdraw_publication(self, client_id: PoolClientId, publication: PublicationId) -> None:
         """Free the blocks of a publication; its publisher has stopped writing to them."""
-        self._free_publication(self._get_live(client_id).publications.pop(publication))
+        self._free_publication(self.attachments.get_live(client_id).publications.pop(publication))
 
     # disk
 
@@ -218,17 +185,19 @@ class SharedBlockPool:
 
     def ledger(self, now: float) -> PoolLedger:
         """Return the ledger of memory. O(pinned blocks)."""
-        pinned = {state: self._pinned_blocks(state) for state in AttachmentState}
-        written = {state: self._count_writing_blocks(state) for state in AttachmentState}
-        live, suspect = (
-            pinned[AttachmentState.LIVE],
-            pinned[AttachmentState.SUSPECT] - pinned[AttachmentState.LIVE],
+        live_attachments = self.attachments.list_in_state(AttachmentState.LIVE)
+        suspect_attachments = self.attachments.list_in_state(AttachmentState.SUSPECT)
+        live = self._pinned_paths(live_attachments)
+        suspect = self._pinned_paths(suspect_attachments) - live
+        writing, suspect_writing = (
+            sum(attachment.num_writing_blocks() for attachment in attachments)
+            for attachments in (live_attachments, suspect_attachments)
         )
         counts = {
-            PoolBlockState.FREE: self.memory.num_free,
-            PoolBlockState.WRITING: written[AttachmentState.LIVE],
+            PoolBlockState.FREE: len(self.memory.free_list),
+            PoolBlockState.WRITING: writing,
             PoolBlockState.IN_USE: len(live),
-            PoolBlockState.QUARANTINED: len(suspect) + written[AttachmentState.SUSPECT],
+            PoolBlockState.QUARANTINED: len(suspect) + suspect_writing,
             PoolBlockState.CACHED: len(self.memory.index) - len(live) - len(suspect),
         }
         return PoolLedger(self.memory.num_blocks, counts, tuple(self._ledger_entries(now)))
@@ -237,35 +206,17 @@ class SharedBlockPool:
         """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
         self.memory.check()
         pins: dict[int, int] = {}
-        for attachment in self._attachments.values():
-            parents = [
-                publication.parent_block
-                for publication in attachment.publications.values()
-                if publication.parent_block != ROOT
-            ]
-            for block in (
-                *(block for pinned in attachment.pins.values() for block in pinned),
-                *parents,
-            ):
+        for _, attachment in self.attachments:
+            for block in attachment.pinned_blocks():
                 pins[block] = pins.get(block, 0) + 1
-        pin_counts = {
-            block: self.memory.pin_count(block)
-            for block in range(self.memory.num_blocks)
-            if self.memory.pin_count(block)
-        }
+        pin_counts = {block: count for block, count in enumerate(self.memory.pin_counts) if count}
         require_invariant(pins == pin_counts, "pins are not what the attachments hold")
         require_invariant(self.ledger(0.0).is_balanced, "the states do not add up to all blocks")
 
     # internal
 
-    def _get_live(self, client_id: PoolClientId) -> AttachmentRecord:
-        attachment = self._attachments.get(client_id)
-        if attachment is None or attachment.state is not AttachmentState.LIVE:
-            raise PoolLedgerError(f"{client_id} is not attached")
-        return attachment
-
     def _pin(self, client_id: PoolClientId, blocks: "Sequence[int]") -> PinId | None:
-        attachment = self._get_live(client_id)
+        attachment = self.attachments.get_live(client_id)
         if not blocks:
             return None
         for block in blocks:
@@ -299,7 +250,7 @@ class SharedBlockPool:
     def _demote_block(self, block: int) -> None:
         """Plan the demotion of a block that memory is about to evict, if it was ever used."""
         disk, block_hash = self.disk, self.memory.index.block_hash(block)
-        if disk is None or not self.memory.has_been_used(block):
+        if disk is None or not self.memory.used_flags[block]:
             return
         if not self._disk_is_full and disk.index.find_block(block_hash) is None:
             limit = self._demotion_limit() - len(self._demotions)
@@ -316,41 +267,26 @@ class SharedBlockPool:
             self.memory.free_block(block)
         self._unpin((publication.parent_block,) if publication.parent_block != ROOT else ())
 
-    def _pinned_blocks(self, state: AttachmentState) -> set[int]:
-        """Return the blocks that attachments in `state` keep from eviction, whole paths."""
+    def _pinned_paths(self, attachments: Iterable[AttachmentRecord]) -> set[int]:
+        """Return the blocks that `attachments` keep from eviction: what they pin and all before."""
         found: set[int] = set()
-        for attachment in self._attachments.values():
-            if attachment.state is state:
-                self._collect_pinned_blocks(attachment, found)
+        for attachment in attachments:
+            for block in attachment.pinned_blocks():
+                while block != ROOT and block not in found:
+                    found.add(block)
+                    block = self.memory.index.paths.parent(block)
         return found
 
-    def _collect_pinned_blocks(self, attachment: AttachmentRecord, found: set[int]) -> None:
-        parents = (publication.parent_block for publication in attachment.publications.values())
-        for block in (
-            *(block for pinned in attachment.pins.values() for block in pinned),
-            *parents,
-        ):
-            while block != ROOT and block not in found:
-                found.add(block)
-                block = self.memory.index.parent(block)
-
-    def _count_writing_blocks(self, state: AttachmentState) -> int:
-        return sum(
-            len(publication.blocks)
-            for attachment in self._attachments.values()
-            if attachment.state is state
-            for publication in attachment.publications.values()
-        )
-
     def _ledger_entries(self, now: float) -> Iterator[PoolLedgerEntry]:
-        for client_id, attachment in self._attachments.items():
+        for client_id, attachment in self.attachments:
             is_live = attachment.state is AttachmentState.LIVE
-            pinned: set[int] = set()
-            self._collect_pinned_blocks(attachment, pinned)
-            written = sum(len(one.blocks) for one in attachment.publications.values())
+            pinned = len(self._pinned_paths([attachment]))
             for state, num_blocks in (
-                (PoolBlockState.IN_USE if is_live else PoolBlockState.QUARANTINED, len(pinned)),
-                (PoolBlockState.WRITING if is_live else PoolBlockState.QUARANTINED, written),
+                (PoolBlockState.IN_USE if is_live else PoolBlockState.QUARANTINED, pinned),
+                (
+                    PoolBlockState.WRITING if is_live else PoolBlockState.QUARANTINED,
+                    attachment.num_writing_blocks(),
+                ),
             ):
                 if num_blocks:
                     age = now - attachment.state_since

@@ -31,7 +31,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The block that a slot holds."""
+    """A record of the journal: which block a slot of the disk holds."""
 
     slot: int
     depth: int  # number of blocks before this one in its prompt
@@ -96,7 +96,7 @@ def restore_tier(
     # Parents first; among blocks of one depth, the newest first.
     for entry in sorted(reversed(latest.values()), key=lambda entry: entry.depth):
         parent = tier.index.find_block(entry.parent_hash) if entry.depth else ROOT
-        if parent is None or (parent != ROOT and tier.index.depth(parent) + 1 != entry.depth):
+        if parent is None or (parent != ROOT and tier.index.paths.depth(parent) + 1 != entry.depth):
             continue
         root = tier.index.root_hash(parent) if parent != ROOT else BlockHash(entry.parent_hash)
         if tier.restore_block(entry.slot, entry.block_hash, entry.packed_tokens, parent, root, now):
@@ -108,12 +108,12 @@ def restore_tier(
 def make_journal_entry(tier: CacheTier, slot: int, checksum: int) -> JournalEntry:
     """Build the journal entry of a block in the index."""
     index = tier.index
-    parent = index.parent(slot)
+    parent = index.paths.parent(slot)
     return JournalEntry(
         slot=slot,
-        depth=index.depth(slot),
+        depth=index.paths.depth(slot),
         checksum=checksum,
         parent_hash=index.block_hash(parent) if parent != ROOT else index.root_hash(slot),
         block_hash=index.block_hash(slot),
-        packed_tokens=index.packed_tokens(slot),
+        packed_tokens=index.tokens.get_tokens(slot),
     )

@@ -23,10 +23,10 @@ def build_slot_ledger(
     for slot in loads:
         while slot != ROOT and slot not in reading:
             reading.add(slot)
-            slot = tier.index.parent(slot)
+            slot = tier.index.paths.parent(slot)
     unwritten = {slot for slot in writing if slot in tier.index} - reading
     counts = dict.fromkeys(PoolBlockState, 0) | {
-        PoolBlockState.FREE: tier.num_free,
+        PoolBlockState.FREE: len(tier.free_list),
         PoolBlockState.IN_USE: len(reading),
         PoolBlockState.WRITING: len(unwritten),
         PoolBlockState.CACHED: len(tier.index) - len(reading) - len(unwritten),

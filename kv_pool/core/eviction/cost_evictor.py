@@ -49,7 +49,7 @@ class _VictimRun:
 
 
 class CostEvictor:
-    """The policy for a tier of `num_blocks` blocks of `block_size` tokens."""
+    """Evicts the block of a tier that is least worth keeping."""
 
     def __init__(
         self, num_blocks: int, block_size: int, quadratic: float = QUADRATIC_CONTEXT_TOKENS

@@ -91,7 +91,7 @@ class ReuseModel:
         # Blocks that are still unused at the lower end of each bucket.
         idle = np.maximum(entered - np.concatenate([[0.0], np.cumsum(reused)]), 0.0)
         waits = (idle[:-1] + idle[1:]) / 2 * self._widths  # block-seconds spent in each bucket
-        uses, seconds = (np.concatenate([[0.0], np.cumsum(each)]) for each in (reused, waits))
+        uses, seconds = (np.concatenate([[0.0], np.cumsum(values)]) for values in (reused, waits))
         # Uses gained and seconds spent from the start of a bucket (row) to the end of another.
         gained = uses[None, 1:] - uses[:-1, None]
         spent = seconds[None, 1:] - seconds[:-1, None]

@@ -29,8 +29,8 @@ class RadixIndex:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._hash_table = BlockHashTable(num_blocks)
-        self._token_table = TokenTable(num_blocks, block_size)
-        self._path_table = PathTable(num_blocks)
+        self.tokens = TokenTable(num_blocks, block_size)  # packed token ids of each block
+        self.paths = PathTable(num_blocks)  # parent, depth and path of each block
         # By block: its only child, _NO_CHILD or _SEVERAL_CHILDREN.
         self._only_child = array("i", [_NO_CHILD]) * num_blocks
         # Children by block with several, and first blocks by root hash; both sorted by token ids.
@@ -42,15 +42,7 @@ class RadixIndex:
         return len(self._hash_table)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._path_table
-
-    def parent(self, block: int) -> int:
-        """Return the block before `block` in its prompt; ROOT for a first block."""
-        return self._path_table.parent(block)
-
-    def depth(self, block: int) -> int:
-        """Return how many blocks come before `block` in its prompt."""
-        return self._path_table.depth(block)
+        return block in self.paths
 
     def is_leaf(self, block: int) -> bool:
         return self._only_child[block] == _NO_CHILD
@@ -58,22 +50,17 @@ class RadixIndex:
     def block_hash(self, block: int) -> bytes:
         return self._hash_table.block_hash(block)
 
-    def packed_tokens(self, block: int) -> bytes:
-        return self._token_table.get_tokens(block)
-
-    def path(self, block: int) -> "array[int]":
-        """Return the blocks of the prompt that ends with `block`, first to last."""
-        return self._path_table.path(block)
-
     def chain(self, block: int) -> PromptChain:
         """Return the prompt that ends with `block`."""
-        path = self.path(block)
-        hashes, tokens = (b"".join(map(get, path)) for get in (self.block_hash, self.packed_tokens))
+        path = self.paths.path(block)
+        hashes, tokens = (
+            b"".join(map(get, path)) for get in (self.block_hash, self.tokens.get_tokens)
+        )
         return PromptChain(BlockHash(self._root_of[path[0]]), hashes, tokens, self._block_size)
 
     def root_hash(self, block: int) -> BlockHash:
         """Return the root hash of the prompt that `block` belongs to."""
-        return BlockHash(self._root_of[self.path(block)[0]])
+        return BlockHash(self._root_of[self.paths.path(block)[0]])
 
     def list_subtree(self, block: int) -> list[int]:
         """Return `block` and all blocks below it, leaves first."""
@@ -96,16 +83,16 @@ class RadixIndex:
         while present < absent:
             middle = (present + absent) // 2
             block = self.find_block(chain.block_hash(middle))
-            if block is not None and self.depth(block) == middle:
+            if block is not None and self.paths.depth(block) == middle:
                 present, deepest = middle + 1, block
             else:
                 absent = middle
         if deepest == ROOT:
             return array("i")
-        path = self.path(deepest)
+        path = self.paths.path(deepest)
         if self._root_of[path[0]] != chain.root_hash:
             return array("i")
-        return path[: self._token_table.count_matching_blocks(path, chain.packed_tokens)]
+        return path[: self.tokens.count_matching_blocks(path, chain.packed_tokens)]
 
     def match_partial_block(self, chain: PromptChain, path: "array[int]") -> tuple[int, int] | None:
         """Find the block after `path` that has most of the next tokens of `chain` in common.
@@ -115,10 +102,10 @@ class RadixIndex:
         """
         tokens = chain.block_tokens(len(path))
         children = self._children(path[-1]) if path else self._first_blocks.get(chain.root_hash, [])
-        position = bisect_left(children, tokens, key=self._token_table.get_tokens)
+        position = bisect_left(children, tokens, key=self.tokens.get_tokens)
         best: tuple[int, int] | None = None
         for block in children[max(0, position - 1) : position + 1]:
-            shared = common_prefix_tokens(self._token_table.get_tokens(block), tokens)
+            shared = common_prefix_tokens(self.tokens.get_tokens(block), tokens)
             if shared > (best[1] if best else 0):
                 best = block, shared
         return best
@@ -137,7 +124,7 @@ class RadixIndex:
         Returns False and changes nothing if an indexed block hash has the same first 8 bytes.
         """
         require_invariant(
-            number == 0 if parent == ROOT else self.depth(parent) + 1 == number,
+            number == 0 if parent == ROOT else self.paths.depth(parent) + 1 == number,
             f"block {block} is inserted without its parent",
         )
         return self.add_block(
@@ -151,8 +138,8 @@ class RadixIndex:
         require_invariant(block not in self, f"block {block} is in the index already")
         if not self._hash_table.add_block(block, block_hash):
             return False
-        self._token_table.set_tokens(block, tokens)
-        self._path_table.add_block(block, parent)
+        self.tokens.set_tokens(block, tokens)
+        self.paths.add_block(block, parent)
         if parent == ROOT:
             self._root_of[block] = root
             self._add_sorted(self._first_blocks.setdefault(root, []), block)
@@ -165,7 +152,7 @@ class RadixIndex:
             block in self and self.is_leaf(block), f"block {block} is not a leaf of the index"
         )
         self._hash_table.remove_block(block)
-        parent = self._path_table.remove_block(block)
+        parent = self.paths.remove_block(block)
         if parent != ROOT:
             self._remove_child(parent, block)
             return
@@ -195,37 +182,38 @@ class RadixIndex:
             del self._siblings[parent]
 
     def _add_sorted(self, blocks: list[int], block: int) -> None:
-        tokens = self._token_table.get_tokens(block)
-        blocks.insert(bisect_left(blocks, tokens, key=self._token_table.get_tokens), block)
+        tokens = self.tokens.get_tokens(block)
+        blocks.insert(bisect_left(blocks, tokens, key=self.tokens.get_tokens), block)
 
     def _remove_sorted(self, blocks: list[int], block: int) -> None:
         """Remove `block`; with a forged block hash, several blocks may have its tokens."""
-        tokens = self._token_table.get_tokens(block)
-        start = bisect_left(blocks, tokens, key=self._token_table.get_tokens)
+        tokens = self.tokens.get_tokens(block)
+        start = bisect_left(blocks, tokens, key=self.tokens.get_tokens)
         del blocks[blocks.index(block, start)]
 
     def check(self) -> None:
         """Raise PoolLedgerError unless all tables are consistent. Slow, for tests: O(blocks)."""
-        present = [block for block in range(len(self._path_table)) if block in self]
+        present = [block for block in range(len(self.paths)) if block in self]
         require_invariant(sorted(self._hash_table.blocks()) == present, "block hashes and parents")
         children: dict[int, list[int]] = {}
         for block in present:
             require_invariant(
                 self.find_block(self.block_hash(block)) == block, f"block hash of block {block}"
             )
-            parent = self.parent(block)
+            parent = self.paths.parent(block)
             require_invariant(
                 (parent == ROOT) == (block in self._root_of), f"root of block {block}"
             )
             if parent != ROOT:
                 require_invariant(parent in self, f"the parent of block {block} is not indexed")
                 require_invariant(
-                    self.depth(block) == self.depth(parent) + 1, f"depth of block {block}"
+                    self.paths.depth(block) == self.paths.depth(parent) + 1,
+                    f"depth of block {block}",
                 )
                 children.setdefault(parent, []).append(block)
-            path = self.path(block)
+            path = self.paths.path(block)
             require_invariant(
-                list(map(self.parent, path)) == [ROOT, *path[:-1]], f"path of block {block}"
+                list(map(self.paths.parent, path)) == [ROOT, *path[:-1]], f"path of block {block}"
             )
         for block in present:
             require_invariant(
@@ -236,5 +224,5 @@ class RadixIndex:
         require_invariant(sorted(firsts) == sorted(self._root_of), "first blocks")
         for blocks in (*self._siblings.values(), *self._first_blocks.values()):
             require_invariant(
-                blocks == sorted(blocks, key=self._token_table.get_tokens), "order of children"
+                blocks == sorted(blocks, key=self.tokens.get_tokens), "order of children"
             )

@@ -38,11 +38,11 @@ class TokenTable:
         return int(same.reshape(len(path), -1).all(axis=1).argmin())
 
 
-def common_prefix_tokens(left: bytes, right: bytes) -> int:
+def common_prefix_tokens(first: bytes, second: bytes) -> int:
     """Return the length in tokens of the longest common prefix of two packed token lists."""
-    length = min(len(left), len(right)) // TOKEN_BYTES
+    length = min(len(first), len(second)) // TOKEN_BYTES
     left_ids, right_ids = (
-        np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right)
+        np.frombuffer(tokens, dtype=np.uint32, count=length) for tokens in (first, second)
     )
     differing = np.flatnonzero(left_ids != right_ids)
     return int(differing[0]) if differing.size else length

@@ -28,7 +28,10 @@ class _FailureStreak:
 
 
 class PeerFetchEstimator:
-    """Fits and back-off by pool. `now` is in seconds."""
+    """Predicts how long fetches from each pool take, and backs off from pools that failed.
+
+    `now` is in seconds.
+    """
 
     def __init__(self) -> None:
         self._average_fit = OnlineLinearFit(PRIOR_COEFFICIENTS)

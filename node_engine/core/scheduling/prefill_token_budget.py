@@ -21,7 +21,7 @@ that is profiled beforehand.
 
 import math
 
-from baton.limits import LOCAL_PREFILL_BURST_STEPS as BURST
+from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.online_fit import OnlineLinearFit
 from node_engine.core.step.step_batch import StepBatch
 
@@ -61,7 +61,7 @@ class PrefillTokenBudget:
             (1.0, num_sequences, context_tokens * _KILO)
         )
         self._max_credit_seconds = max(
-            BURST * earned,
+            LOCAL_PREFILL_BURST_STEPS * earned,
             _ROUNDING_MARGIN * self._block_size * (slope + curve * self._block_size / 2),
         )
         seconds = self._credit_seconds + earned
@@ -87,7 +87,8 @@ class PrefillTokenBudget:
         if self.prefill_step_share is not None and running:
             if not mixed:
                 self._max_credit_seconds = max(
-                    self._max_credit_seconds, BURST * self.prefill_step_share * seconds
+                    self._max_credit_seconds,
+                    LOCAL_PREFILL_BURST_STEPS * self.prefill_step_share * seconds,
                 )
             part = self._prefill_fraction(decode, prompts)
             earned = seconds * (self.prefill_step_share * (1.0 - part) - part)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import httpx
+import httpx2
 import pytest
 
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 
 PREFILL_SHARE = 0.25
 SETTINGS = {
@@ -59,7 +59,7 @@ async def check_refused(cluster: Cluster) -> None:
     """503 with Retry-After, after a second and not before; the same over gRPC."""
     began = time.monotonic()
     body = {"prompt": prompt(20, 99), "max_tokens": 2}
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=30) as client:
+    async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=30) as client:
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
@@ -90,7 +90,7 @@ async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cl
     status = await cluster.get_status()
     assert status.counters['baton_prompt_tokens_total{source="computed_decode"}'] - computed >= 900
     assert status.counters['baton_placements_total{way="local",why="no_prefill_node"}'] >= 3
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         assert (
             "\nbaton_local_prefill_only 1.0\n"
             in (await client.get(f"{cluster.admin_url}/metrics")).text
@@ -153,7 +153,7 @@ async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path:
         attempt = await explain(cluster, await send_request(cluster, 300, 10))
         assert (attempt.way, attempt.why, attempt.prefill_node) == ("local", "no_prefill_node", "")
         assert (await explain(cluster, await admitted)).why == "no_prefill_node"
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert "\nbaton_local_prefill_only 1.0\n" in metrics
         assert 'baton_placements_total{way="local",why="no_prefill_node"}' in metrics

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.paced_reference import paced_reference_tokens
 
 VOCAB_SIZE = 1000
 

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.cluster import SUPERVISOR, Cluster
@@ -44,7 +44,7 @@ async def test_a_cached_hub_model_is_served_offline_and_resolved_once(
         assert folders == {
             str(home / "hub" / "models--a-team--tiny-qwen3" / "snapshots" / REVISION)
         }
-        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
             body = {"model": "tiny-qwen3", "prompt": "The quick brown fox", "max_tokens": 8}
             answer = (await client.post("/v1/completions", json=body)).json()
         assert answer["model"] == "tiny-qwen3"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -86,7 +86,7 @@ async def check_other_ports_answer(cluster: Cluster, attacked: str) -> None:
     """Whatever is not attacked answers on new connections."""
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
             if attacked != "http":
                 answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
@@ -153,7 +153,7 @@ async def test_closed_idle_connections_are_counted_and_logged(cluster: Cluster) 
     for port in ("http", "grpc", "admin", "cluster"):
         async with idle_connections(ports_of(cluster, port)[0]) as opened:
             await wait_one_closed(opened)
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
     told = dict(
         line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections")

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
@@ -106,7 +106,7 @@ async def wait_handoff_report(cluster: Cluster, answer: GenerateAnswer) -> Hando
 
 async def prompt_tokens_by_source(cluster: Cluster) -> dict[str, float]:
     """Prompt tokens by who computed them."""
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     lines = [line for line in text.splitlines() if line.startswith("baton_prompt_tokens_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}

@@ -5,14 +5,14 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
+from tests.paced_reference import paced_reference_tokens
 from tests.steady_load import make_prompt, run_baton
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
@@ -42,9 +42,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 @IN_MODULE
 async def test_excess_requests_are_answered_or_refused_with_retry_after(cluster: Cluster) -> None:
     prompts = [[1 + number] * 40 for number in range(CLIENTS)]
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
 
-        async def ask(prompt: list[int]) -> httpx.Response:
+        async def ask(prompt: list[int]) -> httpx2.Response:
             body = {"prompt": prompt, "max_tokens": OUTPUT, "return_token_ids": True}
             return await client.post("/v1/completions", json=body)
 

@@ -5,17 +5,17 @@ import asyncio
 import re
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 
 
 async def read_metric(cluster: Cluster, name: str) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from coordinator.core.admission.tenants import hash_key
 from coordinator.frontend.tenants_file import DEFAULT_CLASSES as CLASSES
@@ -63,9 +63,9 @@ async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
         "paced_step_ms": 10.0,
     }
     async with Cluster(tmp_path, engine="paced", model="", **settings) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
 
-            async def ask(name: str, prompt: list[int], max_tokens: int = 8) -> httpx.Response:
+            async def ask(name: str, prompt: list[int], max_tokens: int = 8) -> httpx2.Response:
                 body = {"prompt": prompt, "max_tokens": max_tokens}
                 return await client.post("/v1/completions", json=body, headers=key_header(name))
 
@@ -161,7 +161,7 @@ def find_unforeseen_labels(counters: Mapping[str, float], classes: Sequence[str]
 
 
 async def get_metrics(cluster: Cluster) -> str:
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         return (await client.get(f"{cluster.admin_url}/metrics")).text
 
 

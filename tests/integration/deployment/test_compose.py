@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests import dockerfile
@@ -97,9 +97,9 @@ class ComposeClient:
         self.environ = coordinator.environ
         self.http = f"http://127.0.0.1:{coordinator.host_port('8000')}"
         self.admin = f"http://127.0.0.1:{coordinator.host_port('9000')}"
-        self.client = httpx.AsyncClient(timeout=100)
+        self.client = httpx2.AsyncClient(timeout=100)
 
-    async def complete(self, **fields: Any) -> httpx.Response:
+    async def complete(self, **fields: Any) -> httpx2.Response:
         body = {
             "prompt": "def main():",
             "max_tokens": 8,
@@ -110,7 +110,7 @@ class ComposeClient:
         headers = bearer(self.environ["BATON_API_KEY"])
         return await self.client.post(f"{self.http}/v1/completions", json=body, headers=headers)
 
-    async def get_admin(self, path: str) -> httpx.Response:
+    async def get_admin(self, path: str) -> httpx2.Response:
         headers = bearer(self.environ["BATON_ADMIN_TOKEN"])
         return await self.client.get(f"{self.admin}{path}", headers=headers)
 

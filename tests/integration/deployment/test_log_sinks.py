@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import httpx2
 import pytest
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
+from baton.cluster_link.stream import open_link_stream
 from baton.process.log_rate_limit import DEFAULT_BURST
 from tests.cluster import SUPERVISOR, Cluster
 from tests.processes import find_pids
@@ -97,7 +97,7 @@ async def test_full_log_disk_costs_no_request_and_no_node(tmp_path: Path) -> Non
         assert {
             node.name: node.incarnation for node in (await cluster.get_status()).nodes
         } == before
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert (
             float(re.findall(r"^baton_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)[0]) > 0
@@ -163,7 +163,7 @@ def test_log_files_rotate_and_resume_after_a_full_disk(
     have."""
     up = detached(BATON_LOG_MAX_BYTES="8192", BATON_LOG_BACKUPS="1")
     files = [up["logs"] / name for name in ("coordinator.log", "coordinator.log.1")]
-    with httpx.Client(base_url=up["http"], timeout=_TIMEOUT_SECONDS) as client:
+    with httpx2.Client(base_url=up["http"], timeout=_TIMEOUT_SECONDS) as client:
 
         def ask() -> None:
             answer = client.post(
@@ -199,7 +199,7 @@ async def test_refused_joins_are_logged_at_a_bounded_rate(tmp_path: Path) -> Non
     ) as cluster:
         async with CoordinatorDialer("right").open_channel(cluster.endpoints.cluster) as channel:
             for _ in range(5 * DEFAULT_BURST):
-                call = link_codec.open_link_stream(
+                call = open_link_stream(
                     channel, ((PROOF_METADATA_KEY, derive_link_proof("wrong")),)
                 )
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-import httpx
+import httpx2
 
 from baton.config.settings import Config
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, ServiceUnavailable, SlowReader
@@ -25,19 +25,20 @@ from baton.pb.cluster_pb2 import (
     RatioAdvice,
     StatusResponse,
 )
-from baton.pb.common_pb2 import Ledger, Timeline
+from baton.pb.common_pb2 import Ledger
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.process.descriptors import get_descriptor_limit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import FinishReason, Principal, Request
 from coordinator.core.admission.tenants import TenantTable
+from coordinator.core.common.timeline import Timeline
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
 from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 from coordinator.generation import (
@@ -180,6 +181,10 @@ class FakeBackend:
         self.drain_calls.append((name, timeout))
         return DrainResponse(node=name, service="draining")
 
+    @property
+    def ratio(self) -> "FakeBackend":
+        return self
+
     def get_ratio(self) -> Ratio:
         return Ratio(prefill=1, decode=2, possible="1:2, 2:1")
 
@@ -254,8 +259,8 @@ class FrontendHarness:
     http_port: int
     admin_port: int
     grpc_port: int
-    http: httpx.AsyncClient
-    admin: httpx.AsyncClient
+    http: httpx2.AsyncClient
+    admin: httpx2.AsyncClient
     channel: grpc.aio.Channel
 
     @property
@@ -322,12 +327,12 @@ async def running_frontend(
         await listener.listening.wait()
     try:
         async with (
-            httpx.AsyncClient(
+            httpx2.AsyncClient(
                 base_url=f"http://127.0.0.1:{listeners[0].port}",
                 headers=json_body | key,
                 timeout=30,
             ) as http,
-            httpx.AsyncClient(
+            httpx2.AsyncClient(
                 base_url=f"http://127.0.0.1:{listeners[1].port}", headers=json_body, timeout=30
             ) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,

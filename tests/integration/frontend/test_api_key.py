@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.applications import Starlette
+from starlette.routing import Route
 
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend.http.app import PUBLIC_PATHS
@@ -31,7 +32,8 @@ def list_routes(app: Starlette) -> list[tuple[str, str]]:
     return [
         (method, route.path)
         for route in app.routes
-        for method in getattr(route, "methods", None) or ["GET"]
+        if isinstance(route, Route)
+        for method in route.methods or ()
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-import httpx
+import httpx2
 import pytest
 
 from baton.limits import (
@@ -49,7 +49,7 @@ async def test_body_without_json_content_type_is_refused(path: str, kind: str) -
     them too."""
     async with (
         running_frontend() as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
     ):
         answer = await client.post(
             path, content=json.dumps(GOOD), headers={"content-type": kind} if kind else {}

@@ -195,7 +195,7 @@ async def test_generation_config_defaults() -> None:
         assert {field: getattr(told, field) for field in said} == said
 
 
-async def test_request_ids() -> None:
+async def test_request_ids_are_returned_and_client_ids_echoed() -> None:
     async with running_frontend() as front:
         response = await front.http.post(
             "/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "order 66"}
@@ -219,7 +219,7 @@ async def test_request_ids() -> None:
         assert initial["x-baton-request-id"] == answer.request_id
 
 
-async def test_models() -> None:
+async def test_models_lists_the_served_model() -> None:
     async with running_frontend() as front:
         models = (await front.http.get("/v1/models")).json()
         assert models["object"] == "list"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,7 +110,9 @@ async def test_usage_cost_per_event_does_not_grow_with_prompts_and_choices(
         prompts = CountingList([(1, 2, 3)] * 2)
         choices = CountingList(
             [
-                ChoiceStream(one, OutputProcessor(n, text.create_detokenizer(), stop=stop), n)
+                ChoiceStream(
+                    one, partial(OutputProcessor, n, text.create_detokenizer(), stop=stop), n
+                )
                 for n, one in enumerate(generations)
             ]
         )

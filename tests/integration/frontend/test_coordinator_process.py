@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx
+import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -71,7 +71,7 @@ async def test_coordinator_starts_without_nodes(tmp_path: Path) -> None:
     async with running_process(tmp_path) as (process, where):
         assert where["pid"] == process.pid
         async with (
-            httpx.AsyncClient(timeout=30) as http,
+            httpx2.AsyncClient(timeout=30) as http,
             grpc.aio.insecure_channel(where["grpc"]) as channel,
         ):
             health = health_pb2_grpc.HealthStub(channel)
@@ -98,7 +98,7 @@ async def test_unknown_fields_are_counted_in_metrics(tmp_path: Path) -> None:
     flags = ("--unknown-fields", "ignore", "--metrics-on-http")
     async with (
         running_process(tmp_path, *flags) as (_, where),
-        httpx.AsyncClient(timeout=30) as http,
+        httpx2.AsyncClient(timeout=30) as http,
     ):
         base = f"http://{where['http']}"
         body = {"prompt": [1], "colour": "red"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import httpx
+import httpx2
 import pytest
 
 from baton.pb import generation_pb2 as pb
@@ -36,7 +36,7 @@ async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
         await cluster.arm_failpoints("decode", "decode.step.before=delay(0.5)")  # until all run
         url = f"{cluster.http_url}/v1/completions"
         async with (
-            httpx.AsyncClient(timeout=100) as http,
+            httpx2.AsyncClient(timeout=100) as http,
             grpc.aio.insecure_channel(cluster.grpc_address) as channel,
             http.stream("POST", url, json=request_body(900)) as long,
             http.stream("POST", url, json=request_body(20)) as short,

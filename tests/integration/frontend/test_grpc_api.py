@@ -162,7 +162,7 @@ async def test_unknown_field_inside_a_map(front: FrontendHarness) -> None:
     assert "field number 99 is not a field of TemplateValue" in (error.details() or "")
 
 
-async def test_reflection(front: FrontendHarness) -> None:
+async def test_grpc_reflection_describes_the_service(front: FrontendHarness) -> None:
     """A client without our .proto files learns what there is and what it takes."""
     stub = reflection_pb2_grpc.ServerReflectionStub(front.channel)
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from starlette.applications import Starlette
+from starlette.routing import Route
 
 from coordinator.frontend.http.app import PUBLIC_PATHS
 from tests.integration.frontend.frontend_harness import FrontendHarness, running_frontend
@@ -35,7 +36,8 @@ async def test_model_lookup_without_nodes_is_unavailable() -> None:
 
 def list_get_routes(app: Starlette) -> list[str]:
     """Paths that answer GET and have nothing to be filled in."""
-    found = [route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())]
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    found = [route.path for route in routes if "GET" in (route.methods or ())]
     return [path for path in found if "{" not in path]
 
 

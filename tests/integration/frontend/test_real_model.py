@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import grpc.aio
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 import torch
@@ -46,20 +46,20 @@ async def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
+async def http(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
         yield client
 
 
 async def post_request(
-    http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
+    http: httpx2.AsyncClient, path: str = "/v1/completions", **fields: object
 ) -> Any:
     response = await http.post(path, json=fields)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def streamed(http: httpx.AsyncClient, **fields: object) -> tuple[str, list[int], str, Any]:
+async def streamed(http: httpx2.AsyncClient, **fields: object) -> tuple[str, list[int], str, Any]:
     """Text, tokens, finish reason and usage."""
     options = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     response = await http.post("/v1/completions", json=fields | options)
@@ -76,7 +76,7 @@ async def streamed(http: httpx.AsyncClient, **fields: object) -> tuple[str, list
     )
 
 
-async def test_choices_equal_separate_requests(http: httpx.AsyncClient) -> None:
+async def test_choices_equal_separate_requests(http: httpx2.AsyncClient) -> None:
     fields = {
         "prompt": PROMPT,
         "max_tokens": 6,
@@ -96,7 +96,7 @@ async def test_choices_equal_separate_requests(http: httpx.AsyncClient) -> None:
     assert len({choice["text"] for choice in greedy}) == 1
 
 
-async def test_echoed_logprobs_equal_the_models(http: httpx.AsyncClient, model: Path) -> None:
+async def test_echoed_logprobs_equal_the_models(http: httpx2.AsyncClient, model: Path) -> None:
     tokenizer, reference = (
         Tokenizer.from_file(str(model / "tokenizer.json")),
         load_reference_model(model),
@@ -119,7 +119,7 @@ async def test_echoed_logprobs_equal_the_models(http: httpx.AsyncClient, model: 
 
 
 async def test_output_logprobs_equal_the_models(
-    http: httpx.AsyncClient, cluster: Cluster, model: Path
+    http: httpx2.AsyncClient, cluster: Cluster, model: Path
 ) -> None:
     """Of every token of every choice, over each front door, though they were drawn with penalties
     and temperature."""
@@ -169,10 +169,10 @@ async def test_output_logprobs_equal_the_models(
         assert tops == [pytest.approx(two, abs=1e-4) for two in best]
 
 
-async def test_explain_covers_all_choices(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_explain_covers_all_choices(http: httpx2.AsyncClient, cluster: Cluster) -> None:
     fields = {"prompt": [PROMPT, "another one"], "n": 2, "max_tokens": 4, "ignore_eos": True}
     response = await http.post("/v1/completions", json=fields)
-    async with httpx.AsyncClient(base_url=cluster.admin_url) as admin:
+    async with httpx2.AsyncClient(base_url=cluster.admin_url) as admin:
         told = (await admin.get(f"/admin/explain/{response.headers['x-baton-request-id']}")).json()
     everyone = [told, *told["others"]]
     assert [(one["state"], one["output_tokens"]) for one in everyone] == [("finished", 4)] * 4
@@ -185,7 +185,7 @@ async def test_explain_covers_all_choices(http: httpx.AsyncClient, cluster: Clus
 
 
 async def test_explain_finds_a_request_by_each_of_its_ids(
-    http: httpx.AsyncClient, cluster: Cluster
+    http: httpx2.AsyncClient, cluster: Cluster
 ) -> None:
     """The header, the body's id and the client's own id; of several requests with one such id,
     which they are."""
@@ -195,7 +195,7 @@ async def test_explain_finds_a_request_by_each_of_its_ids(
         "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine
     )
     chat = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-    async with httpx.AsyncClient(base_url=cluster.admin_url) as admin:
+    async with httpx2.AsyncClient(base_url=cluster.admin_url) as admin:
 
         async def explained(name: str) -> str:
             answer = await admin.get(f"/admin/explain/{quote(name, safe='')}")
@@ -223,7 +223,7 @@ async def test_explain_finds_a_request_by_each_of_its_ids(
         assert await explained(own) == own, "a client's id never stands for another request's own"
 
 
-async def test_short_streams_equal_whole_answers(http: httpx.AsyncClient) -> None:
+async def test_short_streams_equal_whole_answers(http: httpx2.AsyncClient) -> None:
     for most in (1, 2, 3):
         fields = {"prompt": PROMPT, "max_tokens": most, "temperature": 0}
         answer = await post_request(http, return_token_ids=True, **fields)
@@ -242,7 +242,7 @@ async def test_short_streams_equal_whole_answers(http: httpx.AsyncClient) -> Non
         )
 
 
-async def test_stop_strings_cut_the_text(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_stop_strings_cut_the_text(http: httpx2.AsyncClient, cluster: Cluster) -> None:
     """Cut out of what comes without them; the request counts as one that ended well."""
     fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     text = (await post_request(http, **fields))["choices"][0]["text"]
@@ -268,7 +268,7 @@ async def test_stop_strings_cut_the_text(http: httpx.AsyncClient, cluster: Clust
 
 
 async def test_chat_equals_completion_of_the_rendered_prompt(
-    http: httpx.AsyncClient, cluster: Cluster
+    http: httpx2.AsyncClient, cluster: Cluster
 ) -> None:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     rendered = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
@@ -288,7 +288,7 @@ async def test_chat_equals_completion_of_the_rendered_prompt(
     assert once.text == plain["choices"][0]["text"]
 
 
-async def test_first_token_may_be_a_stop_token(http: httpx.AsyncClient, model: Path) -> None:
+async def test_first_token_may_be_a_stop_token(http: httpx2.AsyncClient, model: Path) -> None:
     """A stop token is one that its client does not see the text of; what ends at once has no
     text."""
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(EOS_TOKEN)
@@ -311,7 +311,7 @@ async def test_first_token_may_be_a_stop_token(http: httpx.AsyncClient, model: P
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
 async def test_64_bit_seeds_mean_the_same_over_http_and_grpc(
-    http: httpx.AsyncClient, cluster: Cluster, seed: int
+    http: httpx2.AsyncClient, cluster: Cluster, seed: int
 ) -> None:
     drawn: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": seed}
     (choice,) = (await post_request(http, prompt=PROMPT, return_token_ids=True, **drawn))["choices"]

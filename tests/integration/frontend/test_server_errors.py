@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import grpc.aio
-import httpx
+import httpx2
 import pytest
 
 from baton import errors
@@ -25,7 +25,7 @@ CANARY = "canary-sings-at-dawn"
 ASK = pb.GenerateRequest(token_ids={"ids": [1]})
 
 
-async def post(front: FrontendHarness, **fields: Any) -> httpx.Response:
+async def post(front: FrontendHarness, **fields: Any) -> httpx2.Response:
     return await front.http.post("/v1/completions", json={"prompt": [1], **fields})
 
 

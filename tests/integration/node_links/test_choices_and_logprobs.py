@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import child_specs
 from baton.cli.supervisor.ports import Endpoints
 from baton.cluster_link import pb_conversion as wire
 from baton.config.settings import Config
@@ -50,7 +50,7 @@ async def node_processes(
     coordinator: CoordinatorHarness, folder: Path, **settings: Any
 ) -> AsyncIterator[None]:
     """One prefill and one decode node, each a process, joined to the coordinator."""
-    config, _ = plan.complete_config(
+    config, _ = child_specs.complete_config(
         Config(
             kv_memory="16MiB",
             state_dir=str(folder),
@@ -60,7 +60,7 @@ async def node_processes(
         )
     )
     where = Endpoints(http="", grpc="", admin="", cluster=coordinator.cluster_port_address)
-    specs = plan.make_child_specs(
+    specs = child_specs.make_child_specs(
         config, where, environ=os.environ, cores=2, supervisor=os.getpid()
     )
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
@@ -72,7 +72,7 @@ async def node_processes(
             stderr=subprocess.STDOUT,
         )
         for spec, log in zip(specs, logs, strict=True)
-        if spec.name != plan.COORDINATOR
+        if spec.name != child_specs.COORDINATOR
     ]
     try:
         await coordinator.wait_until(

@@ -5,7 +5,6 @@ import asyncio
 import grpc
 import pytest
 
-from baton.cluster_link import stream as link_codec
 from baton.cluster_link.dialer import (
     PROOF_METADATA_KEY,
     CoordinatorDialer,
@@ -13,6 +12,7 @@ from baton.cluster_link.dialer import (
     is_token_mismatch,
 )
 from baton.cluster_link.pb_conversion import attempt_key_from_pb
+from baton.cluster_link.stream import open_link_stream
 from baton.errors import (
     ConfigError,
 )
@@ -64,7 +64,7 @@ async def test_client_without_a_certificate_gets_no_stream() -> None:
         )
         for channel in (bare, grpc.aio.insecure_channel(coordinator.cluster_port_address)):
             async with channel:
-                call = link_codec.open_link_stream(
+                call = open_link_stream(
                     channel, metadata=((PROOF_METADATA_KEY, derive_link_proof("secret")),)
                 )
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE
@@ -83,7 +83,7 @@ async def test_certificate_without_token_proof_is_refused(
         async with CoordinatorDialer("secret").open_channel(
             coordinator.cluster_port_address
         ) as channel:
-            call = link_codec.open_link_stream(channel, metadata=metadata)
+            call = open_link_stream(channel, metadata=metadata)
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert coordinator.dispatcher.brain.counters.joins == {"unauthenticated": 1}
 

@@ -11,15 +11,16 @@ import grpc
 import pytest
 
 from baton.cluster_link import pb_conversion as wire
-from baton.cluster_link import stream as link_codec
+from baton.cluster_link import stream as link_stream
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.cluster_link.messages import NodeLeaving, NodeOrder, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
-from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
+from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from tests.fault_proxy import FaultProxy
@@ -42,7 +43,7 @@ def welcome_message(number: int) -> CoordinatorMessage:
 class FakeLinkMember:
     """The member that is linked."""
 
-    build_stats = pb.NodeStats
+    build_stats = NodeStats
 
     def build_join(self) -> PoolJoinInfo:
         return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
@@ -93,7 +94,7 @@ async def running_link(attach: AttachHandler) -> AsyncIterator[NodeLinkHarness]:
         await attach(streams, context)
 
     server = grpc.aio.server()
-    link_codec.add_link_service(server, serve)
+    link_stream.add_link_service(server, serve)
     port = server.add_secure_port("127.0.0.1:0", coordinator_server_credentials("", lambda: None))
     between = await FaultProxy.open("node -> coordinator", ("127.0.0.1", port))
     await server.start()
@@ -128,20 +129,20 @@ async def test_node_rejoins_when_the_coordinator_stops_reading() -> None:
     async with running_link(attach) as rig:
         first = await rig.wait_joined()
         for _ in range(MAX_UNSENT_MESSAGES + 100):
-            rig.link.send(NodeMessage(incarnation=first))
+            rig.link.send(NodeLeaving(""), Incarnation(first))
         assert await rig.wait_joined() != first
         assert not rig.link_task.done()
 
 
 async def test_rejoin_opens_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC would hand a new channel the connection that an earlier one has left open."""
-    dials, dial = count(), link_codec.open_link_stream
+    dials, dial = count(), link_stream.open_link_stream
 
     def counted(*what: Any, **more: Any) -> Any:
         next(dials)
         return dial(*what, **more)
 
-    monkeypatch.setattr(link_codec, "open_link_stream", counted)
+    monkeypatch.setattr(link_stream, "open_link_stream", counted)
     async with running_link(send_pings) as rig:
         first = await rig.wait_joined()
         rig.fault_proxy.strand_connections()
@@ -154,19 +155,33 @@ async def test_rejoin_opens_a_new_connection(monkeypatch: pytest.MonkeyPatch) ->
 async def test_malformed_message_ends_the_stream_but_not_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seal = link_codec.encode_checked
+    seal = link_stream.encode_checked
 
     def damaged(message: Any) -> bytes:
         data = bytearray(seal(message))
         data[0] ^= message.HasField("ping")
         return bytes(data)
 
-    monkeypatch.setattr(link_codec, "encode_checked", damaged)
+    monkeypatch.setattr(link_stream, "encode_checked", damaged)
 
     async def attach(number: int, context: Any) -> None:
         await context.write(welcome_message(number))
         if number == 1:
             await context.write(CoordinatorMessage(ping=pb.Ping()))
+        await asyncio.Event().wait()
+
+    async with running_link(attach) as rig:
+        first = await rig.wait_joined()
+        assert await rig.wait_joined() != first
+        assert not rig.link_task.done()
+
+
+async def test_order_out_of_bounds_ends_the_stream_but_not_the_node() -> None:
+    async def attach(number: int, context: Any) -> None:
+        await context.write(welcome_message(number))
+        if number == 1:
+            order = pb.SetRole(role="neither")
+            await context.write(CoordinatorMessage(number=2, set_role=order))
         await asyncio.Event().wait()
 
     async with running_link(attach) as rig:

@@ -46,7 +46,7 @@ async def call_status_code(
     return str(caught.value.code().name)
 
 
-async def test_status(bench: CoordinatorHarness) -> None:
+async def test_status_lists_nodes_and_requests(bench: CoordinatorHarness) -> None:
     async with bench.run_nodes("p0", "d0") as (_, decode):
         await decode.send_heartbeat(blocks_free=60, blocks_in_use=4)
         await bench.generate(PROMPT, 4)
@@ -288,7 +288,7 @@ def scrape(bench: CoordinatorHarness) -> dict[tuple[str, tuple[tuple[str, str], 
     }
 
 
-async def test_metrics(bench: CoordinatorHarness) -> None:
+async def test_metrics_cover_requests_and_nodes(bench: CoordinatorHarness) -> None:
     async with bench.run_nodes("p0", "d0") as (prefill, decode):
         await bench.generate(PROMPT, 4)
         await prefill.send_heartbeat(waiting=2)

@@ -7,16 +7,16 @@ import re
 import time
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
 from baton.cli.checks.ledger import OWNED_STATES
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 from tests.steady_load import make_prompt, run_baton, steady_load
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
@@ -60,7 +60,7 @@ async def read_counter(cluster: Cluster, name: str, **labels: str) -> float:
 
 async def ttft_sum(cluster: Cluster) -> float:
     """What the coordinator has measured as times to first token, added up, without any stage."""
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin_url}/metrics")).text
     found = re.search(
         r'^baton_request_ttft_seconds_sum\{class="default"\} (\S+)$', text, re.MULTILINE
@@ -124,7 +124,7 @@ async def test_explain_on_the_command_line(cluster: Cluster) -> None:
     assert "chosen" in out
     code, out, _ = await run_baton(cluster, "explain", answer.request_id, "--json")
     assert (code, json.loads(out)["output_tokens"]) == (0, 5)
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         by_http = await client.get(f"{cluster.admin_url}/admin/explain/{answer.request_id}")
     assert by_http.json()["attempts"][0]["ended"] == "served"
     code, out, err = await run_baton(cluster, "explain", "nobody")

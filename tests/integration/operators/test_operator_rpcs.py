@@ -66,7 +66,7 @@ async def test_every_operator_call_needs_the_admin_token(
         assert (await call_error(bench, method, request))[0] == "UNAUTHENTICATED"
 
 
-async def test_explain(bench: CoordinatorHarness) -> None:
+async def test_explain_describes_the_attempts_of_a_request(bench: CoordinatorHarness) -> None:
     async with bench.run_nodes("p0", "d0"):
         stream = await bench.submit_request(PROMPT, 4)
         async for _ in stream:

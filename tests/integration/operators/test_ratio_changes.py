@@ -5,15 +5,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.grpc_calls import call_cluster_service
+from tests.paced_reference import paced_reference_tokens
 from tests.steady_load import make_prompt, run_baton, steady_load
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
@@ -105,7 +105,7 @@ async def test_set_ratio_under_load_fails_no_request(cluster: Cluster) -> None:
         status.counters, "baton_requests_total", outcome="length", **{"class": "default"}
     )
     assert sum_counter(status.counters, "baton_role_switches_total", outcome="done") == 4
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
     assert 'baton_role_switch_seconds_count{phase="probe"} 4.0' in metrics
     assert 'baton_ratio_target{role="prefill"} 2.0' in metrics
@@ -175,7 +175,7 @@ async def test_impossible_ratios_are_refused_and_the_target_is_shown(cluster: Cl
         assert (code, reason in err) == (2, True)
     code, out, _ = await run_baton(cluster, "ratio", "show")
     assert (code, "possible with the live nodes: 1:3, 2:2, 3:1" in out) == (0, True)
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         answer = await client.post(f"{cluster.admin_url}/admin/ratio", json={"ratio": "9:1"})
         assert (answer.status_code, "possible are" in answer.json()["error"]["message"]) == (
             400,
@@ -274,7 +274,7 @@ async def test_ratio_advice_follows_the_load_and_auto_ratio_reports_its_changes(
     )
     code, out, _ = await run_baton(cluster, "ratio", "auto", "--slo", "ttft=5s")
     assert (code, "automatic, for ttft=5000ms" in out) == (0, True)
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         metrics = (await client.get(f"{cluster.admin_url}/metrics")).text
         assert "baton_ratio_auto 1.0" in metrics
         assert "baton_goodput_ratio " in metrics

@@ -36,13 +36,13 @@ def measured(prompt: int, ttft: float, tpot: float, error: str = "") -> RequestM
 
 
 def test_every_eighth_prompt_of_the_mix_is_long_and_plans_are_the_same_for_everybody() -> None:
-    made = comparison.plan_arrivals(MIXED, 10.0, 20.0, "seed")
-    assert made == comparison.plan_arrivals(MIXED, 10.0, 20.0, "seed")
-    assert [one.prompt_tokens for one in made[:16]] == ([128] * 7 + [2048]) * 2
-    assert 150 < len(made) < 250
-    assert made[-1].start_seconds < 20.0
-    assert len({one.seed for one in made}) == len(made)
-    assert made[0].salt == "seed", "no cache of another round has these prompts"
+    plan = comparison.plan_arrivals(MIXED, 10.0, 20.0, "seed")
+    assert plan == comparison.plan_arrivals(MIXED, 10.0, 20.0, "seed")
+    assert [request.prompt_tokens for request in plan[:16]] == ([128] * 7 + [2048]) * 2
+    assert 150 < len(plan) < 250
+    assert plan[-1].start_seconds < 20.0
+    assert len({request.seed for request in plan}) == len(plan)
+    assert plan[0].salt == "seed", "no cache of another round has these prompts"
 
 
 def test_a_load_of_one_is_a_request_in_the_time_that_one_takes() -> None:
@@ -117,8 +117,8 @@ def test_the_verdict_names_the_best_and_where_disaggregation_loses() -> None:
 def test_rows_carry_medians_their_spread_and_the_ratios() -> None:
     local = {ComparisonCell("short", 1.0): 0.25}
     rows = {
-        one.name: one.value
-        for one in to_rows(
+        row.name: row.value
+        for row in to_rows(
             RESULTS, local, comparison.slos_by_length(IDLE), [SHORT], "auto", "command"
         )
     }
@@ -187,8 +187,8 @@ def test_equal_models_may_have_other_names_and_names_count_where_there_is_no_dig
 @pytest.fixture
 async def target() -> AsyncIterator[HttpTarget]:
     """Serves two models: one that says all, one that says what the standard asks."""
-    told = {"id": "m", "model_digest": "d1", "dtype": "float32", "quantization": "none"}
-    body = json.dumps({"data": [told, {"id": "bare", "object": "model"}]})
+    card = {"id": "m", "model_digest": "d1", "dtype": "float32", "quantization": "none"}
+    body = json.dumps({"data": [card, {"id": "bare", "object": "model"}]})
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -25,7 +25,7 @@ def test_rows() -> None:
         ),
         "it",
     )
-    assert {one.name: (one.value, one.limit) for one in rows} == {
+    assert {row.name: (row.value, row.limit) for row in rows} == {
         "coordinator/http/throughput": (12_000.0, 3000.0),
         "coordinator/http/cost": (pytest.approx(500 / 6), None),
         "coordinator/http/wall": (3000.0, None),
@@ -48,9 +48,9 @@ async def test_instant_nodes_serve(step: float) -> None:
         nodes = asyncio.create_task(run_instant_nodes(bench.cluster_port_address, "", 100, step))
         await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 2)
         for count in (1, 2, 30):
-            asked = [make_request((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
+            requests = [make_request((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
             answers = await asyncio.gather(
-                *map(collect_stream, await bench.dispatcher.submit_requests(asked))
+                *map(collect_stream, await bench.dispatcher.submit_requests(requests))
             )
             assert [tokens for tokens, _ in answers] == [
                 tuple(n * 7 % 100 for n in range(count))

@@ -32,8 +32,8 @@ def test_gaps_are_those_whose_ends_both_lie_in_the_window() -> None:
 def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
     """A round in which the whole machine was slower counts as much as another."""
     rows = {
-        one.name: one
-        for one in to_rows(
+        row.name: row
+        for row in to_rows(
             "zmq",
             seen(
                 [WindowSample(0.011, 0.009), WindowSample(0.030, 0.010), WindowSample(0.013, 0.012)]

@@ -81,7 +81,7 @@ def test_partial_blocks_count_where_a_prompt_goes_on_from_an_earlier_end() -> No
         recorded(1, 1, 2, 4, 5, tokens=2000),
         recorded(2, 1, 9),
     ]
-    tokens = sum(one.prompt_tokens for one in trace)
+    tokens = sum(request.prompt_tokens for request in trace)
     assert compute_partial_gain(trace, 16) == pytest.approx((96 / tokens, 4 / tokens))
 
 
@@ -93,16 +93,16 @@ def test_bench_without_a_trace_says_so(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_bench_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        f'{{"timestamp": {one.arrival_seconds * 1e3}, "input_length": {one.prompt_tokens}, '
+        f'{{"timestamp": {row.arrival_seconds * 1e3}, "input_length": {row.prompt_tokens}, '
         '"output_length": 1, '
-        f'"hash_ids": {list(one.block_ids)}}}'
-        for one in conversations(3, 60)
+        f'"hash_ids": {list(row.block_ids)}}}'
+        for row in conversations(3, 60)
     ]
     trace, picture = tmp_path / "trace.jsonl", tmp_path / "hits.svg"
     trace.write_text("\n".join(lines))
     options = _options("--trace", str(trace), "--capacities", "20,0", "--plot", str(picture))
     rows = {
-        one.name: one for one in pool.main(options, Console(width=160), "python -m benchmarks pool")
+        row.name: row for row in pool.main(options, Console(width=160), "python -m benchmarks pool")
     }
     assert rows["pool/cost/unlimited/hit_ratio"].share == pytest.approx(1)
     assert "no limit" in capsys.readouterr().out

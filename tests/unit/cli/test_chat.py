@@ -98,22 +98,22 @@ class ScriptedChatEndpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[ScriptedChatEndpoint]:
-    made = ScriptedChatEndpoint()
+    endpoint = ScriptedChatEndpoint()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            made.keys.append(self.headers["Authorization"])
+            endpoint.keys.append(self.headers["Authorization"])
             reply(self, 200, {"object": "list", "data": [{"id": "demo", "object": "model"}]})
 
         def do_POST(self) -> None:
-            made.keys.append(self.headers["Authorization"])
+            endpoint.keys.append(self.headers["Authorization"])
             assert self.path == "/v1/chat/completions"
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            made.bodies.append(body)
-            script = made.scripts.pop(0) if len(made.scripts) > 1 else made.scripts[0]
-            script(made, self, body)
+            endpoint.bodies.append(body)
+            script = endpoint.scripts.pop(0) if len(endpoint.scripts) > 1 else endpoint.scripts[0]
+            script(endpoint, self, body)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -123,11 +123,11 @@ def endpoint() -> Iterator[ScriptedChatEndpoint]:
             """Clients that leave in the middle are what some tests are for."""
 
     with Quiet(("127.0.0.1", 0), Handler) as server:
-        made.url = f"http://127.0.0.1:{server.server_address[1]}"
+        endpoint.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
-            yield made
+            yield endpoint
         finally:
             server.shutdown()
             thread.join()

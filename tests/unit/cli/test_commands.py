@@ -270,7 +270,17 @@ def test_the_client_is_thin() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     ).stdout
-    heavy = {"torch", "transformers", "grpc", "uvloop", "numpy", "starlette", "zmq", "structlog"}
+    heavy = {
+        "torch",
+        "transformers",
+        "grpc",
+        "uvloop",
+        "numpy",
+        "starlette",
+        "httpx2",
+        "zmq",
+        "structlog",
+    }
     ours = {
         "coordinator",
         "prefill_node",

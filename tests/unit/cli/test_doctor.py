@@ -331,8 +331,10 @@ def test_doctor_exits_by_what_is_bad(
     assert run("doctor", "--json", "--segment-dir", str(tmp_path / "no"), *nobody) == 1
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"] is False
-    assert [one["name"] for one in shown["checks"] if one["level"] == "bad"] == ["segment folder"]
-    assert all(one["fix"] for one in shown["checks"] if one["level"] != "ok")
+    assert [check["name"] for check in shown["checks"] if check["level"] == "bad"] == [
+        "segment folder"
+    ]
+    assert all(check["fix"] for check in shown["checks"] if check["level"] != "ok")
 
 
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_commands_and_their_options(command: str) -> None:
     assert COMMANDS[command].help
-    shown = [each for each in COMMANDS[command].params if not getattr(each, "hidden", False)]
-    assert [each.name for each in shown if not getattr(each, "help", None)] == []
+    shown = [option for option in COMMANDS[command].params if not getattr(option, "hidden", False)]
+    assert [option.name for option in shown if not getattr(option, "help", None)] == []
 
 
 def test_settings_of_every_process() -> None:
@@ -35,8 +35,8 @@ def test_every_setting_of_up_is_in_one_panel_of_its_help() -> None:
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_benchmarks(name: str) -> None:
     whole = make_parser({name: importlib.import_module(BENCHMARKS[name])})
-    (subcommands,) = (each for each in whole._actions if each.dest == "benchmark")
+    (subcommands,) = (action for action in whole._actions if action.dest == "benchmark")
     parser = subcommands.choices[name]  # type: ignore[index]
     assert isinstance(parser, argparse.ArgumentParser)
     assert parser.description
-    assert [each.dest for each in parser._actions if not each.help] == []
+    assert [action.dest for action in parser._actions if not action.help] == []

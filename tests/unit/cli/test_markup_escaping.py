@@ -66,11 +66,11 @@ def test_explain() -> None:
         decode_node=NAME,
         considered=[pb.Candidate(node=NAME, role="decode")],
     )
-    told = pb.ExplainResponse(
+    answer = pb.ExplainResponse(
         request_id="r",
         state="finished",
         attempts=[attempt],
         others=[pb.ExplainResponse(request_id="s")],
     )
-    told.timeline.prefill_node = NAME
-    assert render_to_text(waterfall.render_explanation(told)).count(NAME) == 4
+    answer.timeline.prefill_node = NAME
+    assert render_to_text(waterfall.render_explanation(answer)).count(NAME) == 4

@@ -119,13 +119,13 @@ def test_explain_says_that_a_prefill_node_was_not_needed(
 def test_explain_says_what_spoke_against_a_node(
     coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    told = explanation()
+    answer = explanation()
     for because in ("failed before", "newcomer", "kept apart"):
-        told.attempts[1].considered.add(
+        answer.attempts[1].considered.add(
             node=because.replace(" ", "-"), role="prefill", able=True, because=because
         )
-    told.attempts[1].held_back, told.attempts[1].probe = 1.5, True
-    coordinator.explanation = told
+    answer.attempts[1].held_back, answer.attempts[1].probe = 1.5, True
+    coordinator.explanation = answer
     assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
@@ -141,12 +141,12 @@ def test_explain_says_what_spoke_against_a_node(
 def test_explain_lists_all_choices_of_an_answer(
     coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    told = explanation()
+    answer = explanation()
     failed = pb.ExplainResponse(
         request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m")
     )
-    told.others.extend([failed, pb.ExplainResponse(request_id="r3")])
-    coordinator.explanation = told
+    answer.others.extend([failed, pb.ExplainResponse(request_id="r3")])
+    coordinator.explanation = answer
     assert run("explain", "r1", "--endpoint", coordinator.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
@@ -211,7 +211,7 @@ def node(service: str, placed: int = 0, blocks: int = 0, left: float = 0.0) -> p
 
 
 def statuses(*nodes: pb.NodeStatus | None) -> list[pb.StatusResponse]:
-    return [pb.StatusResponse(ready=True, nodes=[one] if one else []) for one in nodes]
+    return [pb.StatusResponse(ready=True, nodes=[node] if node else []) for node in nodes]
 
 
 def test_drain_waits_until_the_node_is_empty(

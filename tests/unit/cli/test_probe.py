@@ -51,7 +51,7 @@ def test_a_ready_coordinator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "error_text"),
     [
         (b'{"error": {"message": "not ready: no decode node"}}', "not ready: no decode node"),
         (b"<html>", "/readyz answers 503"),
@@ -59,10 +59,10 @@ def test_a_ready_coordinator() -> None:
         (b"[1]", "/readyz answers 503"),
     ],
 )
-def test_a_coordinator_that_is_not_ready_says_why(body: bytes, told: str) -> None:
+def test_a_coordinator_that_is_not_ready_says_why(body: bytes, error_text: str) -> None:
     with admin_port(503, body) as config, pytest.raises(CommandFailed) as caught:
         probe.probe_coordinator(config)
-    assert str(caught.value) == told
+    assert str(caught.value) == error_text
 
 
 def test_a_wrong_token_is_not_healthy() -> None:

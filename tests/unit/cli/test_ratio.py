@@ -40,7 +40,7 @@ def ratio(settled: bool, prefill: int = 3, generation: int = 4, **fields: object
 
 
 def watched(*ratios: pb.Ratio) -> list[pb.StatusResponse]:
-    return [pb.StatusResponse(ready=True, ratio=each) for each in ratios]
+    return [pb.StatusResponse(ready=True, ratio=ratio) for ratio in ratios]
 
 
 def test_set_waits_shows_progress_and_reports_each_switch(
@@ -72,8 +72,8 @@ def test_set_json_and_without_waiting(
         run("ratio", "set", "3:1", "--no-wait", "--json", "--endpoint", coordinator.endpoint) == 0
     )
     assert [request.HasField("flip_timeout_seconds") for request in coordinator.requests] == [False]
-    told = json.loads(capsys.readouterr().out)
-    assert (told["target_prefill"], told["settled"], told["over"]) == (3, False, [])
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["target_prefill"], answer["settled"], answer["over"]) == (3, False, [])
 
 
 def test_impossible_ratio_is_a_usage_error(
@@ -134,10 +134,10 @@ def test_ratio_show(coordinator: FakeCoordinatorServer, run: Run, capsys: Captur
 def test_status_and_top_show_the_ratio(
     coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
-    told = ratio(False, 2, switches=[switch("switching")])
-    coordinator.status = pb.StatusResponse(ready=True, ratio=told)
+    answer = ratio(False, 2, switches=[switch("switching")])
+    coordinator.status = pb.StatusResponse(ready=True, ratio=answer)
     assert run("status", "--endpoint", coordinator.endpoint) == 0
-    coordinator.watch_responses = watched(told, told)
+    coordinator.watch_responses = watched(answer, answer)
     assert run("top", "--once", "--endpoint", coordinator.endpoint) == 0
     line = "ratio 2:1, 3:1 is asked for: 1 on their way (decode-1 switching)"
     assert capsys.readouterr().out.count(line) == 2
@@ -146,18 +146,18 @@ def test_status_and_top_show_the_ratio(
 def advice(prefill: int = 6) -> pb.RatioAdvice:
     forecasts = [
         pb.SplitForecast(
-            prefill=each,
-            decode=8 - each,
+            prefill=generation,
+            decode=8 - generation,
             ttft_p50=0.31,
             ttft_p90=0.42,
             ttft_p99=12.5,
             tpot=0.028,
-            share=each / 8,
-            goodput=each / 2,
+            share=generation / 8,
+            goodput=generation / 2,
             prefill_load=0.5,
             decode_load=1.25,
         )
-        for each in (4, 5, 6)
+        for generation in (4, 5, 6)
     ]
     return pb.RatioAdvice(
         slo="ttft=500ms,tpot=50ms",
@@ -224,8 +224,8 @@ def test_advice_as_json_and_none(
 ) -> None:
     coordinator.advice = advice()
     assert run("ratio", "advise", "--json", "--endpoint", coordinator.endpoint) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["command"], told["forecasts"][2]["prefill"]) == ("baton ratio set 6:2", 6)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["command"], answer["forecasts"][2]["prefill"]) == ("baton ratio set 6:2", 6)
     coordinator.error = (
         grpc.StatusCode.UNAVAILABLE,
         "3 requests came in the last 60 s: advice needs 20 at least",

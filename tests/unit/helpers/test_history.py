@@ -22,9 +22,8 @@ from tests.history import (
     RequestIdentity,
     Tokens,
     Unanswered,
-    find_mixed_models,
-    find_violations,
 )
+from tests.history_checks import find_mixed_models, find_violations
 from tests.ledger_checks import find_held_blocks, find_unbalanced_ledgers
 
 TIMEOUT = 5.0

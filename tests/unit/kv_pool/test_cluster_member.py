@@ -27,7 +27,7 @@ class FakeCoordinatorLink:
         self.asked = 0
         self.waiting = asyncio.Semaphore(0)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, incarnation: object) -> None:
         self.sent.append(message)
 
     async def wait_until_flushed(self) -> None:
@@ -38,10 +38,13 @@ class FakeCoordinatorLink:
 class FakeCachePoolManager:
     def __init__(self) -> None:
         self.cache_journal = CacheJournal()
-        self.block_pool = SimpleNamespace(memory=SimpleNamespace(num_blocks=TOTAL))
+        memory = SimpleNamespace(num_blocks=TOTAL)
+        self.open_pool = SimpleNamespace(
+            block_pool=SimpleNamespace(memory=memory), list_block_hashes=self._list_block_hashes
+        )
         self.largest_request = 0
 
-    def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
+    def _list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
         self.largest_request = max(self.largest_request, last - first)
         return (
             BlockHash(block.to_bytes(8, "big") + bytes(24))
@@ -59,15 +62,15 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     )
     link: Any = member._link
     member.on_joined(Incarnation("i"))
-    told = []
+    counts = []
     for _ in range(3):
         await asyncio.sleep(0)
-        told.append(len(link.sent))
+        counts.append(len(link.sent))
         link.waiting.release()
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert told == [1, 2, 3], "one part, and no more before it is written"
+    assert counts == [1, 2, 3], "one part, and no more before it is written"
     assert host.largest_request == MAX_HASHES_PER_BATCH
     first, *others = link.sent
-    assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
-    assert [len(one.cache_events.inserted) for one in others] == [MAX_HASHES_PER_BATCH, 3]
+    assert len(first.block_hashes) == MAX_HASHES_PER_BATCH
+    assert [len(batch.inserted) for batch in others] == [MAX_HASHES_PER_BATCH, 3]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from baton.cluster_link.codec import encode_report
+from baton.cluster_link.messages import LedgerReport, NodeReport
 from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.kv.block_hash import root_hash
@@ -33,7 +35,8 @@ from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
-from node_engine.paced.paced_engine import PACED_LAYOUT, ZERO_COSTS, PacedEngine
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import BlockCopier
@@ -43,7 +46,7 @@ from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 VOCAB = 1000
 MODEL = PacedEngine(
     ZERO_COSTS, vocab_size=VOCAB
-).model_identity.digest()  # what requests are bound to
+).model_identity.digest  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")
@@ -151,7 +154,7 @@ class RoleBench:
         self.clock = FakeClock()
         self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, max_model_len=4096)
         self.pool_client: FakePoolClient | None = None
-        copy_in = None
+        copy_pool_blocks = None
         if shared is None:
             self.block_memory = memoryview(bytearray(num_blocks * PACED_LAYOUT.block_bytes))
         else:
@@ -163,20 +166,22 @@ class RoleBench:
             self.own_arena = space.attach_segment(self.segment.name)
             self.block_memory, self.pool_client = space.view_range(), shared.make_client(space)
             if not in_place:
-                copy_in = BlockCopier(self.block_memory, PACED_LAYOUT.block_bytes).copy_blocks
+                copy_pool_blocks = BlockCopier(
+                    self.block_memory, PACED_LAYOUT.block_bytes
+                ).copy_blocks
         self.engine.bind_cache(self.block_memory, num_blocks)
         self.pool = BlockPool(num_blocks, PACED_LAYOUT.block_size, self.clock)
         limits = SchedulerLimits(8, max_batched_tokens, 4096)
         self.scheduler = Scheduler(
-            self.pool, limits, self.engine.eos_token_ids, copy_pool_blocks=copy_in
+            self.pool, limits, self.engine.eos_token_ids, copy_pool_blocks=copy_pool_blocks
         )
         self.pool_connector = PoolConnector(
             self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
         )
         self.lookups = PoolLookups(
             self.pool_client,
-            root_of=lambda job: root_hash(
-                self.engine.model_digest, PACED_LAYOUT, job.request.cache_salt
+            root_of=lambda work: root_hash(
+                self.engine.model_digest, PACED_LAYOUT, work.request.cache_salt
             ),
             block_size=PACED_LAYOUT.block_size,
             epoch=lambda: self.pool_connector.publication_epoch,
@@ -185,7 +190,7 @@ class RoleBench:
         self.inbox: deque[object] = deque()
         self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
-        parts = RoleContext(
+        context = RoleContext(
             config=Config(),
             name=NodeName("node"),
             host_id="host",
@@ -193,15 +198,18 @@ class RoleBench:
             arena=cast(Any, type("Arena", (), {"name": "baton-arena-x"})),
             block_pool=self.pool,
             scheduler=self.scheduler,
-            reporter=CoordinatorReporter("node", self.sent_messages.append),
+            reporter=CoordinatorReporter(NodeName("node"), self._send_report),
             clock=self.clock,
             pool_connector=self.pool_connector,
             block_memory=self.block_memory,
             emit=self.events.append,
         )
         self.arena = self.block_memory[: num_blocks * PACED_LAYOUT.block_bytes]
-        self.role = make(parts)
+        self.role = make(context)
         self.send_item(NodeJoined(INCARNATION))
+
+    def _send_report(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
+        self.sent_messages.append(encode_report(report, sender))
 
     def send_item(self, item: Any) -> None:
         """As the event loop and then the compute thread would."""
@@ -274,8 +282,8 @@ def make_work(
 ) -> AttemptSpec:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampled)
     key = AttemptKey(RequestId(request), attempt, choice)
-    asked = Request(key.request_id, tuple(prompt), sampling, 60.0, choice_index=choice)
-    return AttemptSpec(key, asked, tuple(emitted), identity_digest=MODEL)
+    generation_request = Request(key.request_id, tuple(prompt), sampling, 60.0, choice_index=choice)
+    return AttemptSpec(key, generation_request, tuple(emitted), identity_digest=MODEL)
 
 
 def tokens_of(message: Any) -> list[tuple[int, int]]:

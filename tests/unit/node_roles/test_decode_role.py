@@ -15,12 +15,9 @@ from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedEngine,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.role_bench import (
     INCARNATION,
     WRITER,
@@ -36,7 +33,7 @@ PROMPT = tuple(range(1, 41))  # 40 tokens: 2.5 blocks
 class DecodeBench(RoleBench):
     def __init__(self, **sizes: int) -> None:
         self.plane = FakeInbound()
-        super().__init__(lambda parts: DecodeRole(parts, self.plane), **sizes)
+        super().__init__(lambda context: DecodeRole(context, self.plane), **sizes)
 
     @property
     def ticket(self) -> Ticket:
@@ -45,17 +42,17 @@ class DecodeBench(RoleBench):
         ]
         return ticket
 
-    def land_handoff(self, ticket: Ticket, job: AttemptSpec) -> None:
+    def land_handoff(self, ticket: Ticket, work: AttemptSpec) -> None:
         """Put into the ticket's blocks what a writer would have: computed by an engine of its
         own."""
-        context = job.context_token_ids
+        context = work.context_token_ids
         count = PACED_LAYOUT.count_blocks(len(context))
         writer, arena = (
             PacedEngine(ZERO_COSTS, vocab_size=1000),
             bytearray(count * PACED_LAYOUT.block_bytes),
         )
         writer.bind_cache(memoryview(arena), count)
-        spec = SampleSpec(job.request.sampling, 0, len(context))
+        spec = SampleSpec(work.request.sampling, 0, len(context))
         writer.run(
             StepBatch((SequenceSlice(SequenceId(0), context, 0, tuple(range(count)), spec),))
         )  # type: ignore[arg-type]
@@ -70,34 +67,34 @@ class DecodeBench(RoleBench):
         self.plane.revoked.clear()
 
 
-def make_seal(job: AttemptSpec) -> SealInfo:
+def make_seal(work: AttemptSpec) -> SealInfo:
     return SealInfo(
-        (*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000))
+        (*work.emitted_token_ids, *paced_reference_tokens(work.context_token_ids, 1, 1000))
     )
 
 
-def run(node: DecodeBench, job: AttemptSpec) -> list[int]:
+def run(node: DecodeBench, work: AttemptSpec) -> list[int]:
     """Step to the end; the tokens in order, their indexes checked."""
     while node.step():
         pass
     pairs = [pair for message in node.pop_messages("tokens") for pair in tokens_of(message)]
     assert [index for index, _ in pairs] == list(
-        range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(pairs))
+        range(len(work.emitted_token_ids), len(work.emitted_token_ids) + len(pairs))
     )
     return [token for _, token in pairs]
 
 
-def hand_over(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeOrder(job, WRITER))
+def hand_over(node: DecodeBench, work: AttemptSpec) -> None:
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
-    node.land_handoff(ticket, job)
-    node.send_item(InboundSealed(ticket.id, make_seal(job), 1))
+    node.land_handoff(ticket, work)
+    node.send_item(InboundSealed(ticket.id, make_seal(work), 1))
 
 
 def test_a_hand_off_and_the_tokens_after_it() -> None:
-    node, job = DecodeBench(), make_work(PROMPT, max_tokens=30)
-    hand_over(node, job)
+    node, work = DecodeBench(), make_work(PROMPT, max_tokens=30)
+    hand_over(node, work)
     assert node.plane.committed == [node.plane.granted.popitem()[0]]
     reserved, admitted = node.pop_messages("reserved")[0], node.pop_messages("admitted")[0]
     assert reserved.ticket.num_tokens == 40
@@ -107,7 +104,7 @@ def test_a_hand_off_and_the_tokens_after_it() -> None:
         0,
         40,
     )
-    assert run(node, job) == paced_reference_tokens(PROMPT, 30, 1000)
+    assert run(node, work) == paced_reference_tokens(PROMPT, 30, 1000)
     assert node.count_held_blocks() == {}
     assert node.sent_messages == []
 
@@ -117,15 +114,15 @@ def test_ticket_covers_only_missing_blocks() -> None:
     hand_over(node, make_work(PROMPT, request="a"))
     run(node, make_work(PROMPT))
     node.sent_messages.clear()
-    job = make_work((*PROMPT[:32], 900, 901), request="b")
-    hand_over(node, job)
+    work = make_work((*PROMPT[:32], 900, 901), request="b")
+    hand_over(node, work)
     reserved = node.pop_messages("reserved")[0]
     assert (reserved.held_tokens, reserved.ticket.first_block, len(reserved.ticket.offsets)) == (
         32,
         2,
         1,
     )
-    assert run(node, job) == paced_reference_tokens(job.request.prompt_token_ids, 4, 1000)
+    assert run(node, work) == paced_reference_tokens(work.request.prompt_token_ids, 4, 1000)
 
 
 def test_a_full_hit_computes_its_last_token_here() -> None:
@@ -134,10 +131,10 @@ def test_a_full_hit_computes_its_last_token_here() -> None:
     hand_over(node, make_work(whole, request="a"))
     run(node, make_work(whole))
     node.sent_messages.clear()
-    job = make_work(whole, request="b")
-    node.send_item(DecodeOrder(job, WRITER))
+    work = make_work(whole, request="b")
+    node.send_item(DecodeOrder(work, WRITER))
     assert not node.pop_messages("reserved")[0].HasField("ticket")
-    assert run(node, job) == paced_reference_tokens(whole, 4, 1000)
+    assert run(node, work) == paced_reference_tokens(whole, 4, 1000)
     admitted = node.pop_messages("admitted")[0]
     assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (
         1,
@@ -152,8 +149,11 @@ def test_a_full_hit_computes_its_last_token_here() -> None:
 def test_a_request_that_is_bound_to_another_model_is_not_continued(
     writer: PeerAddress | None, bound_to: bytes
 ) -> None:
-    node, job = DecodeBench(), replace(make_work([1, 2, 3], emitted=(4,)), identity_digest=bound_to)
-    node.send_item(DecodeOrder(job, writer))
+    node, work = (
+        DecodeBench(),
+        replace(make_work([1, 2, 3], emitted=(4,)), identity_digest=bound_to),
+    )
+    node.send_item(DecodeOrder(work, writer))
     assert node.pop_messages("failed")[0].error.code == "wrong_model"
     assert not node.step()
     assert node.count_held_blocks() == {}
@@ -161,8 +161,8 @@ def test_a_request_that_is_bound_to_another_model_is_not_continued(
 
 @pytest.mark.parametrize("writer", [None, WRITER])
 def test_a_request_that_is_too_long_is_refused_and_no_error(writer: PeerAddress | None) -> None:
-    node, job = DecodeBench(), make_work(range(1, 101), max_tokens=4096)
-    node.send_item(DecodeOrder(job, writer))
+    node, work = DecodeBench(), make_work(range(1, 101), max_tokens=4096)
+    node.send_item(DecodeOrder(work, writer))
     (refused,) = node.pop_messages("refused")
     assert (refused.needed, refused.free) == (33, 32)
     assert node.pop_messages("failed") == []
@@ -170,18 +170,18 @@ def test_a_request_that_is_too_long_is_refused_and_no_error(writer: PeerAddress 
 
 
 def test_colocated() -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, None))
-    assert run(node, job) == paced_reference_tokens(PROMPT, 4, 1000)
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, None))
+    assert run(node, work) == paced_reference_tokens(PROMPT, 4, 1000)
     assert node.pop_messages("admitted")[0].computed_tokens == 40
 
 
 def test_a_resumed_attempt_goes_on_where_the_client_is() -> None:
     node = DecodeBench()
     everything = paced_reference_tokens(PROMPT, 10, 1000)
-    job = make_work(PROMPT, max_tokens=10, emitted=everything[:6], attempt=3)
-    hand_over(node, job)
-    assert run(node, job) == everything[6:]
+    work = make_work(PROMPT, max_tokens=10, emitted=everything[:6], attempt=3)
+    hand_over(node, work)
+    assert run(node, work) == everything[6:]
 
 
 def test_refusal_is_immediate_and_holds_nothing() -> None:
@@ -195,22 +195,22 @@ def test_refusal_is_immediate_and_holds_nothing() -> None:
     assert node.count_held_blocks() == {BlockState.RESERVED: 3}
 
 
-def drive_waiting(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeOrder(job, None))
+def drive_waiting(node: DecodeBench, work: AttemptSpec) -> None:
+    node.send_item(DecodeOrder(work, None))
 
 
-def drive_prefilling(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeOrder(job, None))
+def drive_prefilling(node: DecodeBench, work: AttemptSpec) -> None:
+    node.send_item(DecodeOrder(work, None))
     node.step()
 
 
-def drive_awaiting_kv(node: DecodeBench, job: AttemptSpec) -> None:
-    node.send_item(DecodeOrder(job, WRITER))
+def drive_awaiting_kv(node: DecodeBench, work: AttemptSpec) -> None:
+    node.send_item(DecodeOrder(work, WRITER))
     node.send_item(InboundStarted(node.ticket.id))
 
 
-def drive_running(node: DecodeBench, job: AttemptSpec) -> None:
-    hand_over(node, job)
+def drive_running(node: DecodeBench, work: AttemptSpec) -> None:
+    hand_over(node, work)
     node.step()
 
 
@@ -223,9 +223,9 @@ DRIVERS_BY_STATE: dict[SequenceState, Callable[[DecodeBench, AttemptSpec], None]
     SequenceState.FINISHED: None,  # nothing is left to end
 }
 ENDS: dict[str, Callable[[DecodeBench, AttemptSpec], None]] = {
-    "cancel": lambda node, job: node.send_item(CancelOrder(job.key, Cancelled("client gone"))),
-    "coordinator lost": lambda node, job: node.send_item(CoordinatorLost()),
-    "joined anew": lambda node, job: node.send_item(NodeJoined(Incarnation("again"))),
+    "cancel": lambda node, work: node.send_item(CancelOrder(work.key, Cancelled("client gone"))),
+    "coordinator lost": lambda node, work: node.send_item(CoordinatorLost()),
+    "joined anew": lambda node, work: node.send_item(NodeJoined(Incarnation("again"))),
 }
 
 
@@ -240,12 +240,12 @@ def test_every_state_is_covered() -> None:
     ids=lambda state: state.value,
 )
 def test_every_end_in_every_state_returns_every_block(state: SequenceState, end: str) -> None:
-    node, job = DecodeBench(max_batched_tokens=32), make_work(PROMPT, max_tokens=100)
+    node, work = DecodeBench(max_batched_tokens=32), make_work(PROMPT, max_tokens=100)
     drive = DRIVERS_BY_STATE[state]
     assert drive is not None
-    drive(node, job)
+    drive(node, work)
     node.sent_messages.clear()
-    ENDS[end](node, job)
+    ENDS[end](node, work)
     assert not node.step()
     node.report_lost_tickets()
     assert node.count_held_blocks() == {}
@@ -254,16 +254,16 @@ def test_every_end_in_every_state_returns_every_block(state: SequenceState, end:
 
 
 def test_a_lost_hand_off_is_reported_once_and_its_blocks_return() -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
     node.send_item(InboundLost(node.ticket.id, ChecksumMismatch("layer 2"), is_fenced=True))
     assert [failed.error.code for failed in node.pop_messages("failed")] == ["checksum_mismatch"]
     assert node.count_held_blocks() == {}
 
 
 def test_blocks_of_an_unfenced_writer_stay_quarantined() -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket.id
     node.send_item(InboundStarted(ticket))
     node.send_item(InboundLost(ticket, LeaseExpired("10 s"), is_fenced=False))
@@ -279,8 +279,8 @@ def test_blocks_of_an_unfenced_writer_stay_quarantined() -> None:
 def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
     emitted: tuple[int, ...],
 ) -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket.id
     node.send_item(InboundStarted(ticket))
     node.send_item(InboundSealed(ticket, SealInfo(emitted), 1))
@@ -291,12 +291,12 @@ def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
 
 
 def test_a_seal_that_crosses_its_cancel_is_ignored() -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket.id
-    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
+    node.send_item(CancelOrder(work.key, Cancelled("client gone")))
     node.send_item(InboundStarted(ticket))
-    node.send_item(InboundSealed(ticket, make_seal(job), 1))
+    node.send_item(InboundSealed(ticket, make_seal(work), 1))
     node.report_lost_tickets()
     assert node.plane.committed == []
     assert node.count_held_blocks() == {}
@@ -306,14 +306,14 @@ def test_a_seal_that_crosses_its_cancel_is_ignored() -> None:
 def test_corrupted_kv_would_give_another_token() -> None:
     """The paced engine reads the KV itself: that the tests above see the right tokens proves the
     right bytes."""
-    node, job = DecodeBench(), make_work(PROMPT, max_tokens=3)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT, max_tokens=3)
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
-    node.land_handoff(ticket, job)
+    node.land_handoff(ticket, work)
     node.arena[ticket.block_offsets[1] + 5] ^= 1
-    node.send_item(InboundSealed(ticket.id, make_seal(job), 1))
-    assert run(node, job) != paced_reference_tokens(PROMPT, 3, 1000)
+    node.send_item(InboundSealed(ticket.id, make_seal(work), 1))
+    assert run(node, work) != paced_reference_tokens(PROMPT, 3, 1000)
 
 
 def test_peer_gone_is_passed_to_the_plane() -> None:
@@ -325,24 +325,24 @@ def test_peer_gone_is_passed_to_the_plane() -> None:
 
 
 def test_repeated_command_changes_nothing() -> None:
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
+    node.send_item(DecodeOrder(work, WRITER))
     assert len(node.plane.granted) == 1
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
-    node.land_handoff(ticket, job)
-    node.send_item(InboundSealed(ticket.id, make_seal(job), 1))
-    node.send_item(DecodeOrder(job, WRITER))
-    assert run(node, job) == paced_reference_tokens(PROMPT, 4, 1000)
+    node.land_handoff(ticket, work)
+    node.send_item(InboundSealed(ticket.id, make_seal(work), 1))
+    node.send_item(DecodeOrder(work, WRITER))
+    assert run(node, work) == paced_reference_tokens(PROMPT, 4, 1000)
     assert node.count_held_blocks() == {}
 
 
 def test_handoff_cancelled_by_its_writer_is_no_failure() -> None:
     """The first token may end a request: prefill answers it, and its word must not race with one of
     ours."""
-    node, job = DecodeBench(), make_work(PROMPT)
-    node.send_item(DecodeOrder(job, WRITER))
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, WRITER))
     node.pop_messages("reserved")
     node.send_item(
         InboundLost(node.ticket.id, Cancelled("the first token ends the request"), is_fenced=True)

@@ -11,7 +11,7 @@ from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder
 from baton.errors import Cancelled
 from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.paced.paced_engine import paced_reference_logprobs, paced_reference_tokens
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, RoleBench
 from tests.unit.node_roles.role_bench import make_work as plain_work
 from tests.unit.node_roles.test_decode_role import DecodeBench as DecodeNode
@@ -22,13 +22,13 @@ from tests.unit.node_roles.test_prefill_role import PrefillBench as PrefillNode
 PROMPT = tuple(range(1, 151))
 
 
-def work(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> AttemptSpec:
+def make_scored_work(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> AttemptSpec:
     return plain_work(prompt, **fields)
 
 
-def output_scores(job: AttemptSpec, top: int) -> list[TokenLogprobs]:
+def output_scores(work: AttemptSpec, top: int) -> list[TokenLogprobs]:
     """Those that a client must see, over every attempt."""
-    prompt, count = job.request.prompt_token_ids, job.request.sampling.max_tokens
+    prompt, count = work.request.prompt_token_ids, work.request.sampling.max_tokens
     return paced_reference_logprobs(
         [*prompt, *paced_reference_tokens(prompt, count, 1000)], top, 1000
     )[len(prompt) - 1 :]
@@ -43,10 +43,10 @@ def sent_scores(node: RoleBench) -> list[TokenLogprobs]:
     return [event.logprobs for event in events if event.logprobs is not None]
 
 
-def sent_prompt_scores(node: RoleBench, job: AttemptSpec) -> list[TokenLogprobs]:
+def sent_prompt_scores(node: RoleBench, work: AttemptSpec) -> list[TokenLogprobs]:
     found: list[TokenLogprobs] = []
     for message in node.pop_messages("prompt_scores"):
-        assert (wire.attempt_key_from_pb(message.key), message.first) == (job.key, len(found) + 1)
+        assert (wire.attempt_key_from_pb(message.key), message.first) == (work.key, len(found) + 1)
         found += [wire.logprobs_from_pb(score) for score in message.scores]
     return found
 
@@ -55,78 +55,81 @@ def kinds(node: RoleBench) -> list[str]:
     return [message.WhichOneof("message") or "" for message in node.sent_messages]
 
 
-def disaggregated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+def disaggregated(work: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
     """Prompt scores and scores of tokens, from a prefill node and then a decode node."""
     prefill, decode = PrefillNode(), DecodeNode()
-    prefill.send_item(PrefillOrder(job, needs_no_decode=False))
+    prefill.send_item(PrefillOrder(work, needs_no_decode=False))
     while prefill.step():
         pass
     assert kinds(prefill)[-1] == "prefill_ended"
-    decode.send_item(DecodeOrder(job, WRITER))
+    decode.send_item(DecodeOrder(work, WRITER))
     ticket = decode.ticket
     decode.send_item(InboundStarted(ticket.id))
-    decode.land_handoff(ticket, job)
-    decode.send_item(InboundSealed(ticket.id, prefill.plane.sealed[job.key], 1))
+    decode.land_handoff(ticket, work)
+    decode.send_item(InboundSealed(ticket.id, prefill.plane.sealed[work.key], 1))
     while decode.step():
         pass
-    return sent_prompt_scores(prefill, job), sent_scores(decode)
+    return sent_prompt_scores(prefill, work), sent_scores(decode)
 
 
-def colocated(job: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+def colocated(work: AttemptSpec) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
     node = DecodeNode()
-    node.send_item(DecodeOrder(job, None))
+    node.send_item(DecodeOrder(work, None))
     while node.step():
         pass
     assert "prompt_scores" not in kinds(node)[kinds(node).index("admitted") :], (
         "scores come before what follows them"
     )
-    return sent_prompt_scores(node, job), sent_scores(node)
+    return sent_prompt_scores(node, work), sent_scores(node)
 
 
 @pytest.mark.parametrize("top", [0, 3, 20])
 def test_disaggregated_scores_equal_colocated(top: int) -> None:
-    job = work(logprobs=top, prompt_logprobs=top)
-    wanted = paced_reference_logprobs(PROMPT, top, 1000), output_scores(job, top)
-    assert disaggregated(job) == colocated(job) == wanted
+    work = make_scored_work(logprobs=top, prompt_logprobs=top)
+    expected = paced_reference_logprobs(PROMPT, top, 1000), output_scores(work, top)
+    assert disaggregated(work) == colocated(work) == expected
 
 
 def test_no_scores_unless_requested() -> None:
-    job = work()
-    assert disaggregated(job) == colocated(job) == ([], [])
+    work = make_scored_work()
+    assert disaggregated(work) == colocated(work) == ([], [])
 
 
 def test_a_resumed_attempt_scores_the_rest() -> None:
-    whole = work(max_tokens=10, logprobs=2)
+    whole = make_scored_work(max_tokens=10, logprobs=2)
     emitted = paced_reference_tokens(PROMPT, 6, 1000)
-    job = work(max_tokens=10, emitted=emitted, attempt=2, logprobs=2)
-    assert disaggregated(job)[1] == colocated(job)[1] == output_scores(whole, 2)[6:]
+    work = make_scored_work(max_tokens=10, emitted=emitted, attempt=2, logprobs=2)
+    assert disaggregated(work)[1] == colocated(work)[1] == output_scores(whole, 2)[6:]
 
 
 def test_prefill_without_decode_reports_the_score() -> None:
-    node, job = PrefillNode(), work(max_tokens=1, logprobs=1, prompt_logprobs=1)
-    node.send_item(PrefillOrder(job, needs_no_decode=True))
+    node, work = PrefillNode(), make_scored_work(max_tokens=1, logprobs=1, prompt_logprobs=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=True))
     while node.step():
         pass
     assert kinds(node)[-2:] == ["prefill_ended", "tokens"]
-    assert sent_scores(node) == output_scores(job, 1)
-    assert sent_prompt_scores(node, job) == paced_reference_logprobs(PROMPT, 1, 1000)
+    assert sent_scores(node) == output_scores(work, 1)
+    assert sent_prompt_scores(node, work) == paced_reference_logprobs(PROMPT, 1, 1000)
     assert node.count_held_blocks() == {}
 
 
 def test_cancelled_attempt_reports_no_scores() -> None:
-    node, job = PrefillNode(), work(prompt_logprobs=1)
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillNode(), make_scored_work(prompt_logprobs=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     node.step()
-    assert len(sent_prompt_scores(node, job)) == 64
-    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
+    assert len(sent_prompt_scores(node, work)) == 64
+    node.send_item(CancelOrder(work.key, Cancelled("client gone")))
     assert not node.step()
     assert node.sent_messages == []
 
 
 def test_long_prompts_are_told_in_bounded_messages() -> None:
-    node, job = PrefillNode(num_blocks=256), work(tuple(range(1, 901)) * 4, prompt_logprobs=0)
+    node, work = (
+        PrefillNode(num_blocks=256),
+        make_scored_work(tuple(range(1, 901)) * 4, prompt_logprobs=0),
+    )
     reporter, score = node.role._reporter, TokenLogprobs(-0.5)  # type: ignore[attr-defined]
-    reporter.report_prompt_logprobs(job.key, 7, [score] * 10_000)
+    reporter.report_prompt_logprobs(work.key, 7, [score] * 10_000)
     sizes = [(message.first, len(message.scores)) for message in node.pop_messages("prompt_scores")]
     assert sizes == [(7, 4096), (4103, 4096), (8199, 1808)]
 
@@ -148,16 +151,16 @@ WRONG = {
 }
 
 
-def sealed_with(node: DecodeNode, job: AttemptSpec, score: TokenLogprobs | None) -> TicketId:
-    node.send_item(DecodeOrder(job, WRITER))
+def sealed_with(node: DecodeNode, work: AttemptSpec, score: TokenLogprobs | None) -> TicketId:
+    node.send_item(DecodeOrder(work, WRITER))
     ticket = node.ticket
     node.send_item(InboundStarted(ticket.id))
-    node.land_handoff(ticket, job)
+    node.land_handoff(ticket, work)
     node.send_item(
         InboundSealed(
             ticket.id,
             SealInfo(
-                (*job.emitted_token_ids, *paced_reference_tokens(job.context_token_ids, 1, 1000)),
+                (*work.emitted_token_ids, *paced_reference_tokens(work.context_token_ids, 1, 1000)),
                 score,
             ),
             1,
@@ -170,8 +173,8 @@ def sealed_with(node: DecodeNode, job: AttemptSpec, score: TokenLogprobs | None)
 def test_a_seal_with_another_score_than_is_due_is_not_committed(
     score: TokenLogprobs | None,
 ) -> None:
-    node, job = DecodeNode(), work(logprobs=2)
-    ticket = sealed_with(node, job, score)
+    node, work = DecodeNode(), make_scored_work(logprobs=2)
+    ticket = sealed_with(node, work, score)
     assert node.plane.committed == []
     node.send_item(InboundLost(ticket, node.plane.revoked[ticket], is_fenced=True))
     assert node.pop_messages("failed")[0].error.code == "incomplete"
@@ -180,14 +183,14 @@ def test_a_seal_with_another_score_than_is_due_is_not_committed(
 
 def test_a_seal_with_a_score_that_nobody_asked_for_is_not_committed() -> None:
     node = DecodeNode()
-    ticket = sealed_with(node, work(), RIGHT)
+    ticket = sealed_with(node, make_scored_work(), RIGHT)
     assert node.plane.committed == []
     assert node.plane.revoked[ticket].code == "incomplete"
 
 
 def test_the_right_score_goes_on_with_its_token() -> None:
-    node, job = DecodeNode(), work(max_tokens=1, logprobs=2)
-    ticket = sealed_with(node, job, RIGHT)
+    node, work = DecodeNode(), make_scored_work(max_tokens=1, logprobs=2)
+    ticket = sealed_with(node, work, RIGHT)
     assert node.plane.committed == [ticket]
     assert sent_scores(node) == [RIGHT]
 
@@ -199,10 +202,10 @@ def test_the_right_score_goes_on_with_its_token() -> None:
     "fields", [{"logit_bias": ((1000, 1.0),)}, {"logprobs": 21}, {"repetition_penalty": 0.0}]
 )
 def test_fields_out_of_bounds_fail_their_attempt_alone(fields: dict[str, Any]) -> None:
-    job = work(**fields)
+    work = make_scored_work(**fields)
     prefill, decode = PrefillNode(), DecodeNode()
-    prefill.send_item(PrefillOrder(job, needs_no_decode=False))
-    decode.send_item(DecodeOrder(job, None))
+    prefill.send_item(PrefillOrder(work, needs_no_decode=False))
+    decode.send_item(DecodeOrder(work, None))
     for node in (prefill, decode):
         assert [failed.error.code for failed in node.pop_messages("failed")] == ["invalid_request"]
         assert not node.step()
@@ -216,7 +219,7 @@ def test_fields_out_of_bounds_fail_their_attempt_alone(fields: dict[str, Any]) -
 @pytest.mark.parametrize("length", [32, 33, 40])
 def test_a_second_choice_needs_no_writer(length: int, steps: int) -> None:
     node, prompt = DecodeNode(), PROMPT[:length]
-    first, second = (work(prompt, choice=number, max_tokens=20) for number in range(2))
+    first, second = (make_scored_work(prompt, choice=number, max_tokens=20) for number in range(2))
     hand_over_to(node, first)
     for _ in range(steps):
         node.step()
@@ -244,9 +247,9 @@ def test_a_second_choice_needs_no_writer(length: int, steps: int) -> None:
 
 def test_scored_prompt_is_handed_off() -> None:
     node, prompt = DecodeNode(), PROMPT[:32]
-    hand_over_to(node, work(prompt))
-    run(node, work(prompt))
+    hand_over_to(node, make_scored_work(prompt))
+    run(node, make_scored_work(prompt))
     node.sent_messages.clear()
-    node.send_item(DecodeOrder(work(prompt, request="b", prompt_logprobs=0), WRITER))
+    node.send_item(DecodeOrder(make_scored_work(prompt, request="b", prompt_logprobs=0), WRITER))
     reserved = node.pop_messages("reserved")[0]
     assert (reserved.held_tokens, len(reserved.ticket.offsets)) == (0, 2)

@@ -21,8 +21,9 @@ from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
-from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from prefill_node.prefill_role import PrefillRole
+from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.role_bench import FakeOutbound, RoleBench, make_work, tokens_of
 
 REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)
@@ -32,7 +33,7 @@ LAYERS = PACED_LAYOUT.num_layers
 class PrefillBench(RoleBench):
     def __init__(self, **sizes: int) -> None:
         self.plane = FakeOutbound()
-        super().__init__(lambda parts: PrefillRole(parts, self.plane), **sizes)
+        super().__init__(lambda context: PrefillRole(context, self.plane), **sizes)
 
     def answer_aborts(self) -> None:
         """The plane has let go of everything that it was told to."""
@@ -40,12 +41,12 @@ class PrefillBench(RoleBench):
             self.send_item(OutboundAborted(key, error))
 
 
-def make_ticket(job: AttemptSpec) -> Ticket:
+def make_ticket(work: AttemptSpec) -> Ticket:
     peer = PeerAddress(NodeName("d"), Incarnation("decode"), "host", "tcp://127.0.0.1:2")
     offsets = tuple(range(0, 8 * 64, 64))
     return Ticket(
         TicketId("t"),
-        job.key,
+        work.key,
         peer,
         Incarnation("me"),
         0,
@@ -59,26 +60,26 @@ def make_ticket(job: AttemptSpec) -> Ticket:
 
 
 def test_every_layer_of_every_block_is_announced_once_and_then_sealed() -> None:
-    node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
-    assert node.plane.opened == {job.key: 150}
+    node, work = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
+    assert node.plane.opened == {work.key: 150}
     while node.step():
         pass
     announced = [
         (layer, block)
-        for layer, first, source in node.plane.ready[job.key]
+        for layer, first, source in node.plane.ready[work.key]
         for block in range(first, first + len(source))
     ]
     assert sorted(announced) == [(layer, block) for layer in range(LAYERS) for block in range(10)]
-    assert node.plane.sealed[job.key].emitted_token_ids == tuple(
-        paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)
+    assert node.plane.sealed[work.key].emitted_token_ids == tuple(
+        paced_reference_tokens(work.request.prompt_token_ids, 1, 1000)
     )
     ended = node.pop_messages("prefill_ended")[0]
     assert (ended.computed_tokens, ended.cached_tokens, ended.compute_seconds) == (150, 0, 1.5)
     assert node.count_held_blocks() == {
         BlockState.IN_USE: 10
     }  # pinned until the plane has committed
-    node.send_item(OutboundCommitted(job.key, REPORT))
+    node.send_item(OutboundCommitted(work.key, REPORT))
     assert node.count_held_blocks() == {}
     assert node.pop_messages("handed_off")[0].report.computed_tokens == 150
     assert node.sent_messages == []
@@ -90,11 +91,11 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
         make_work(range(1, 81), request="a"),
         make_work([*range(1, 65), 900, 901], request="b"),
     )
-    for job in (first, second):
-        node.send_item(PrefillOrder(job, needs_no_decode=False))
+    for work in (first, second):
+        node.send_item(PrefillOrder(work, needs_no_decode=False))
         while node.step():
             pass
-        node.send_item(OutboundCommitted(job.key, REPORT))
+        node.send_item(OutboundCommitted(work.key, REPORT))
     assert {
         block
         for _, start, source in node.plane.ready[second.key]
@@ -105,30 +106,30 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
 
 
 def test_prefill_without_decode_answers_itself() -> None:
-    node, job = PrefillBench(), make_work(range(1, 20), max_tokens=1)
-    node.send_item(PrefillOrder(job, needs_no_decode=True))
+    node, work = PrefillBench(), make_work(range(1, 20), max_tokens=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=True))
     node.step()
     assert tokens_of(node.pop_messages("tokens")[0]) == [
-        (0, paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)[0])
+        (0, paced_reference_tokens(work.request.prompt_token_ids, 1, 1000)[0])
     ]
     assert node.plane.opened == {}
     assert node.count_held_blocks() == {}
     assert node.role.num_held_attempts == 0
 
 
-def drive_waiting(node: PrefillBench, job: AttemptSpec) -> None:
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+def drive_waiting(node: PrefillBench, work: AttemptSpec) -> None:
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
 
 
-def drive_prefilling(node: PrefillBench, job: AttemptSpec) -> None:
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+def drive_prefilling(node: PrefillBench, work: AttemptSpec) -> None:
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     node.step()
 
 
-def drive_handing_off(node: PrefillBench, job: AttemptSpec) -> None:
+def drive_handing_off(node: PrefillBench, work: AttemptSpec) -> None:
     """Computed and sealed: the sequence itself has ended, and only the pins are left."""
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
-    node.send_item(TicketOrder(make_ticket(job)))
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
+    node.send_item(TicketOrder(make_ticket(work)))
     while node.step():
         pass
 
@@ -148,12 +149,12 @@ def test_every_state_is_covered() -> None:
 
 
 ENDS: dict[str, Callable[[PrefillBench, AttemptSpec], None]] = {
-    "cancel": lambda node, job: node.send_item(CancelOrder(job.key, Cancelled("client gone"))),
-    "peer gone": lambda node, job: node.send_item(
-        OutboundAborted(job.key, PeerUnreachable("decode is gone"))
+    "cancel": lambda node, work: node.send_item(CancelOrder(work.key, Cancelled("client gone"))),
+    "peer gone": lambda node, work: node.send_item(
+        OutboundAborted(work.key, PeerUnreachable("decode is gone"))
     ),
-    "coordinator lost": lambda node, job: node.send_item(CoordinatorLost()),
-    "joined anew": lambda node, job: node.send_item(NodeJoined(Incarnation("again"))),
+    "coordinator lost": lambda node, work: node.send_item(CoordinatorLost()),
+    "joined anew": lambda node, work: node.send_item(NodeJoined(Incarnation("again"))),
 }
 
 
@@ -164,12 +165,12 @@ ENDS: dict[str, Callable[[PrefillBench, AttemptSpec], None]] = {
     ids=lambda state: state.value,
 )
 def test_every_end_in_every_state_returns_every_block(state: SequenceState, end: str) -> None:
-    node, job = PrefillBench(), make_work(range(1, 151))
+    node, work = PrefillBench(), make_work(range(1, 151))
     drive = DRIVERS_BY_STATE[state]
     assert drive is not None
-    drive(node, job)
+    drive(node, work)
     node.pop_messages("prefill_ended")
-    ENDS[end](node, job)
+    ENDS[end](node, work)
     while node.step():
         pass
     if end != "peer gone":
@@ -181,26 +182,26 @@ def test_every_end_in_every_state_returns_every_block(state: SequenceState, end:
 
 
 def test_what_the_plane_may_still_read_stays_pinned_after_a_cancel() -> None:
-    node, job = PrefillBench(), make_work(range(1, 151))
-    drive_prefilling(node, job)
-    node.send_item(CancelOrder(job.key, Cancelled("client gone")))
+    node, work = PrefillBench(), make_work(range(1, 151))
+    drive_prefilling(node, work)
+    node.send_item(CancelOrder(work.key, Cancelled("client gone")))
     assert node.count_held_blocks() == {BlockState.IN_USE: 4}
     node.answer_aborts()
     assert node.count_held_blocks() == {}
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_layers_are_announced_only_for_a_hand_off(alone: bool) -> None:
+@pytest.mark.parametrize("needs_no_decode", [False, True])
+def test_layers_are_announced_only_for_a_hand_off(needs_no_decode: bool) -> None:
     node = PrefillBench()
-    node.send_item(PrefillOrder(make_work(range(1, 151)), needs_no_decode=alone))
+    node.send_item(PrefillOrder(make_work(range(1, 151)), needs_no_decode=needs_no_decode))
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
-    assert (node.role.before_step(plan.batch) is None) == alone
+    assert (node.role.before_step(plan.batch) is None) == needs_no_decode
 
 
 def test_a_failed_step_ends_its_attempts() -> None:
-    node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     node.role.before_step(plan.batch)
@@ -211,18 +212,18 @@ def test_a_failed_step_ends_its_attempts() -> None:
 
 
 def test_handoff_aborted_before_its_command() -> None:
-    node, job = PrefillBench(), make_work(range(1, 40))
-    node.role.preview_command(PrefillOrder(job, needs_no_decode=False))
-    node.role.handle_item(OutboundAborted(job.key, PeerUnreachable("decode is gone")))
-    node.role.handle_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillBench(), make_work(range(1, 40))
+    node.role.preview_command(PrefillOrder(work, needs_no_decode=False))
+    node.role.handle_item(OutboundAborted(work.key, PeerUnreachable("decode is gone")))
+    node.role.handle_item(PrefillOrder(work, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "peer_gone"
     assert node.count_held_blocks() == {}
     assert not node.step()
 
 
 def test_a_token_out_of_range_is_refused() -> None:
-    node, job = PrefillBench(), make_work([1, 2, 1000])
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillBench(), make_work([1, 2, 1000])
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "invalid_request"
     node.answer_aborts()
     assert node.count_held_blocks() == {}
@@ -230,18 +231,18 @@ def test_a_token_out_of_range_is_refused() -> None:
 
 @pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
 def test_a_request_that_is_bound_to_another_model_is_not_computed(bound_to: bytes) -> None:
-    node, job = PrefillBench(), replace(make_work([1, 2, 3]), identity_digest=bound_to)
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillBench(), replace(make_work([1, 2, 3]), identity_digest=bound_to)
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     assert node.pop_messages("failed")[0].error.code == "wrong_model"
     node.answer_aborts()
     assert not node.step()
     assert node.count_held_blocks() == {}
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_context_that_is_too_long_is_refused_and_no_error(alone: bool) -> None:
-    node, job = PrefillBench(num_blocks=300), make_work([1] * 4096, max_tokens=1)
-    node.send_item(PrefillOrder(job, needs_no_decode=alone))
+@pytest.mark.parametrize("needs_no_decode", [True, False])
+def test_a_context_that_is_too_long_is_refused_and_no_error(needs_no_decode: bool) -> None:
+    node, work = PrefillBench(num_blocks=300), make_work([1] * 4096, max_tokens=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=needs_no_decode))
     (refused,) = node.pop_messages("refused")
     assert (refused.needed, refused.free) == (301, 300)
     assert node.pop_messages("failed") == []
@@ -256,14 +257,14 @@ def test_prefill_needs_no_room_for_the_output() -> None:
 
 
 def test_repeated_command_changes_nothing() -> None:
-    node, job = PrefillBench(), make_work(range(1, 151))
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node, work = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     node.step()
-    node.send_item(PrefillOrder(job, needs_no_decode=False))
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
     while node.step():
         pass
     assert len(node.pop_messages("prefill_ended")) == 1
-    node.send_item(OutboundCommitted(job.key, REPORT))
-    node.send_item(OutboundCommitted(job.key, REPORT))
+    node.send_item(OutboundCommitted(work.key, REPORT))
+    node.send_item(OutboundCommitted(work.key, REPORT))
     assert len(node.pop_messages("handed_off")) == 1
     assert node.count_held_blocks() == {}

@@ -53,22 +53,22 @@ class SwitchingBench:
         self.emit: list[Any] = []
         self.rejoins = 0
         self.unbuildable: set[Role] = set()
-        self.bench = RoleBench(lambda parts: self._switch(parts, role))
+        self.bench = RoleBench(lambda context: self._switch(context, role))
 
-    def _switch(self, parts: RoleContext, role: Role) -> SwitchableRole:
-        makers = {Role.PREFILL: self._prefill, Role.DECODE: self._decode}
-        self.switch = SwitchableRole(parts, makers, role, self._rejoin)
+    def _switch(self, context: RoleContext, role: Role) -> SwitchableRole:
+        role_factories = {Role.PREFILL: self._prefill, Role.DECODE: self._decode}
+        self.switch = SwitchableRole(context, role_factories, role, self._rejoin)
         return self.switch
 
-    def _prefill(self, parts: RoleContext) -> RolePolicy:
+    def _prefill(self, context: RoleContext) -> RolePolicy:
         self._make(Role.PREFILL)
-        self.prefill_parts = parts
-        return PrefillRole(parts, self.outbound)
+        self.prefill_parts = context
+        return PrefillRole(context, self.outbound)
 
-    def _decode(self, parts: RoleContext) -> RolePolicy:
+    def _decode(self, context: RoleContext) -> RolePolicy:
         self._make(Role.DECODE)
-        self.decode_parts = parts
-        return DecodeRole(parts, self.inbound)
+        self.decode_parts = context
+        return DecodeRole(context, self.inbound)
 
     def _make(self, role: Role) -> None:
         if role in self.unbuildable:

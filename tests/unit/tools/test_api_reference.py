@@ -11,7 +11,7 @@ from coordinator.frontend.http.field_descriptions import (
     describe_field,
 )
 from coordinator.frontend.http.openapi import build_openapi_document
-from coordinator.frontend.rejections import RejectionCounter
+from coordinator.frontend.request import RejectionCounter
 from coordinator.operators import admin_app as admin
 from coordinator.operators.admin_app import ClusterAdmin
 from coordinator.readiness import Readiness

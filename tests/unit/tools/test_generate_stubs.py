@@ -9,11 +9,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_stubs_are_current(tmp_path: Path) -> None:
     generate_stubs(tmp_path)
-    made = {path.name: path.read_text() for path in (tmp_path / "baton" / "pb").iterdir()}
+    stubs = {path.name: path.read_text() for path in (tmp_path / "baton" / "pb").iterdir()}
     kept = {
         path.name: path.read_text()
         for path in (ROOT / "baton" / "pb").iterdir()
-        if path.name in made
+        if path.name in stubs
     }
-    assert made == kept, "run `make proto`"
-    assert len(made) == 12
+    assert stubs == kept, "run `make proto`"
+    assert len(stubs) == 12

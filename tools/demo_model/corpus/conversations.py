@@ -33,18 +33,18 @@ _ABOUT_PLACE = ("Which module has {last}?", "How do I import {last}?")
 def generate_conversations(names: Sequence[DocumentedName], seed: int) -> Iterator[str]:
     """Yield conversations that ask about every name ROUNDS times, in random order."""
     chance = random.Random(seed)
-    asked = [name for name in names for _ in range(ROUNDS_PER_NAME)]
-    chance.shuffle(asked)
-    while asked:
+    subjects = [name for name in names for _ in range(ROUNDS_PER_NAME)]
+    chance.shuffle(subjects)
+    while subjects:
         turns: list[ChatTurn] = []
         if chance.random() < SYSTEM_SHARE:
             turns.append(("system", chance.choice(SYSTEM_PROMPTS)))
         for _ in range(chance.choice(EXCHANGE_COUNTS)):
-            is_small_talk = not asked or chance.random() < SMALL_TALK_SHARE
+            is_small_talk = not subjects or chance.random() < SMALL_TALK_SHARE
             question, answer = (
                 _small_talk_exchange(chance)
                 if is_small_talk
-                else _exchange_about(asked.pop(), chance)
+                else _exchange_about(subjects.pop(), chance)
             )
             turns += [("user", question), ("assistant", answer)]
         yield render_chat(turns)

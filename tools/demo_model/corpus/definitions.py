@@ -32,7 +32,7 @@ def list_snippets(source: SourceFile) -> Iterator[str]:
     tree = parse_python(source.text)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, Definition):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).strip("\n") + "\n"
             if MIN_SNIPPET_CHARACTERS <= len(text) <= MAX_SNIPPET_CHARACTERS and parse_python(text):
                 yield text

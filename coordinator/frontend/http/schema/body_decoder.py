@@ -1,9 +1,8 @@
 """Decodes JSON bodies to typed requests; unknown fields are errors or dropped, as configured.
 
-Bounds the size of a JSON body before it is decoded, and rejects duplicate names.
-
-A decoder holds Python's lock until it is done, so the number of objects is bounded in advance. Both
-checks look at bytes alone, with escapes blanked, so that every quote begins or ends a string.
+A decoder holds Python's lock until it is done, so the number of objects is bounded before a body is
+decoded, and duplicate names are rejected. Both checks look at bytes alone, with escapes blanked, so
+that every quote begins or ends a string.
 """
 
 import re
@@ -127,12 +126,12 @@ class BodyDecoder(Generic[Kind]):
     """Decodes the bodies of one type."""
 
     def __init__(
-        self, kind: type[Kind], unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+        self, body_type: type[Kind], policy: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
     ) -> None:
-        wire: type[Kind] = with_unsupported_fields(kind)
-        self._decoder = msgspec.json.Decoder(wire)
-        self._field_tree = build_field_tree(wire)
-        self._unknown_field_policy = unknown
+        wire_type: type[Kind] = with_unsupported_fields(body_type)
+        self._decoder = msgspec.json.Decoder(wire_type)
+        self._field_tree = build_field_tree(wire_type)
+        self._unknown_field_policy = policy
 
     async def decode_body(self, body: bytes, workers: TextWorkers) -> Kind:
         """Decode a body.
@@ -218,9 +217,9 @@ def _matching_types(no_op: object) -> tuple[type, ...]:
 
 
 def _to_invalid_request(reason: str, body: bytes) -> InvalidRequest:
-    unknown = _UNKNOWN_FIELD_ERROR.match(reason)
-    if unknown:
-        field = ".".join(filter(None, (unknown["parent"], unknown["field"])))[:64]
+    unknown_field = _UNKNOWN_FIELD_ERROR.match(reason)
+    if unknown_field:
+        field = ".".join(filter(None, (unknown_field["parent"], unknown_field["field"])))[:64]
         return InvalidRequest(f"{field} is not a field of this request", param=field)
     at = _WRONG_TYPE_ERROR.search(reason)
     if at is None:

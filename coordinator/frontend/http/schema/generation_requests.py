@@ -1,9 +1,4 @@
-"""The fields that completions and chat completions share.
-
-The wire format of POST /v1/completions.
-
-The wire format of POST /v1/chat/completions.
-"""
+"""The wire formats of POST /v1/completions and POST /v1/chat/completions, and what they share."""
 
 import re
 from typing import Annotated, Any, ClassVar
@@ -165,10 +160,10 @@ def _parse_prompts(prompt: str | list[int | str | list[int]] | None) -> list[Pro
 
 
 def _require_same_type(prompt: list[Any], item_type: type) -> list[Any]:
-    for place, item in enumerate(prompt):
+    for index, item in enumerate(prompt):
         if type(item) is not item_type:
             raise InvalidRequest(
-                f"prompt[{place}] and prompt[0] differ in type: a list has token ids, texts, or "
+                f"prompt[{index}] and prompt[0] differ in type: a list has token ids, texts, or "
                 "lists of token ids",
                 param="prompt",
             )
@@ -280,8 +275,8 @@ def to_chat_prompt(
     if messages is None:
         raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
     shown = [
-        _to_template_message(f"messages[{place}]", message)
-        for place, message in enumerate(messages)
+        _to_template_message(f"messages[{index}]", message)
+        for index, message in enumerate(messages)
     ]
     return ChatPrompt(shown, add_generation_prompt is not False, arguments or {})
 
@@ -309,9 +304,9 @@ def _message_text(where: str, message: ChatMessageParam) -> str:
         raise InvalidRequest(f"{where}.content is missing: it must be text", param="messages")
     if isinstance(message.content, str):
         return message.content
-    for place, part in enumerate(message.content):
+    for index, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
-            given = f"{where}.content[{place}]"
+            given = f"{where}.content[{index}]"
             raise InvalidRequest(
                 f"{given} has the type {truncate_text(part.type)!r}: only "
                 '{"type": "text", "text": ...} is served',

@@ -2,9 +2,8 @@
 
 Many clients send such a field with a no-op value, which asks for nothing. The tables give, for each
 route and field, the no-op values other than null; any other value is an error that names the field.
-A whole number also stands for the equal floating-point number.
-
-Removes from a JSON body the fields that its schema does not have, at any depth.
+A whole number also stands for the equal floating-point number. Fields that no table and no schema
+has can be removed from a body, at any depth.
 """
 
 import functools
@@ -194,26 +193,31 @@ MESSAGE_NO_OPS: NoOpValues = {
 
 
 @functools.cache
-def with_unsupported_fields(kind: type[Kind]) -> type[Kind]:
-    """Return the type that bodies are decoded to: `kind` with the fields of its `no_ops`."""
-    no_ops: NoOpValues = kind.no_ops  # type: ignore[attr-defined]
-    fields = [(name, Any, None) for name in no_ops if name not in kind.__struct_fields__]
+def with_unsupported_fields(body_type: type[Kind]) -> type[Kind]:
+    """Return the type that bodies are decoded to: `body_type` with the fields of its `no_ops`."""
+    no_ops: NoOpValues = body_type.no_ops  # type: ignore[attr-defined]
+    fields = [(name, Any, None) for name in no_ops if name not in body_type.__struct_fields__]
     if not fields:
-        return kind
-    namespace = {"__doc__": kind.__doc__}
-    wire = msgspec.defstruct(
-        kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True
+        return body_type
+    namespace = {"__doc__": body_type.__doc__}
+    wire_type = msgspec.defstruct(
+        body_type.__name__,
+        fields,
+        bases=(body_type,),
+        namespace=namespace,
+        frozen=True,
+        kw_only=True,
     )
-    return wire  # type: ignore[return-value]
+    return wire_type  # type: ignore[return-value]
 
 
 # The fields of an object, each with the tree of the objects in it.
 FieldTree = dict[str, "FieldTree | None"]
 
 
-def build_field_tree(kind: type[msgspec.Struct]) -> FieldTree:
+def build_field_tree(body_type: type[msgspec.Struct]) -> FieldTree:
     """Return the fields of a struct type, and of the structs in its fields."""
-    return _field_tree_of(inspect.type_info(kind)) or {}
+    return _field_tree_of(inspect.type_info(body_type)) or {}
 
 
 def remove_unknown_fields(body: bytes, shape: FieldTree) -> tuple[bytes, int]:

@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol with bounded buffers and waits, and errors in OpenAI's format.
+"""uvicorn's HTTP protocol within bounds, with errors in OpenAI's format.
 
-The connections of one HTTP port, and the choice of one to close when there are too many.
+Buffers and waits are bounded, and so are connections: those of a port are in one table, which
+chooses the one to close when there are too many.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ class ConnectionTable:
         self._addresses[connection] = address
         self._idle[connection] = None
         self._per_address[address] += 1
-        if not is_loopback(address) and self._per_address[address] > self.limit.max_per_address:
+        if self._per_address[address] > self.limit.max_per_address and not is_loopback(address):
             self._refuse_connection(connection)
         elif len(self) > self.limit.max_connections:
             self._refuse_connection(self._least_needed(connection))

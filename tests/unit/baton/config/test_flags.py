@@ -95,7 +95,7 @@ def test_flag_values_are_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "error_text"),
     [
         (["--port", "70000"], "port is '70000'"),
         (["--port", "many"], "port is 'many'"),
@@ -106,8 +106,8 @@ def test_flag_values_are_converted() -> None:
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
     ],
 )
-def test_bad_values_name_the_setting(argv: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_bad_values_name_the_setting(argv: list[str], error_text: str) -> None:
+    with pytest.raises(ConfigError, match=error_text):
         load(*argv)
 
 

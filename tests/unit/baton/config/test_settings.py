@@ -74,14 +74,14 @@ def test_secret_from_file_and_never_in_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")]
+    ("content", "error_text"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")]
 )
 def test_empty_or_unreadable_secret_file_is_an_error(
-    content: bytes, told: str, tmp_path: Path
+    content: bytes, error_text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=error_text) as caught:
         resolve_config({"api_key": f"@{file}"}, environ={})
     assert caught.value.param == "api_key"
 

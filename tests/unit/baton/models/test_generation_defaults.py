@@ -99,14 +99,16 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"), REFUSED, ids=[f"{field}={value}" for field, value, _ in REFUSED]
+    ("field", "value", "requirement"),
+    REFUSED,
+    ids=[f"{field}={value}" for field, value, _ in REFUSED],
 )
-def test_a_bad_value_is_one_line_that_names_it(field: str, value: Any, wanted: str) -> None:
+def test_a_bad_value_is_one_line_that_names_it(field: str, value: Any, requirement: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_generation_defaults({field: value})
     message = refused.value.message
     assert all(
-        part in message for part in (field, repr(value), "generation_config.json", wanted)
+        part in message for part in (field, repr(value), "generation_config.json", requirement)
     ), message
     assert "\n" not in message
 

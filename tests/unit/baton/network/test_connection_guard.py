@@ -25,33 +25,33 @@ class ListeningPort:
         return int(self.listening.getsockname()[1])
 
     def connect(self) -> socket.socket:
-        one = socket.create_connection(self.listening.getsockname(), timeout=30)
-        self.dialled.append(one)
+        connection = socket.create_connection(self.listening.getsockname(), timeout=30)
+        self.dialled.append(connection)
         self.accepted.append(self.listening.accept()[0])
-        return one
+        return connection
 
     def closed_peers(self) -> list[int]:
         """Which of the other ends have been told that it is over."""
         found = []
-        for number, one in enumerate(self.dialled):
-            one.setblocking(False)
+        for number, connection in enumerate(self.dialled):
+            connection.setblocking(False)
             try:
-                if one.recv(1) == b"":
+                if connection.recv(1) == b"":
                     found.append(number)
             except BlockingIOError:
                 pass
         return found
 
     def close(self) -> None:
-        for one in (self.listening, *self.dialled, *self.accepted):
-            one.close()
+        for connection in (self.listening, *self.dialled, *self.accepted):
+            connection.close()
 
 
 @pytest.fixture
 def port() -> Iterator[ListeningPort]:
-    made = ListeningPort()
-    yield made
-    made.close()
+    port = ListeningPort()
+    yield port
+    port.close()
 
 
 def make_guard(port: ListeningPort, most: int = MOST) -> ConnectionGuard:

@@ -58,14 +58,17 @@ def test_no_connection_is_closed_within_the_limit() -> None:
 def test_oldest_silent_connections_close_first_then_newest() -> None:
     held = [connection(number, silent=number % 2 == 0) for number in range(8)]
     closed = choose_connections_to_close(held, PortLimit(2, 2))
-    assert [one.descriptor for one in closed] == [0, 2, 4, 6, 7, 5]
+    assert [connection.descriptor for connection in closed] == [0, 2, 4, 6, 7, 5]
 
 
 def test_per_address_limit_exempts_loopback() -> None:
-    held = [connection(number, address=ELSEWHERE) for number in range(6)] + [
+    connections = [connection(number, address=ELSEWHERE) for number in range(6)] + [
         connection(9, address="192.0.2.8")
     ]
-    assert [one.descriptor for one in choose_connections_to_close(held, PortLimit(100, 4))] == [
+    assert [
+        connection.descriptor
+        for connection in choose_connections_to_close(connections, PortLimit(100, 4))
+    ] == [
         0,
         1,
     ]

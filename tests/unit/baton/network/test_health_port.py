@@ -78,7 +78,7 @@ async def test_watches_of_a_server_are_bounded_and_end_after_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("baton.network.health_service.MAX_WATCH_SECONDS", 0.05)
-    streams = StreamLimiter(most=2, per_connection=2)
+    streams = StreamLimiter(max_streams=2, per_connection=2)
     with (
         streams.open_stream("a"),
         streams.open_stream("b"),

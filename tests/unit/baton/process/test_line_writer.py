@@ -129,9 +129,9 @@ def test_a_finalizer_may_log_while_a_line_is_written() -> None:
             lines.write("from a finalizer")
 
     with lines._lock:  # as `_drop` and `_start` hold it when the garbage collector comes
-        one = Logs()
-        one.itself = one  # type: ignore[attr-defined]
-        del one
+        logs = Logs()
+        logs.itself = logs  # type: ignore[attr-defined]
+        del logs
         gc.collect()
         lines.write("after")
     assert lines.flush(_SOON)
@@ -172,9 +172,9 @@ def test_a_pipe_that_nobody_reads(blocking: bool) -> None:
         )
         end.start()
         read = iter(pipe.readline, b"end\n")
-        told = [line for line in read if line.startswith(b"dropped")]
+        notices = [line for line in read if line.startswith(b"dropped")]
         end.join(_SOON)
-    assert sum(int(line.split()[1]) for line in told) == lines.dropped_lines
+    assert sum(int(line.split()[1]) for line in notices) == lines.dropped_lines
     os.close(sender)
 
 

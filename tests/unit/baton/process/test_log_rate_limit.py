@@ -6,33 +6,33 @@ from baton.process.log_rate_limit import DEFAULT_BURST, RateLimitedLogger
 
 def test_flood_is_limited_and_suppressed_lines_are_counted() -> None:
     now = 0.0
-    said: list[tuple[str, dict[str, Any]]] = []
+    logged: list[tuple[str, dict[str, Any]]] = []
     log = RateLimitedLogger(lambda: now)
 
     def say(event: str, **fields: Any) -> None:
-        said.append((event, fields))
+        logged.append((event, fields))
 
     for _ in range(1000):
         log.log_event(say, "refused", per="invalid_request", code="invalid_request")
-    assert said == [("refused", {"code": "invalid_request"})] * DEFAULT_BURST
+    assert logged == [("refused", {"code": "invalid_request"})] * DEFAULT_BURST
     log.log_event(
         say, "refused", per="queue_full", code="queue_full"
     )  # another kind has an allowance of its own
-    assert len(said) == DEFAULT_BURST + 1
+    assert len(logged) == DEFAULT_BURST + 1
     now = 1.5
     for _ in range(3):
         log.log_event(say, "refused", per="invalid_request", code="invalid_request")
-    assert said[DEFAULT_BURST + 1 :] == [
+    assert logged[DEFAULT_BURST + 1 :] == [
         ("refused", {"code": "invalid_request", "left_out": 1000 - DEFAULT_BURST})
     ]
 
 
 def test_kinds_are_bounded_too() -> None:
-    said: list[str] = []
+    logged: list[str] = []
     log = RateLimitedLogger(lambda: 0.0)
     for number in range(100_000):
-        log.log_event(said.append, f"made up {number}")
-    assert len(said) < 1000
+        log.log_event(logged.append, f"made up {number}")
+    assert len(logged) < 1000
     assert len(log._kinds) < 1000
 
 
@@ -51,12 +51,12 @@ def test_concurrent_threads_share_the_limit() -> None:
         return 0.0
 
     log = RateLimitedLogger(now, burst=1)
-    said: list[str] = []
+    logged: list[str] = []
     threads = [
-        threading.Thread(target=log.log_event, args=(said.append, "refused")) for _ in range(2)
+        threading.Thread(target=log.log_event, args=(logged.append, "refused")) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (said, overlaps) == (["refused"], [])
+    assert (logged, overlaps) == (["refused"], [])

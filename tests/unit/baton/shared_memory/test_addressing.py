@@ -77,9 +77,9 @@ def test_invalid_offsets_and_sizes_are_rejected() -> None:
 
 @pytest.fixture
 def arenas(tmp_path: Path) -> Iterator[list[Segment]]:
-    made = [create_segment(tmp_path, "arena", size * HUGE_PAGE) for size in (1, 2, 1)]
-    yield made
-    for segment in made:
+    segments = [create_segment(tmp_path, "arena", size * HUGE_PAGE) for size in (1, 2, 1)]
+    yield segments
+    for segment in segments:
         segment.close()
 
 
@@ -116,9 +116,9 @@ def test_memory_stays_mapped_while_a_part_of_it_is_used(
 
 
 def test_a_closed_segments_memory_outlives_it(tmp_path: Path) -> None:
-    made = create_segment(tmp_path, "arena", HUGE_PAGE)
-    array = np.frombuffer(made.view, dtype=np.uint8)
-    made.close()
+    segment = create_segment(tmp_path, "arena", HUGE_PAGE)
+    array = np.frombuffer(segment.view, dtype=np.uint8)
+    segment.close()
     assert list(tmp_path.iterdir()) == []
     array[:] = 1
     assert array[-1] == 1

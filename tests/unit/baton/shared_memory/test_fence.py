@@ -24,9 +24,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Segment]:
-    made = create_segment(tmp_path, "arena", HUGE_PAGE)
-    yield made
-    made.close()
+    segment = create_segment(tmp_path, "arena", HUGE_PAGE)
+    yield segment
+    segment.close()
 
 
 @pytest.fixture

@@ -38,40 +38,40 @@ sys.stdin.read()
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 24))
-def test_a_size_is_the_next_multiple_of_block_and_huge_page(wanted: int, block: int) -> None:
-    size = round_up_segment_bytes(wanted, block)
+def test_a_size_is_the_next_multiple_of_block_and_huge_page(num_bytes: int, block: int) -> None:
+    size = round_up_segment_bytes(num_bytes, block)
     unit = math.lcm(block, HUGE_PAGE)
     assert size % unit == 0
-    assert wanted <= size < max(wanted, 1) + unit
+    assert num_bytes <= size < max(num_bytes, 1) + unit
 
 
 def test_a_segment_is_private_zeroed_aligned_locked_and_gone_after_close(tmp_path: Path) -> None:
-    made = create_segment(tmp_path, "arena", SIZE)
+    segment = create_segment(tmp_path, "arena", SIZE)
     try:
-        assert re.fullmatch(r"baton-arena-[0-9a-f]{32}", made.name)
-        assert made.path.stat().st_mode & 0o777 == 0o600
-        assert made.path.stat().st_blocks * 512 >= SIZE
-        assert len(made.view) == SIZE
-        assert bytes(made.view[:4096]) == bytes(4096)
-        assert is_holder_alive(tmp_path, made.name)
-        made.view[SIZE - 1] = 7
-        fd, size = open_peer_segment(tmp_path, made.name)
+        assert re.fullmatch(r"baton-arena-[0-9a-f]{32}", segment.name)
+        assert segment.path.stat().st_mode & 0o777 == 0o600
+        assert segment.path.stat().st_blocks * 512 >= SIZE
+        assert len(segment.view) == SIZE
+        assert bytes(segment.view[:4096]) == bytes(4096)
+        assert is_holder_alive(tmp_path, segment.name)
+        segment.view[SIZE - 1] = 7
+        fd, size = open_peer_segment(tmp_path, segment.name)
         assert size == SIZE
         assert os.pread(fd, 1, SIZE - 1) == b"\x07"
         os.close(fd)
     finally:
-        made.close()
-    made.close()
+        segment.close()
+    segment.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_descriptor_is_not_inherited(tmp_path: Path) -> None:
     """A lock that a child process shared would outlive its holder."""
-    made = create_segment(tmp_path, "arena", SIZE)
+    segment = create_segment(tmp_path, "arena", SIZE)
     try:
-        assert not os.get_inheritable(made._fd)
+        assert not os.get_inheritable(segment._fd)
     finally:
-        made.close()
+        segment.close()
 
 
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
@@ -112,7 +112,7 @@ def test_a_really_full_tmpfs_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
 def test_creation_stops_when_no_longer_wanted(tmp_path: Path) -> None:
     looks = iter([True, False])
     with pytest.raises(ShuttingDown):
-        create_segment(tmp_path, "pool", 100 * HUGE_PAGE, wanted=lambda: next(looks))
+        create_segment(tmp_path, "pool", 100 * HUGE_PAGE, is_wanted=lambda: next(looks))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,20 +155,20 @@ def test_stale_segments_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[4]
     (tmp_path / "baton-notes").write_text("somebody else's")
     live = create_segment(tmp_path, "arena", SIZE)
-    holder = subprocess.Popen(
+    owner_process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), str(SIZE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=root,
     )
-    with holder:
-        assert holder.stdout is not None
-        name = holder.stdout.readline().strip()
+    with owner_process:
+        assert owner_process.stdout is not None
+        name = owner_process.stdout.readline().strip()
         assert remove_stale_segments(tmp_path) == []
         assert is_holder_alive(tmp_path, name)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
+        owner_process.send_signal(signal.SIGKILL)
+        owner_process.wait()
     try:
         assert not is_holder_alive(tmp_path, name)
         assert sorted(remove_stale_segments(tmp_path)) == [name, f"{name}.fence"]
@@ -193,12 +193,12 @@ def test_creation_retries_when_removed_before_the_lock(
         lock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", sweeper_first)
-    made = create_segment(tmp_path, "arena", SIZE)
+    segment = create_segment(tmp_path, "arena", SIZE)
     try:
-        assert made.path.exists()
-        assert swept != [made.name]
+        assert segment.path.exists()
+        assert swept != [segment.name]
     finally:
-        made.close()
+        segment.close()
 
 
 def test_host_id_depends_on_folder_and_boot(tmp_path: Path) -> None:

@@ -85,14 +85,14 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 def test_a_plan_is_fixed_by_its_seed_and_fresh_without() -> None:
     lengths = LengthDistribution("uniform", 1, 900)
-    one, same, other = (
+    first, same, other = (
         plan_requests(PoissonArrivals(5.0), lengths, lengths, 40, seed) for seed in ("a", "a", "b")
     )
-    assert one == same
-    assert not {request.seed for request in one} & {request.seed for request in other}
-    assert len({request.seed for request in one}) == 40
-    assert [request.start_seconds for request in one] == sorted(
-        request.start_seconds for request in one
+    assert first == same
+    assert not {request.seed for request in first} & {request.seed for request in other}
+    assert len({request.seed for request in first}) == 40
+    assert [request.start_seconds for request in first] == sorted(
+        request.start_seconds for request in first
     )
     assert {
         request.start_seconds for request in plan_requests(ClosedLoop(2), lengths, lengths, 5, "a")
@@ -142,11 +142,11 @@ def measurement(
 
 
 def test_what_follows_from_the_arrivals_of_one_request() -> None:
-    one = measurement(10.0, (10.5, 1), (10.7, 2), (11.1, 2))
-    assert one.received_tokens == 5
-    assert one.ttft == pytest.approx(0.5)
-    assert one.tpot == pytest.approx(0.6 / 4)
-    assert one.inter_token_gaps == pytest.approx([0.2, 0.4])
+    request = measurement(10.0, (10.5, 1), (10.7, 2), (11.1, 2))
+    assert request.received_tokens == 5
+    assert request.ttft == pytest.approx(0.5)
+    assert request.tpot == pytest.approx(0.6 / 4)
+    assert request.inter_token_gaps == pytest.approx([0.2, 0.4])
     assert measurement(0.0, (1.0, 3)).tpot is None
 
 

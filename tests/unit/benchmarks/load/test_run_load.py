@@ -90,14 +90,14 @@ class FakeCompletionsEndpoint:
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[FakeCompletionsEndpoint]:
-    made = FakeCompletionsEndpoint()
-    listening = await asyncio.start_server(made.handle, "127.0.0.1", 0)
+    endpoint = FakeCompletionsEndpoint()
+    listening = await asyncio.start_server(endpoint.handle, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    made.client = CompletionsClient(
+    endpoint.client = CompletionsClient(
         parse_url(f"http://127.0.0.1:{port}/v1"), "m", "sesame", 300, timeout_seconds=5.0
     )
     async with listening:
-        yield made
+        yield endpoint
 
 
 async def test_tokens_are_counted_as_they_arrive(endpoint: FakeCompletionsEndpoint) -> None:
@@ -198,7 +198,7 @@ async def test_a_closed_loop_keeps_its_concurrency_and_sends_the_whole_plan(
     )
     seen = await run_load(endpoint.client, ClosedLoop(3), requests, seconds=30.0)
     assert len(seen) == 20
-    assert {one.error for one in seen} == {""}
+    assert {measurement.error for measurement in seen} == {""}
     assert endpoint.most_open == 3
     assert len({tuple(body["prompt"]) for body in endpoint.bodies if len(body["prompt"]) > 2}) > 10
 
@@ -221,7 +221,7 @@ async def test_poisson_arrivals_do_not_wait_for_answers(endpoint: FakeCompletion
         30.0,
     )
     assert endpoint.most_open == 8
-    assert [one.error for one in seen] == [""] * 8
+    assert [measurement.error for measurement in seen] == [""] * 8
 
 
 async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(
@@ -236,7 +236,7 @@ async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(
         ClosedLoop(2), LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 50, "s"
     )
     seen = await run_load(endpoint.client, ClosedLoop(2), requests, seconds=0.2)
-    assert [one.error for one in seen] == [UNFINISHED_ERROR] * 2
+    assert [measurement.error for measurement in seen] == [UNFINISHED_ERROR] * 2
     over.set()  # newer Pythons close a listener when its connections have been served
 
 

@@ -58,12 +58,12 @@ def test_mooncake_is_read_in_order_of_time(mooncake: Path) -> None:
 
 def test_azure_is_read(azure: Path) -> None:
     trace = read_trace(azure)
-    assert [(one.prompt_tokens, one.output_tokens, one.block_ids) for one in trace] == [
-        (4808, 10, ()), (3180, 8, ()), (110, 27, ()),
-    ]  # fmt: skip
+    assert [request.prompt_tokens for request in trace] == [4808, 3180, 110]
+    assert [request.output_tokens for request in trace] == [10, 8, 27]
+    assert {request.block_ids for request in trace} == {()}
     assert trace[2].arrival_seconds - trace[0].arrival_seconds == pytest.approx(0.5)
     plan = plan_from_trace(trace, "s")
-    prompts = [tuple(make_token_prompt(one, 1000)) for one in plan]
+    prompts = [tuple(make_token_prompt(request, 1000)) for request in plan]
     assert [len(prompt) for prompt in prompts] == [4808, 3180, 110]
     assert len({prompt[:16] for prompt in prompts}) == 3
 
@@ -75,9 +75,9 @@ def test_speed_and_scale(mooncake: Path) -> None:
     assert [len(make_token_prompt(one, 1000)) for one in plan] == [128, 129, 75]
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(first: list[int], other: list[int]) -> int:
     return len(
-        list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
     )
 
 
@@ -104,11 +104,11 @@ def test_prompts_share_what_the_ids_share_and_nothing_else(
 
 def test_another_run_has_other_prompts_and_the_same_seed_the_same(mooncake: Path) -> None:
     trace = read_trace(mooncake)
-    one, same, other = (
+    first, same, other = (
         make_token_prompt(plan_from_trace(trace, seed)[0], 1000) for seed in ("a", "a", "b")
     )
-    assert one == same
-    assert common(one, other) < 16
+    assert first == same
+    assert common(first, other) < 16
     texts = [make_text_prompt(planned) for planned in plan_from_trace(trace, "a")]
     assert texts[0].split()[:1024] == texts[1].split()[:1024]
     assert texts[0].split()[512:] != texts[2].split()[512:]
@@ -186,7 +186,7 @@ def test_the_command_line_makes_one_cell_of_a_trace(mooncake: Path) -> None:
     words = ("--trace", str(mooncake), "--speed", "4", "--limit", "2", "--scale-lengths", "0.5")
     [cell] = plan_cells(options(*words), "s")  # type: ignore[arg-type]
     assert (cell.load, str(cell.load)) == (TraceReplay("mooncake", 4.0), "mooncake@4")
-    assert [one.prompt_tokens for one in cell.plan] == [512, 515]
+    assert [request.prompt_tokens for request in cell.plan] == [512, 515]
     console = Console(record=True, width=200)
     print_trace(console, cell)
     assert (

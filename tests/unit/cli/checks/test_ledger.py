@@ -10,8 +10,8 @@ from baton.pb.common_pb2 import Ledger, LedgerOwner
 
 def ledger(*owners: tuple[str, str, int, float], total: int = 20, **counts: int) -> Ledger:
     rows = [
-        LedgerOwner(owner=who, state=state, blocks=blocks, age_seconds=age)
-        for who, state, blocks, age in owners
+        LedgerOwner(owner=owner, state=state, blocks=blocks, age_seconds=age)
+        for owner, state, blocks, age in owners
     ]
     return Ledger(node="decode-0", incarnation="i", total=total, owners=rows, **counts)
 
@@ -48,11 +48,11 @@ def test_only_idle_nodes_and_old_holdings_are_suspected() -> None:
         ("new/1.0", "in_use", 1, 0.1),
         ("lost", "quarantined", 1, 9.0),
     ]
-    one = ledger(*held, free=17, in_use=2, quarantined=1)
-    assert find_ownerless_blocks([one], {("decode-0", "i")}, 0.5) == {
+    unbalanced = ledger(*held, free=17, in_use=2, quarantined=1)
+    assert find_ownerless_blocks([unbalanced], {("decode-0", "i")}, 0.5) == {
         BlockHolding("decode-0", "i", "old/1.0", "in_use")
     }
-    assert find_ownerless_blocks([one], {("decode-0", "another")}, 0.5) == set()
+    assert find_ownerless_blocks([unbalanced], {("decode-0", "another")}, 0.5) == set()
 
 
 def test_idle_is_what_every_look_found_idle() -> None:

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from baton.cli.supervisor import child_specs as plan
+from baton.cli.supervisor import child_specs
 from baton.cli.supervisor.ports import Endpoints
 from baton.config.resolve import resolve_config
 from baton.config.settings import SECRET_FIELDS, Config
@@ -13,8 +13,8 @@ WHERE = Endpoints(
 )
 
 
-def children(config: Config, cores: int = 2, **environ: str) -> tuple[plan.ChildSpec, ...]:
-    return plan.make_child_specs(config, WHERE, environ=environ, cores=cores, supervisor=77)
+def children(config: Config, cores: int = 2, **environ: str) -> tuple[child_specs.ChildSpec, ...]:
+    return child_specs.make_child_specs(config, WHERE, environ=environ, cores=cores, supervisor=77)
 
 
 def test_one_process_for_each_part() -> None:
@@ -67,15 +67,18 @@ def test_each_child_gets_the_secrets_that_it_uses_and_none_on_its_command_line()
     environment."""
     config = Config(api_key="a-key", cluster_token="a-token", admin_token="an-admin")
     where = dataclasses.replace(WHERE, pool="127.0.0.1:5")
-    for spec in plan.make_child_specs(
+    for spec in child_specs.make_child_specs(
         config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77
     ):
         given = {spec.environ.get(f"BATON_{field.upper()}") for field in SECRET_FIELDS} - {None}
         assert given == (
-            {"a-key", "a-token", "an-admin"} if spec.name == plan.COORDINATOR else {"a-token"}
+            {"a-key", "a-token", "an-admin"}
+            if spec.name == child_specs.COORDINATOR
+            else {"a-token"}
         )
         assert (
-            not {"a-key", "an-admin"} & set(spec.environ.values()) or spec.name == plan.COORDINATOR
+            not {"a-key", "an-admin"} & set(spec.environ.values())
+            or spec.name == child_specs.COORDINATOR
         )
         assert "-" not in spec.module
 
@@ -91,13 +94,13 @@ def test_a_variable_that_nothing_reads_is_not_passed_on() -> None:
     [("auto", 2, 2, 1), ("auto", 4, 2, 1), ("auto", 2, 8, 4), ("auto", 3, 8, 2), ("3", 4, 2, 3)],
 )
 def test_threads_share_the_cores(threads: str, nodes: int, cores: int, expected: int) -> None:
-    assert plan.threads_per_node(threads, nodes, cores) == expected
+    assert child_specs.threads_per_node(threads, nodes, cores) == expected
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two", "1.5", ""])
 def test_threads_that_are_no_number_are_refused_by_value(threads: str) -> None:
     with pytest.raises(ConfigError, match=f"threads is '{threads}'"):
-        plan.threads_per_node(threads, 1, 1)
+        child_specs.threads_per_node(threads, 1, 1)
 
 
 def test_idle_openmp_threads_do_not_spin_unless_the_user_says_so() -> None:
@@ -113,15 +116,15 @@ def test_idle_openmp_threads_do_not_spin_unless_the_user_says_so() -> None:
 
 
 def test_no_prefill_node_means_colocated_and_is_told() -> None:
-    config, notes = plan.complete_config(Config(prefill=0))
+    config, notes = child_specs.complete_config(Config(prefill=0))
     assert config.mode == "colocated"
     assert notes == ["--prefill 0: mode disaggregated becomes colocated"]
     assert [spec.name for spec in children(config)] == ["coordinator", "decode-0"]
-    assert plan.complete_config(Config(prefill=0, mode="colocated"))[1] == []
+    assert child_specs.complete_config(Config(prefill=0, mode="colocated"))[1] == []
 
 
 def test_a_token_is_minted_unless_given() -> None:
-    first, second = (plan.complete_config(Config())[0].cluster_token for _ in range(2))
+    first, second = (child_specs.complete_config(Config())[0].cluster_token for _ in range(2))
     assert len(first) == 64
     assert first != second
-    assert plan.complete_config(Config(cluster_token="mine"))[0].cluster_token == "mine"
+    assert child_specs.complete_config(Config(cluster_token="mine"))[0].cluster_token == "mine"

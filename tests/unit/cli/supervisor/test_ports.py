@@ -23,8 +23,8 @@ def test_coordinator_can_listen_on_a_reserved_port_repeatedly() -> None:
     for _ in range(2):
         with listener(config.port), socket.create_connection(("127.0.0.1", config.port)):
             pass
-    for one in held:
-        one.close()
+    for reserved in held:
+        reserved.close()
 
 
 def test_reserved_port_cannot_be_bound_by_others() -> None:
@@ -35,8 +35,8 @@ def test_reserved_port_cannot_be_bound_by_others() -> None:
         other.bind(("127.0.0.1", config.port))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", config.port))
-    for one in held:
-        one.close()
+    for reserved in held:
+        reserved.close()
 
 
 def test_a_port_in_use_is_named_with_its_flag_and_nothing_stays_held() -> None:

@@ -1,17 +1,14 @@
-"""The brain on a bench: time turned by hand, nodes that say what the test says, and every effect
+"""A brain without a shell: the test turns its clock and sends reports, and every effect is
 recorded."""
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.cluster_link.messages import (
-    PROTOCOL_VERSION,
     AttemptFailed,
     BlocksReserved,
     DecodeOrder,
     HandoffCompleted,
     Heartbeat,
-    JoinInfo,
     NodeOrder,
     NodeReport,
     PrefillEnded,
@@ -19,25 +16,19 @@ from baton.cluster_link.messages import (
     PromptLogprobsReport,
     StepTokens,
 )
+from baton.cluster_link.report_types import HandoffReport, NodeStats
 from baton.errors import BatonError, Cancelled, NodeLost
-from baton.kv.kv_layout import KVLayout
-from baton.pb.cluster_pb2 import NodeStats
-from baton.pb.common_pb2 import HandoffReport
+from baton.pb.cluster_pb2 import ExplainResponse
 from baton.types import (
     DEFAULT_PRINCIPAL,
     AttemptKey,
     FinishReason,
     Incarnation,
-    NodeName,
-    PeerAddress,
     Principal,
     Request,
     RequestId,
     Role,
     SamplingParams,
-    SegmentRef,
-    Ticket,
-    TicketId,
     TokenEvent,
     TokenLogprobs,
 )
@@ -53,35 +44,13 @@ from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.placement.policies import LeastLoadedPolicy
+from coordinator.explanation_codec import EXPLANATION_PACKING, explanation_to_pb
+from simulator.node_messages import SMALL_LAYOUT, make_join_info, make_ticket
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+LAYOUT = SMALL_LAYOUT
 SILENCE, STALL = 5.0, 15.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OrderT = TypeVar("OrderT", bound=NodeOrder)
-
-
-def make_join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
-    info = JoinInfo(
-        protocol_version=PROTOCOL_VERSION,
-        name=NodeName(name),
-        role=role,
-        host_id="h",
-        transfer_endpoint=f"tcp://{name}",
-        pid=1,
-        model_digest="ab",
-        layout=LAYOUT,
-        num_blocks=32,
-        max_num_seqs=4,
-        max_batched_tokens=64,
-        max_model_len=256,
-        vocab_size=1000,
-        eos_token_ids=(2,),
-        engine="paced",
-        process=name,
-        implementation="paced",
-        dtype="float32",
-    )
-    return replace(info, **changes)
 
 
 def make_stats(room: int = 32, **fields: Any) -> NodeStats:
@@ -106,6 +75,7 @@ class BrainHarness:
             max_attempts=max_attempts,
             reserve_timeout=STALL,
             explain_keep=explain_keep,
+            explanation_packing=EXPLANATION_PACKING,
             local_prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
             max_queue_tokens=max_queue_tokens,
@@ -193,6 +163,10 @@ class BrainHarness:
             for node in self.brain.node_registry.nodes.values():
                 node.heard_at = self.now
         return self._record_effects(self.brain.tick(self.now))
+
+    def explain_request(self, request: RequestId) -> ExplainResponse:
+        """As operators see it."""
+        return explanation_to_pb(self.brain.explain_request(request, self.now))
 
     # what nodes say, in short
 
@@ -292,22 +266,6 @@ class BrainHarness:
     def _record_effects(self, effects: list[Effect]) -> list[Effect]:
         self.effects += effects
         return effects
-
-
-def make_ticket(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Ticket:
-    return Ticket(
-        id=TicketId(f"t-{key}"),
-        key=key,
-        decode_peer=PeerAddress(NodeName("d"), node, "h", "tcp://d"),
-        writer_incarnation=writer,
-        first_block=0,
-        block_offsets=(0,),
-        num_tokens=20,
-        ttl_seconds=10.0,
-        transport="shm",
-        segment=SegmentRef("s", node),
-        fence_byte=1,
-    )
 
 
 def stream_first_token(

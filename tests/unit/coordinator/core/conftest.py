@@ -1,4 +1,4 @@
-"""A world of one prefill and one decode node, the latter only where a test asks for it."""
+"""A brain with one prefill node, and one decode node where a test asks for it."""
 
 import pytest
 

@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 import pytest
 
 from baton.errors import NodeLost, SlowReader
-from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
+from coordinator.core.common.timeline import Timeline
 from coordinator.generation import FinishedEvent, GenerationEvent, TokensEvent
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 

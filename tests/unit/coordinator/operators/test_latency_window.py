@@ -3,7 +3,7 @@
 from coordinator.operators.latency_window import MAX_REQUESTS, WINDOW_SECONDS, LatencyWindow
 
 
-def test_percentiles_within_window() -> None:
+def test_percentiles_cover_only_the_window() -> None:
     recent = LatencyWindow()
     assert (recent.compute_latency(0.0).requests, recent.compute_latency(0.0).ttft_p90) == (0, 0.0)
     for number in range(10):

@@ -50,7 +50,7 @@ async def test_reloaded_tenant_classes_have_series_at_the_next_scrape() -> None:
     assert seen["baton_request_ttft_seconds_count"].keys() >= {(each,) for each in CLASSES}
 
 
-async def test_what_was_counted_is_shown_instead_of_zero() -> None:
+async def test_counted_series_show_their_value_instead_of_zero() -> None:
     dispatcher = Dispatcher(Config())
     metrics = CoordinatorMetrics(dispatcher)
     dispatcher.brain.counters.requests["length", "default"] = 7

@@ -29,8 +29,8 @@ from tests.pool.harness import DIGEST, LAYOUT, client_config
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SegmentStore]:
-    with closing(SegmentStore(tmp_path, 1 << 20, LAYOUT)) as made:
-        yield made
+    with closing(SegmentStore(tmp_path, 1 << 20, LAYOUT)) as store:
+        yield store
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def test_invalid_publish_rate_is_rejected_at_start(space: BlockAddressSpace, rat
 @pytest.mark.asyncio
 async def test_stream_may_end_after_the_pool_is_closed(tmp_path: Path) -> None:
     host = PoolManager(tmp_path, 1 << 20, EVICTION_POLICIES["lru"], monotonic_clock)
-    desk = await host.attach_client(
+    session = await host.attach_client(
         AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT)
     )
     await host.close()
-    host.on_stream_ended(desk)
+    host.on_stream_ended(session)
     assert host._removal_timer is None
 
 

@@ -20,7 +20,8 @@ def make_block_chain(
 ) -> PromptChain:
     """A block of four equal tokens for each id, then `rest`."""
     return make_chain(
-        [token for one in ids for token in (one,) * PROMPT_BLOCK_TOKENS] + list(rest), root
+        [token for token_id in ids for token in (token_id,) * PROMPT_BLOCK_TOKENS] + list(rest),
+        root,
     )
 
 

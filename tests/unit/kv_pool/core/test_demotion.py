@@ -18,7 +18,7 @@ def make_pool(memory: int, disk: int) -> SharedBlockPool:
         CacheTier(memory, PROMPT_BLOCK_TOKENS, LruEvictor(memory)),
         CacheTier(disk, PROMPT_BLOCK_TOKENS, LruEvictor(disk)),
     )
-    pool.attach_client(CLIENT_ID, 0.0)
+    pool.attachments.attach_client(CLIENT_ID, 0.0)
     return pool
 
 

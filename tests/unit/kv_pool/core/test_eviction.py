@@ -35,12 +35,12 @@ def test_leaves_are_evicted_first_and_pinned_blocks_never(which: int) -> None:
 
 def test_lru_evicts_the_least_recently_used() -> None:
     tier = CacheTier(4, PROMPT_BLOCK_TOKENS, LruEvictor(4))
-    for now, one in enumerate((1, 2, 3, 4)):
-        insert_chain(tier, make_block_chain(one), float(now))
+    for now, number in enumerate((1, 2, 3, 4)):
+        insert_chain(tier, make_block_chain(number), float(now))
     tier.match_prefix(make_block_chain(1), 4.0)
     tier.match_prefix(make_block_chain(3), 5.0)
     lost = []
-    tier.add_listeners(on_remove=lambda block: lost.append(tier.index.packed_tokens(block)[3]))
+    tier.add_listeners(on_remove=lambda block: lost.append(tier.index.tokens.get_tokens(block)[3]))
     tier.allocate_blocks(4, 6.0)
     assert lost == [2, 4, 1, 3]
 
@@ -136,21 +136,21 @@ def test_oldest_candidate_survives_queue_compaction(steps: list[tuple[str, int]]
         patch.setattr(eviction, "_STALE_ALLOWANCE", 1)
         offers, offered = CandidateQueues(8, 2), set[int]()
         queues, last_use = array("b", [0] * 8), array("d", [0.0] * 8)
-        for now, (what, block) in enumerate(steps, 1):
-            if what == "offer":
+        for now, (action, block) in enumerate(steps, 1):
+            if action == "offer":
                 offers.add_block(block, queues[block], last_use[block])
                 offered.add(block)
-            elif what == "use":
+            elif action == "use":
                 queues[block], last_use[block] = 1 - queues[block], float(now)
                 if block in offered:
                     offers.add_block(block, queues[block], last_use[block])
-            elif what == "withdraw":
+            elif action == "withdraw":
                 offers.remove_block(block)
                 offered.discard(block)
             for queue in range(2):
-                mine = [(last_use[one], one) for one in offered if queues[one] == queue]
+                mine = [(last_use[block], block) for block in offered if queues[block] == queue]
                 found = offers.find_oldest(queue, queues, last_use)
                 assert found == (min(mine)[1] if mine else -1)
-                if what == "take" and found >= 0:
+                if action == "take" and found >= 0:
                     offers.remove_block(found)
                     offered.discard(found)

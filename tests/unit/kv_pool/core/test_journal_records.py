@@ -78,7 +78,7 @@ def test_any_journal_prefix_restores_the_slots_of_that_time(
     tier = make_tier()
     taken = restore_tier(tier, known, 0.0)
     tier.check()
-    assert len(taken) == len(tier.index) == SLOTS - tier.num_free
+    assert len(taken) == len(tier.index) == SLOTS - len(tier.free_list)
     last = {entry.slot: entry for entry in known}
     for entry in taken:
         assert last[entry.slot] == entry, (

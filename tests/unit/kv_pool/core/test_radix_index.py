@@ -102,8 +102,8 @@ def test_partial_match_prefers_the_longest_shared_tokens() -> None:
         (4, 4): None,
         (): None,
     }.items():
-        wanted = make_chain([1, 1, 1, 1, *rest])
-        assert index.match_partial_block(wanted, index.match_prefix(wanted)) == expected
+        query = make_chain([1, 1, 1, 1, *rest])
+        assert index.match_partial_block(query, index.match_prefix(query)) == expected
     none = make_chain([1, 1, 2])
     assert index.match_partial_block(none, index.match_prefix(none)) == (0, 2)
     assert (
@@ -140,10 +140,10 @@ def test_chain_can_be_read_back() -> None:
 
 def test_match_takes_logarithmic_lookups() -> None:
     class Counting(BlockHashTable):
-        asked = 0
+        num_lookups = 0
 
         def find_block(self, name: bytes) -> int | None:
-            self.asked += 1
+            self.num_lookups += 1
             return super().find_block(name)
 
     prompt = make_chain(range(4 * 4096))
@@ -153,7 +153,7 @@ def test_match_takes_logarithmic_lookups() -> None:
         counting.add_block(block, index.block_hash(block))
     index._hash_table = counting
     assert len(index.match_prefix(prompt)) == 4096
-    assert counting.asked <= 13
+    assert counting.num_lookups <= 13
 
 
 def test_inconsistent_chain_is_rejected() -> None:

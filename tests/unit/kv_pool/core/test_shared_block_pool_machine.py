@@ -68,24 +68,26 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
         for others in self.writing.values():
             assert not blocks & others
 
-    @rule(holder=st.sampled_from(CLIENT_IDS))
-    def attach(self, holder: PoolClientId) -> None:
-        if holder not in self.live_clients | self.suspects:
-            self.pool.attach_client(holder, self.now)
-            self.live_clients.add(holder)
+    @rule(client_id=st.sampled_from(CLIENT_IDS))
+    def attach(self, client_id: PoolClientId) -> None:
+        if client_id not in self.live_clients | self.suspects:
+            self.pool.attachments.attach_client(client_id, self.now)
+            self.live_clients.add(client_id)
 
     @rule(
         target=pins,
-        holder=st.sampled_from(CLIENT_IDS),
+        client_id=st.sampled_from(CLIENT_IDS),
         prompt=PROMPTS,
         less=st.integers(0, 5),
         partial=st.booleans(),
     )
-    def find(self, holder: PoolClientId, prompt: PromptChain, less: int, partial: bool) -> object:
-        if holder not in self.live_clients:
+    def find(
+        self, client_id: PoolClientId, prompt: PromptChain, less: int, partial: bool
+    ) -> object:
+        if client_id not in self.live_clients:
             return multiple()
         most = max(0, len(prompt.packed_tokens) // 4 - less)
-        found = self.pool.find_prefix(holder, prompt, most, self.now, partial=partial)
+        found = self.pool.find_prefix(client_id, prompt, most, self.now, partial=partial)
         held = {block: self.memory[block] for block in found.blocks}
         assert list(held.values()) == [content(prompt, number) for number in range(len(held))]
         covered = len(held) * PROMPT_BLOCK_TOKENS
@@ -104,8 +106,8 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
         if found.pin_id is None:
             assert not held
             return multiple()
-        self.pinned[holder, found.pin_id] = held
-        return holder, found.pin_id
+        self.pinned[client_id, found.pin_id] = held
+        return client_id, found.pin_id
 
     @rule(pin=consumes(pins))
     def release(self, pin: tuple[PoolClientId, int]) -> None:
@@ -115,79 +117,84 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
 
     @rule(
         target=publications,
-        holder=st.sampled_from(CLIENT_IDS),
+        client_id=st.sampled_from(CLIENT_IDS),
         prompt=PROMPTS,
         first=st.integers(0, 3),
     )
-    def reserve(self, holder: PoolClientId, prompt: PromptChain, first: int) -> object:
-        if holder not in self.live_clients:
+    def reserve(self, client_id: PoolClientId, prompt: PromptChain, first: int) -> object:
+        if client_id not in self.live_clients:
             return multiple()
-        granted = self.pool.reserve_blocks(holder, prompt, first, self.now)
+        granted = self.pool.reserve_blocks(client_id, prompt, first, self.now)
         self.assert_unused(set(granted.blocks))
         self.carry_out_demotions()
         if granted.publication_id is None:
             assert not granted.blocks
             return multiple()
         assert granted.first_block >= first
-        self.writing[holder, granted.publication_id] = set(granted.blocks)
-        return holder, granted.publication_id, prompt, granted.first_block, granted.blocks
+        self.writing[client_id, granted.publication_id] = set(granted.blocks)
+        return client_id, granted.publication_id, prompt, granted.first_block, granted.blocks
 
-    @rule(what=consumes(publications), whole=st.integers(0, 6))
+    @rule(reserved=consumes(publications), whole=st.integers(0, 6))
     def seal(
         self,
-        what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]],
+        reserved: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]],
         whole: int,
     ) -> None:
-        holder, publication, prompt, first, blocks = what
-        if (holder, publication) not in self.writing or holder not in self.live_clients:
+        client_id, publication, prompt, first, blocks = reserved
+        if (client_id, publication) not in self.writing or client_id not in self.live_clients:
             return
         for number, block in enumerate(blocks, first):
             self.memory[block] = content(prompt, number)
-        del self.writing[holder, publication]
-        found = self.pool.seal_publication(holder, publication, min(whole, len(blocks)), self.now)
+        del self.writing[client_id, publication]
+        found = self.pool.seal_publication(
+            client_id, publication, min(whole, len(blocks)), self.now
+        )
         held = {block: self.memory[block] for block in found.blocks}
         assert list(held.values()) == [content(prompt, number) for number in range(len(held))]
         assert len(held) == first + min(whole, len(blocks))
         if found.pin_id is not None:
-            self.pinned[holder, found.pin_id] = held
+            self.pinned[client_id, found.pin_id] = held
 
-    @rule(what=consumes(publications))
+    @rule(reserved=consumes(publications))
     def withdraw(
-        self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]]
+        self,
+        reserved: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]],
     ) -> None:
-        if what[:2] in self.writing and what[0] in self.live_clients:
-            self.pool.withdraw_publication(*what[:2])
-            del self.writing[what[:2]]
+        if reserved[:2] in self.writing and reserved[0] in self.live_clients:
+            self.pool.withdraw_publication(*reserved[:2])
+            del self.writing[reserved[:2]]
 
-    @rule(holder=st.sampled_from(CLIENT_IDS))
-    def stream_breaks(self, holder: PoolClientId) -> None:
-        if holder in self.live_clients:
-            self.pool.mark_suspect(holder, self.now)
-            self.live_clients.remove(holder)
-            self.suspects.add(holder)
-        assert set(self.pool.suspect_clients) == self.suspects
+    @rule(client_id=st.sampled_from(CLIENT_IDS))
+    def stream_breaks(self, client_id: PoolClientId) -> None:
+        if client_id in self.live_clients:
+            self.pool.attachments.mark_suspect(client_id, self.now)
+            self.live_clients.remove(client_id)
+            self.suspects.add(client_id)
+        assert set(self.pool.attachments.suspect_clients) == self.suspects
 
-    @rule(holder=st.sampled_from(CLIENT_IDS))
-    def client_is_proven_gone(self, holder: PoolClientId) -> None:
-        if holder in self.live_clients | self.suspects:
-            self.pool.remove_client(holder)
-            self.live_clients.discard(holder)
-            self.suspects.discard(holder)
-            self.pinned = {pin: held for pin, held in self.pinned.items() if pin[0] != holder}
-            self.writing = {one: blocks for one, blocks in self.writing.items() if one[0] != holder}
+    @rule(client_id=st.sampled_from(CLIENT_IDS))
+    def client_is_proven_gone(self, client_id: PoolClientId) -> None:
+        if client_id in self.live_clients | self.suspects:
+            self.pool.remove_client(client_id)
+            self.live_clients.discard(client_id)
+            self.suspects.discard(client_id)
+            self.pinned = {pin: held for pin, held in self.pinned.items() if pin[0] != client_id}
+            self.writing = {
+                one: blocks for one, blocks in self.writing.items() if one[0] != client_id
+            }
 
-    @rule(prompt=PROMPTS, holder=st.sampled_from(CLIENT_IDS))
-    def load_from_disk(self, prompt: PromptChain, holder: PoolClientId) -> None:
-        if holder not in self.live_clients or self.pool.disk is None:
+    @rule(prompt=PROMPTS, client_id=st.sampled_from(CLIENT_IDS))
+    def load_from_disk(self, prompt: PromptChain, client_id: PoolClientId) -> None:
+        if client_id not in self.live_clients or self.pool.disk is None:
             return
         found = self.pool.find_prefix(
-            holder, prompt, len(prompt.packed_tokens) // 4, self.now, partial=False
+            client_id, prompt, len(prompt.packed_tokens) // 4, self.now, partial=False
         )
         more = self.pool.find_on_disk(prompt, len(found.blocks), len(prompt), self.now)
         for number, block in enumerate(more, len(found.blocks)):
             assert self.file[block] == content(prompt, number)
         if found.pin_id is not None:
-            self.pool.release_pin(holder, found.pin_id)
+            self.pool.release_pin(client_id, found.pin_id)
 
     @rule(seconds=st.floats(0.1, 5000))
     def time_passes(self, seconds: float) -> None:
@@ -210,8 +217,8 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
-            for holder in self.live_clients | self.suspects:
-                self.pool.remove_client(holder)
+            for client_id in self.live_clients | self.suspects:
+                self.pool.remove_client(client_id)
             self.pool.check()
             counts = {
                 state.value: blocks for state, blocks in self.pool.ledger(self.now).counts.items()

@@ -33,9 +33,9 @@ def open_test_file(
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[DiskFile]:
-    made = open_test_file(tmp_path)
-    yield made
-    made.close()
+    file = open_test_file(tmp_path)
+    yield file
+    file.close()
 
 
 def read_slot_after_reopen(folder: Path, slot: int = 3, **changed: object) -> bytes | None:
@@ -83,8 +83,8 @@ def test_file_of_another_model_layout_or_size_is_recreated(
 def test_header_with_a_flipped_bit_is_rejected(filled: Path) -> None:
     path = filled / DISK_FILE_NAME
     whole = path.read_bytes()
-    said = whole[:HEADER_BYTES].rstrip(b"\0")
-    for place in range(0, len(said), 7):
+    header = whole[:HEADER_BYTES].rstrip(b"\0")
+    for place in range(0, len(header), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         assert read_slot_after_reopen(filled) is None
 
@@ -243,7 +243,7 @@ def test_journal_is_compacted_and_bounded(file: DiskFile, tmp_path: Path) -> Non
     journal.close()
     assert most <= (2 * SLOTS + 1024) * record_size(LAYOUT.block_size)
     journal, known = open_journal(tmp_path, ReopenedDiskFile(file))
-    last = {one.slot: one for one in known}
+    last = {entry.slot: entry for entry in known}
     assert [last[slot].checksum for slot in range(SLOTS)] == list(range(4992, 5000))
     assert sorted(path.name for path in tmp_path.iterdir()) == [JOURNAL_FILE_NAME, DISK_FILE_NAME]
     journal.close()

@@ -6,14 +6,14 @@ import pytest
 
 from baton.config.settings import Config
 from baton.shared_memory import segment
+from kv_pool.assemble import disk_settings
 from kv_pool.disk.data_file import DISK_FILE_NAME
-from kv_pool.pool_process import disk_settings
 
 FILE_BYTES = 500_000  # bytes of the file that is there
 
 
 @pytest.mark.parametrize(
-    ("said", "free", "size"),
+    ("setting", "free", "size"),
     [
         ("0.5", 500_000, FILE_BYTES),  # beside the file, as when it was made
         ("0.5", 499_000, FILE_BYTES),  # the journal, a log
@@ -24,10 +24,10 @@ FILE_BYTES = 500_000  # bytes of the file that is there
     ],
 )
 def test_a_share_of_the_disk_is_the_same_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, free: int, size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, free: int, size: int
 ) -> None:
     (tmp_path / DISK_FILE_NAME).write_bytes(bytes(FILE_BYTES))
     monkeypatch.setattr(segment, "free_bytes", lambda _: free)
-    terms = disk_settings(Config(pool_disk=said, pool_disk_dir=str(tmp_path)))
+    terms = disk_settings(Config(pool_disk=setting, pool_disk_dir=str(tmp_path)))
     assert terms is not None
     assert terms.size_bytes == size

@@ -59,7 +59,7 @@ class LoaderRig:
     def __init__(self, source: ScriptedSource, blocks: int = 8) -> None:
         self.now = 0.0
         self.pool = SharedBlockPool(CacheTier(blocks, PROMPT_BLOCK_TOKENS, LruEvictor(blocks)))
-        self.pool.attach_client(CLIENT_ID, 0.0)
+        self.pool.attachments.attach_client(CLIENT_ID, 0.0)
         self.sealed: list[tuple[list[int], list[int]]] = []
         self.loader = BlockLoader(
             self.pool,
@@ -89,16 +89,16 @@ async def test_loaded_blocks_are_found_and_pinned_for_waiters() -> None:
     source = ScriptedSource(3, 3)
     rig = LoaderRig(source)
     insert_chain(rig.pool.memory, make_block_chain(1))
-    arrival = rig.find_or_start_load(PROMPT)
-    assert arrival is not None
-    assert arrival.num_blocks == 2
-    assert not arrival.done_event.is_set()
+    pending = rig.find_or_start_load(PROMPT)
+    assert pending is not None
+    assert pending.num_blocks == 2
+    assert not pending.done_event.is_set()
     counts = rig.pool.ledger(0.0).counts
     assert counts[PoolBlockState.WRITING] == 2
     assert len(rig.find_prefix(PROMPT).blocks) == 1
     source.intact_blocks = 2
     source.go.set()
-    await arrival.done_event.wait()
+    await pending.done_event.wait()
     found = rig.find_prefix(PROMPT)
     assert len(found.blocks) == 3
     assert rig.sealed == [(list(found.blocks)[1:], [0, 1])]
@@ -128,38 +128,38 @@ async def test_corrupt_blocks_are_not_indexed_and_their_places_are_freed(
 ) -> None:
     source = ScriptedSource(4, whole)
     rig = LoaderRig(source)
-    arrival = rig.find_or_start_load(PROMPT)
-    assert arrival is not None
+    pending = rig.find_or_start_load(PROMPT)
+    assert pending is not None
     source.go.set()
-    await arrival.done_event.wait()
+    await pending.done_event.wait()
     assert len(rig.find_prefix(PROMPT).blocks) == found
     assert rig.loader.counters["baton_pool_load_failures_total"] == 1
-    assert rig.pool.memory.num_free == 8 - found
+    assert len(rig.pool.memory.free_list) == 8 - found
     assert source.num_done_calls == 1
-    assert rig.find_or_start_load(PROMPT) is not arrival, "it can be tried again"
+    assert rig.find_or_start_load(PROMPT) is not pending, "it can be tried again"
 
 
 async def test_load_outlives_the_client_that_started_it() -> None:
     source = ScriptedSource(4, 4)
     rig = LoaderRig(source)
-    arrival = rig.find_or_start_load(PROMPT)
-    assert arrival is not None
+    pending = rig.find_or_start_load(PROMPT)
+    assert pending is not None
     rig.pool.remove_client(CLIENT_ID)
     source.go.set()
-    await arrival.done_event.wait()
-    rig.pool.attach_client(CLIENT_ID, 0.0)
+    await pending.done_event.wait()
+    rig.pool.attachments.attach_client(CLIENT_ID, 0.0)
     assert len(rig.find_prefix(PROMPT).blocks) == 4
 
 
 async def test_overdue_load_gets_no_new_waiters() -> None:
     source = ScriptedSource(2, 2)
     rig = LoaderRig(source)
-    arrival = rig.find_or_start_load(PROMPT)
-    assert arrival is not None
-    rig.now = arrival.max_wait_seconds
+    pending = rig.find_or_start_load(PROMPT)
+    assert pending is not None
+    rig.now = pending.max_wait_seconds
     assert rig.find_or_start_load(PROMPT) is None
     source.go.set()
-    await arrival.done_event.wait()
+    await pending.done_event.wait()
     assert len(rig.find_prefix(PROMPT).blocks) == 2
 
 
@@ -172,9 +172,9 @@ async def test_no_load_without_room() -> None:
     assert source.num_done_calls == 1
     assert pinned.pin_id is not None
     rig.pool.release_pin(CLIENT_ID, pinned.pin_id)
-    arrival = rig.find_or_start_load(PROMPT)
-    assert arrival is not None
-    assert arrival.num_blocks == 2, "as many as there is room for"
+    pending = rig.find_or_start_load(PROMPT)
+    assert pending is not None
+    assert pending.num_blocks == 2, "as many as there is room for"
 
 
 async def test_load_covers_only_missing_and_requested_blocks() -> None:

@@ -40,7 +40,7 @@ class PromotionRig:
         self.fetched_publications: list[Publication] = []
         self.remote_prefix = RemotePrefix(THERE, tokens, token_seconds)
         self.pool = SharedBlockPool(CacheTier(8, PROMPT_BLOCK_TOKENS, LruEvictor(8)))
-        self.pool.attach_client(CLIENT_ID, 0.0)
+        self.pool.attachments.attach_client(CLIENT_ID, 0.0)
         self.loader = BlockLoader(
             self.pool,
             lambda: self.now,
@@ -67,26 +67,39 @@ class PromotionRig:
             self.pool.release_pin(CLIENT_ID, found.pin_id)
         return found
 
+    def fetched_ranges(self) -> list[tuple[int, int]]:
+        """First block and number of blocks of each fetch."""
+        return [
+            (publication.first_block, len(publication.blocks))
+            for publication in self.fetched_publications
+        ]
+
     async def look_up(self, chain: PromptChain = PROMPT) -> int:
         """Blocks that are here in the end."""
-        arrival = self.loader.find_or_start_load(
+        pending = self.loader.find_or_start_load(
             chain, self.match_in_memory(chain), len(chain), None, self.remote_prefix
         )
-        if arrival is not None:
+        if pending is not None:
             await asyncio.sleep(0)
             self.go.set()
-            await arrival.done_event.wait()
+            await pending.done_event.wait()
         return len(self.match_in_memory(chain).blocks)
 
 
 async def test_concurrent_lookups_share_one_promotion() -> None:
     scene = PromotionRig()
     assert await asyncio.gather(*(scene.look_up() for _ in range(4))) == [3] * 4
-    assert [(one.first_block, len(one.blocks)) for one in scene.fetched_publications] == [(0, 3)]
+    assert [
+        (publication.first_block, len(publication.blocks))
+        for publication in scene.fetched_publications
+    ] == [(0, 3)]
     assert await scene.look_up() == 3
     scene.remote_prefix = RemotePrefix(THERE, 4 * PROMPT_BLOCK_TOKENS, 1.0)
     assert await scene.look_up() == 4
-    assert [(one.first_block, len(one.blocks)) for one in scene.fetched_publications] == [
+    assert [
+        (publication.first_block, len(publication.blocks))
+        for publication in scene.fetched_publications
+    ] == [
         (0, 3),
         (3, 1),
     ]
@@ -123,7 +136,7 @@ async def test_failed_promotion_is_a_miss_and_a_dead_peer_backs_off(
         scene.promotions.counters[f'baton_pool_promotions_failed_total{{reason="{error.code}"}}']
         == 1
     )
-    assert scene.pool.memory.num_free == 8
+    assert len(scene.pool.memory.free_list) == 8
     scene.error = None
     assert await scene.look_up() == (0 if rests else 3)
     scene.now += MIN_BACKOFF_SECONDS

@@ -8,27 +8,31 @@ import pytest
 
 from baton.cluster_link import pb_conversion as wire
 from baton.pb import pool_pb2 as pb
+from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId
+from kv_pool.service.client_session import PoolClientSession
 from kv_pool.service.link_service import PoolLinkService
 from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import PoolClientSession
 from tests.pool.harness import LAYOUT
 
 
 class FakePoolManager:
-    """Whoever comes is attached."""
+    """A manager that attaches every client."""
 
-    segment_name, incarnation = "a segment", "an incarnation"
-    block_pool = SimpleNamespace(memory=SimpleNamespace(num_blocks=8))
+    incarnation = "an incarnation"
+    open_pool: Any = SimpleNamespace(
+        store=SimpleNamespace(name="a segment"),
+        block_pool=SimpleNamespace(memory=SimpleNamespace(num_blocks=8)),
+    )
 
     def __init__(self) -> None:
         self.ended_sessions: list[PoolClientSession] = []
 
     async def attach_client(self, _: object) -> PoolClientSession:
-        return PoolClientSession(PoolClientId("a node"), 1)
+        return PoolClientSession(self.open_pool, PoolClientId("a node"), 1, FakeClock())
 
-    def on_stream_ended(self, desk: PoolClientSession) -> None:
-        self.ended_sessions.append(desk)
+    def on_stream_ended(self, session: PoolClientSession) -> None:
+        self.ended_sessions.append(session)
 
 
 class SlowCancelContext:

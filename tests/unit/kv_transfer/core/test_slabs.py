@@ -25,22 +25,22 @@ def _members(slab_range: SlabRange) -> set[tuple[int, int]]:
 
 
 @given(slab_ranges, slab_ranges)
-def test_bitmasks_behave_as_sets_of_slabs(one: SlabRange, other: SlabRange) -> None:
+def test_bitmasks_behave_as_sets_of_slabs(first: SlabRange, other: SlabRange) -> None:
     grid = SlabGrid(num_layers=4, first_block=2, end_block=8)
     inside = {(layer, block) for layer in range(4) for block in range(2, 8)}
-    for slab_range in (one, other):
+    for slab_range in (first, other):
         assert grid.contains(slab_range) == (
             bool(_members(slab_range)) and _members(slab_range) <= inside
         )
-    if grid.contains(one) and grid.contains(other):
-        both = grid.bitmask(one) & grid.bitmask(other)
-        assert both.bit_count() == len(_members(one) & _members(other))
-        assert grid.bitmask(one).bit_count() == one.num_slabs
-        assert grid.bitmask(one) | grid.full_mask == grid.full_mask
+    if grid.contains(first) and grid.contains(other):
+        both = grid.bitmask(first) & grid.bitmask(other)
+        assert both.bit_count() == len(_members(first) & _members(other))
+        assert grid.bitmask(first).bit_count() == first.num_slabs
+        assert grid.bitmask(first) | grid.full_mask == grid.full_mask
         layers = 0
-        for layer in split_by_layer(one):
+        for layer in split_by_layer(first):
             layers |= grid.bitmask(layer)
-        assert layers == grid.bitmask(one)
+        assert layers == grid.bitmask(first)
 
 
 @given(st.permutations([(SlabRange(n, 1, 0, 2), n * 17) for n in range(5)]))

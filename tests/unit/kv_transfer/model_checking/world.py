@@ -41,7 +41,7 @@ from tests.unit.kv_transfer.model_checking.scenario import (
     Scenario,
     SlabTag,
 )
-from tests.unit.kv_transfer.model_checking.world_actions import WorldActions
+from tests.unit.kv_transfer.model_checking.world_faults import WorldFaults
 from tests.unit.kv_transfer.model_checking.world_state import (
     ModelWriterLock,
     checksum,
@@ -51,7 +51,7 @@ from tests.unit.kv_transfer.model_checking.world_state import (
 )
 
 
-class HandoffWorld(WorldActions):
+class HandoffWorld(WorldFaults):
     """The world, with a method `do_NAME` for each action NAME."""
 
     __slots__ = ()
@@ -170,18 +170,8 @@ class HandoffWorld(WorldActions):
         self.frames_to_writer[writer] = tuple(rest)
         self._deliver_frame_to_writer(writer, frame)
 
-    def _deliver_frame_to_writer(self, writer: int, frame: frames.Frame) -> None:
-        machine = self._own_outbound(writer)
-        match frame:
-            case frames.CreditFrame():
-                outputs = machine.on_credit(frame)
-            case frames.LandedFrame():
-                outputs = machine.on_landed(frame, 0.0)
-            case frames.CommittedFrame():
-                outputs = machine.on_committed(frame, 0.0)
-            case frames.RefusedFrame():
-                outputs = machine.on_refused(frame)
-        self._apply_outbound_outputs(writer, outputs)
+    def _deliver_frame_to_writer(self, writer: int, frame: frames.FrameToWriter) -> None:
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).on_frame(frame, 0.0))
 
     def do_notice_cut(self, writer: int) -> None:
         self.cut_links -= {writer}
@@ -227,47 +217,10 @@ class HandoffWorld(WorldActions):
 
     # faults
 
-    def do_crash_writer(self, writer: int) -> None:
-        """A write in progress is torn, and the kernel drops the locks. Sent frames may arrive."""
-        self.faults += 1
-        if (write := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
-            self._write_tags(writer, write.slab_range, (TORN_SLAB,) * write.slab_range.num_slabs)
-        self.writes_in_flight[writer] = None
-        self.dead_processes |= {f"writer {writer}"}
-        self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
-        self.frames_to_writer[writer] = ()
-        self.machine_state_ids[f"outbound {writer}"], self.announced_steps[writer] = -1, 0
-
-    def do_crash_decode(self, _: int) -> None:
-        """Decode's arena is gone, and its writers lose their links."""
-        self.faults += 1
-        self.dead_processes |= {"decode"}
-        self.arena, self.times_landed = (
-            (EMPTY_SLAB,) * len(self.arena),
-            (0,) * len(self.times_landed),
-        )
-        self.owning_attempt, self.expired_attempts = None, frozenset()
-        self.locks = frozenset(lock for lock in self.locks if lock[1] != "decode")
-        for attempt in self.inbound:
-            self.machine_state_ids[f"inbound {attempt}"] = -1
-        for writer, machine in self.outbound.items():
-            self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
-            if machine.ticket is not None and machine.state not in outbound_handoff.TERMINAL_STATES:
-                self.cut_links |= {writer}
-
-    def do_cut_link(self, writer: int) -> None:
-        """Frames on their way are lost, in both directions."""
-        self.faults += 1
-        self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
-        self.cut_links |= {writer}
-
     def do_duplicate(self, writer: int) -> None:
+        """Deliver a frame, and leave it on its way."""
         self.faults += 1
         self._deliver_frame_to_decode(writer, self.frames_to_decode[writer][0])
-
-    def do_drop(self, writer: int) -> None:
-        self.faults += 1
-        self.frames_to_decode[writer] = self.frames_to_decode[writer][1:]
 
     def do_corrupt(self, writer: int) -> None:
         """Finish a write whose bytes change on their way."""
@@ -335,11 +288,11 @@ class HandoffWorld(WorldActions):
                     self._mark_ended(f"outbound {writer}")
                     if self.writes_in_flight[writer] is not None:
                         raise InvariantViolation("an end was reported under a read")
-                    if any(holder == f"writer {writer}" for _, holder in self.locks):
+                    if any(owner == f"writer {writer}" for _, owner in self.locks):
                         raise InvariantViolation("an end was reported under a lock")
                 case frames.Frame():
                     if isinstance(output, frames.SealFrame) and any(
-                        holder == f"writer {writer}" for _, holder in self.locks
+                        owner == f"writer {writer}" for _, owner in self.locks
                     ):
                         raise InvariantViolation("sealed under a lock")
                     renewal = isinstance(output, frames.RenewFrame)

@@ -157,10 +157,10 @@ class WorldState:
             return lambda: True
         return lambda: self._try_lock_byte(attempt, "decode")
 
-    def _try_lock_byte(self, byte: int, holder: str) -> bool:
-        if any(locked == byte and other != holder for locked, other in self.locks):
+    def _try_lock_byte(self, byte: int, owner: str) -> bool:
+        if any(locked == byte and other != owner for locked, other in self.locks):
             return False
-        self.locks |= {(byte, holder)}
+        self.locks |= {(byte, owner)}
         return True
 
     def _announce_steps(self) -> list[tuple[int, int, int]]:

@@ -25,7 +25,9 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence as NodeSequence
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.paced.paced_engine import ZERO_COSTS, PacedEngine, paced_reference_tokens
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PacedEngine
+from tests.paced_reference import paced_reference_tokens
 
 VOCAB = 1000
 BLOCK = 16
@@ -41,7 +43,8 @@ def unshared_prompt(length: int, salt: int) -> list[int]:
 def batch_shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
     assert batch is not None
     return [
-        (piece.start, len(piece.token_ids), piece.sample_spec is not None) for piece in batch.slices
+        (slice_.start, len(slice_.token_ids), slice_.sample_spec is not None)
+        for slice_ in batch.slices
     ]
 
 
@@ -68,10 +71,10 @@ def make_work(
     )
 
 
-def expected_tokens(job: AttemptSpec) -> list[int]:
+def expected_tokens(work: AttemptSpec) -> list[int]:
     """Every token that the job has still to emit."""
-    left = job.request.sampling.max_tokens - len(job.emitted_token_ids)
-    return paced_reference_tokens(job.context_token_ids, left, VOCAB)
+    left = work.request.sampling.max_tokens - len(work.emitted_token_ids)
+    return paced_reference_tokens(work.context_token_ids, left, VOCAB)
 
 
 class SteppedNode:
@@ -99,8 +102,8 @@ class SteppedNode:
         self.outcomes: list[SequenceOutcome] = []
         self.batches: list[StepBatch] = []
 
-    def add_work(self, job: AttemptSpec, *, is_prefill_only: bool = False) -> NodeSequence:
-        return self.scheduler.add_sequence(job, self.root, is_prefill_only=is_prefill_only)
+    def add_work(self, work: AttemptSpec, *, is_prefill_only: bool = False) -> NodeSequence:
+        return self.scheduler.add_sequence(work, self.root, is_prefill_only=is_prefill_only)
 
     def step(self) -> StepBatch | None:
         """Returns the batch that was run, or None if there was nothing to compute."""
@@ -132,7 +135,7 @@ class SteppedNode:
         limits = self.scheduler.limits
         assert 0 < batch.num_tokens <= limits.max_batched_tokens
         assert (
-            len({piece.sequence_id for piece in batch.slices})
+            len({slice_.sequence_id for slice_ in batch.slices})
             == len(batch.slices)
             <= limits.max_num_seqs
         )
@@ -145,18 +148,18 @@ class SteppedNode:
             for each in self.scheduler.sequences
             if each.pending_copy is not None
         ]
-        for piece in batch.slices:
-            sequence = self.scheduler.sequences_in_flight[piece.sequence_id]
-            end = piece.start + len(piece.token_ids)
-            assert piece.token_ids == tuple(sequence.token_ids[piece.start : end])
-            assert len(piece.block_table) * BLOCK >= end
-            assert (piece.sample_spec is None) == (end < len(sequence.token_ids))
+        for slice_ in batch.slices:
+            sequence = self.scheduler.sequences_in_flight[slice_.sequence_id]
+            end = slice_.start + len(slice_.token_ids)
+            assert slice_.token_ids == tuple(sequence.token_ids[slice_.start : end])
+            assert len(slice_.block_table) * BLOCK >= end
+            assert (slice_.sample_spec is None) == (end < len(sequence.token_ids))
             assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
-            for number in range(piece.start // BLOCK, -(-end // BLOCK)):
-                assert piece.block_table[number] not in written, (
+            for number in range(slice_.start // BLOCK, -(-end // BLOCK)):
+                assert slice_.block_table[number] not in written, (
                     "a block is written twice in a step"
                 )
-                written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
+                written[slice_.block_table[number]] = max(0, slice_.start - number * BLOCK)
         for block, first in written.items():
             assert self.pool.ownership.get_ref_count(block) == 1 + copied.count(block), (
                 "a shared block is written"
@@ -168,14 +171,14 @@ class SteppedNode:
             )
             assert found <= first, "what others can find is written"
 
-    def emitted_tokens(self, job: AttemptSpec) -> list[int]:
+    def emitted_tokens(self, work: AttemptSpec) -> list[int]:
         events = [
             each.event
             for each in self.outcomes
-            if isinstance(each, TokenEmitted) and each.event.key == job.key
+            if isinstance(each, TokenEmitted) and each.event.key == work.key
         ]
         assert [event.output_index for event in events] == list(
-            range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(events))
+            range(len(work.emitted_token_ids), len(work.emitted_token_ids) + len(events))
         )
         assert all(event.finish_reason is None for event in events[:-1])
         return [event.token_id for event in events]

@@ -7,7 +7,7 @@ import pytest
 from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from node_engine.host.engine_factory import compute_cache_blocks, compute_cache_bytes
+from node_engine.host.host_arena import compute_cache_blocks, compute_cache_bytes
 
 FREE = 100 << 30
 

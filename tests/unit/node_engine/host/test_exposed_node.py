@@ -8,11 +8,11 @@ import pytest
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.types import Role
-from node_engine.host.node_process import run_node
+from node_engine.host.assemble import run_node
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 
 
-def fail_to_make_role(parts: RoleContext) -> RolePolicy:
+def fail_to_make_role(context: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
@@ -23,4 +23,4 @@ async def test_exposed_node_without_token_is_refused_before_loading(
 ) -> None:
     config = Config(coordinator="127.0.0.1:1", listen=listen)
     with pytest.raises(ConfigError, match=r"set --cluster-token, .*or use --insecure"):
-        await run_node(config, role, {role: fail_to_make_role}, asyncio.Event())
+        await run_node(config, role, asyncio.Event(), {role: fail_to_make_role})

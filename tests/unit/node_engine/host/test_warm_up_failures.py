@@ -11,15 +11,15 @@ import pytest
 from baton.config.settings import Config
 from baton.errors import NodeFailed, OutOfMemory
 from baton.types import Role
-from node_engine.core.step.step_batch import DeviceLost
-from node_engine.host.node_process import run_node
+from node_engine.core.step.engine import DeviceLost
+from node_engine.host.assemble import run_node
 from node_engine.paced.paced_engine import PacedEngine
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 
 WarmUp = Callable[[PacedEngine, int, Callable[[], bool]], None]
 
 
-def fail_to_make_role(parts: RoleContext) -> RolePolicy:
+def fail_to_make_role(context: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
@@ -30,14 +30,16 @@ async def start(
     config = Config(
         coordinator="127.0.0.1:1", engine="paced", kv_memory="2MiB", segment_dir=str(folder)
     )
-    await run_node(config, Role.DECODE, {Role.DECODE: fail_to_make_role}, stop)
+    await run_node(config, Role.DECODE, stop, {Role.DECODE: fail_to_make_role})
 
 
 async def test_stop_ends_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, stop, steps = asyncio.get_running_loop(), asyncio.Event(), list[int]()
 
-    def warm_up(engine: PacedEngine, max_batched_tokens: int, wanted: Callable[[], bool]) -> None:
-        while wanted():
+    def warm_up(
+        engine: PacedEngine, max_batched_tokens: int, is_wanted: Callable[[], bool]
+    ) -> None:
+        while is_wanted():
             steps.append(max_batched_tokens)
             asyncio.run_coroutine_threadsafe(_set(stop), loop).result()
 
@@ -51,7 +53,7 @@ async def _set(stop: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (
             DeviceLost("CUDA error: launch failure\nCompile with more to know more."),
@@ -61,12 +63,12 @@ async def _set(stop: asyncio.Event) -> None:
     ],
 )
 async def test_warm_up_failure_is_one_line(
-    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warm_up(*_: object) -> None:
         raise error
 
     with pytest.raises(NodeFailed) as raised:
         await start(warm_up, tmp_path, asyncio.Event(), monkeypatch)
-    assert str(raised.value).endswith(told)
+    assert str(raised.value).endswith(message)
     assert not os.listdir(tmp_path)

@@ -11,8 +11,8 @@ import torch
 from baton.errors import ConfigError, OutOfMemory
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.host_memory import MemoryPinError
+from node_engine.core.step.engine import DeviceLost
 from node_engine.core.step.step_batch import (
-    DeviceLost,
     SampleSpec,
     SequenceId,
     SequenceSlice,
@@ -20,6 +20,7 @@ from node_engine.core.step.step_batch import (
     StepBatch,
 )
 from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path) -> ModelEngine:
-    return ModelEngine.load(folder)
+    return load_model_engine(folder)
 
 
 def bound(engine: ModelEngine) -> bytearray:
@@ -46,7 +47,7 @@ def bound(engine: ModelEngine) -> bytearray:
 
 
 def test_engine_properties_match_the_model_folder(folder: Path) -> None:
-    engine = ModelEngine.load(
+    engine = load_model_engine(
         folder, dtype="bfloat16", device="cpu", block_size=8, max_model_len=100
     )
     layout = engine.layout
@@ -73,9 +74,9 @@ def test_step_of_block_copies_alone(engine: ModelEngine) -> None:
 
 def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
     bound(engine)
-    piece = STEP.slices[0]
+    slice_ = STEP.slices[0]
     silent = SequenceSlice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
-    first, second, third = engine.run(StepBatch((silent, piece, silent)))
+    first, second, third = engine.run(StepBatch((silent, slice_, silent)))
     assert (first, third) == (SliceResult(), SliceResult())
     assert second.token_id is not None
     assert engine.run(STEP) == (second,)
@@ -144,7 +145,7 @@ def test_weight_loading_shows_progress_on_a_terminal(
     terminal.isatty = lambda: watched  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    ModelEngine.load(folder)
+    load_model_engine(folder)
     assert ("loading weights" in terminal.getvalue()) == watched
 
 

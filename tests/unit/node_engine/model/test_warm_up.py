@@ -7,7 +7,7 @@ import pytest
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from tests.models import build_model
 
@@ -43,22 +43,22 @@ def test_warm_up_steps_stay_within_limits(
         GPU_PROMPT_LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens
     ):
         assert step.num_tokens <= max_batched_tokens
-        blocks = [block for piece in step.slices for block in piece.block_table]
+        blocks = [block for slice_ in step.slices for block in slice_.block_table]
         assert all(
             0 <= block < num_blocks
             for block in (*blocks, *(place for pair in step.block_copies for place in pair))
         )
-        for piece in step.slices:
-            end = piece.start + len(piece.token_ids)
-            assert 0 <= piece.start <= computed.get(piece.sequence_id, 0), (
+        for slice_ in step.slices:
+            end = slice_.start + len(slice_.token_ids)
+            assert 0 <= slice_.start <= computed.get(slice_.sequence_id, 0), (
                 "nothing that was not computed is read"
             )
-            assert end <= min(max_model_len, len(piece.block_table) * block_size)
-            assert piece.sample_spec is not None
-            assert piece.sample_spec.position == end
-            computed[piece.sequence_id] = end
-            begun += [end] if piece.sequence_id == 0 and piece.start == 0 else []
-        held = [set(piece.block_table) for piece in step.slices]
+            assert end <= min(max_model_len, len(slice_.block_table) * block_size)
+            assert slice_.sample_spec is not None
+            assert slice_.sample_spec.position == end
+            computed[slice_.sequence_id] = end
+            begun += [end] if slice_.sequence_id == 0 and slice_.start == 0 else []
+        held = [set(slice_.block_table) for slice_ in step.slices]
         assert sum(map(len, held)) == len(set().union(*held)), "no two write to one block"
     assert begun == prompts
 
@@ -71,7 +71,7 @@ def test_warm_up_changes_no_answer(tmp_path: Path, num_blocks: int) -> None:
     step = StepBatch((SequenceSlice(SequenceId(1), tokens, 0, [BlockIndex(0)], spec),))
     answers = []
     for warm in (False, True):
-        engine = ModelEngine.load(folder, dtype="float32")
+        engine = load_model_engine(folder, dtype="float32")
         memory = bytearray(num_blocks * engine.layout.block_bytes)
         engine.bind_cache(memoryview(memory), num_blocks)
         if warm:
@@ -82,7 +82,7 @@ def test_warm_up_changes_no_answer(tmp_path: Path, num_blocks: int) -> None:
 
 
 def test_warm_up_stops_when_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32")
+    engine = load_model_engine(build_model("llama", tmp_path), dtype="float32")
     engine.bind_cache(memoryview(bytearray(4 * engine.layout.block_bytes)), 4)
     ran: list[StepBatch] = []
     monkeypatch.setattr(engine, "run", ran.append)

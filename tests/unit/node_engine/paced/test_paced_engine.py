@@ -13,8 +13,8 @@ from baton.kv.kv_layout import KVLayout
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.sequences.outcomes import TokenEmitted
+from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import (
-    Engine,
     PromptLogprobsSpec,
     SampleSpec,
     SequenceId,
@@ -22,66 +22,11 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.paced.paced_engine import (
-    PACED_LAYOUT,
-    ZERO_COSTS,
-    PacedCosts,
-    PacedEngine,
-    paced_reference_logprobs,
-    paced_reference_tokens,
-)
+from node_engine.paced.costs import ZERO_COSTS, PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_engine.core.stepped_node import VOCAB, SteppedNode, expected_tokens, make_work
-
-SIZE = PACED_LAYOUT.block_size
-PROMPT = [(13 * position) % 983 + 1 for position in range(100)]
-
-
-class PacedBench:
-    """One sequence on a bare engine: blocks 0.. of a small arena in order."""
-
-    def __init__(
-        self,
-        num_blocks: int = 8,
-        *,
-        layout: KVLayout = PACED_LAYOUT,
-        eos_token_ids: tuple[int, ...] = (0,),
-        eos_probability: float = 0.0,
-        reread: bool = False,
-    ) -> None:
-        self.engine = PacedEngine(
-            ZERO_COSTS,
-            layout=layout,
-            vocab_size=VOCAB,
-            eos_token_ids=eos_token_ids,
-            eos_probability=eos_probability,
-            reread=reread,
-        )
-        self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
-        self.engine.bind_cache(memoryview(self.arena), num_blocks)
-        self.table = [BlockIndex(block) for block in range(num_blocks)]
-
-    def slice(
-        self,
-        tokens: list[int],
-        start: int,
-        sequence: int = 0,
-        table: list[BlockIndex] | None = None,
-    ) -> SequenceSlice:
-        sample = SampleSpec(SamplingParams(9), 0, start + len(tokens))
-        return SequenceSlice(
-            SequenceId(sequence), tuple(tokens), start, table or self.table, sample
-        )
-
-    def run(
-        self,
-        tokens: list[int],
-        start: int,
-        sequence: int = 0,
-        table: list[BlockIndex] | None = None,
-    ) -> int:
-        [made] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
-        assert made.token_id is not None
-        return made.token_id
+from tests.unit.node_engine.paced.paced_bench import PROMPT, SIZE, PacedBench
 
 
 def test_paced_engine_is_an_engine() -> None:
@@ -236,16 +181,16 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
     bench = PacedBench(1)
     prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
     tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
-    pieces = [
+    slices = [
         bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)
     ]
-    outputs = [[made.token_id] for made in engine.run(StepBatch(tuple(pieces)))]
+    outputs = [[made.token_id] for made in engine.run(StepBatch(tuple(slices)))]
     for _ in range(5):
-        pieces = [
+        slices = [
             bench.slice([output[-1] or 0], len(prompt) + len(output) - 1, number, tables[number])
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        for output, made in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
+        for output, made in zip(outputs, engine.run(StepBatch(tuple(slices))), strict=True):
             output.append(made.token_id)
     assert outputs == [paced_reference_tokens(prompt, 6, VOCAB) for prompt in prompts]
 
@@ -260,7 +205,7 @@ def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None
     if damaged:
         bench.arena[5] ^= 1
     params = SamplingParams(9, logprobs=3, prompt_logprobs=3)
-    piece = SequenceSlice(
+    slice_ = SequenceSlice(
         SequenceId(1),
         tuple(PROMPT[40:50]),
         40,
@@ -268,7 +213,7 @@ def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None
         SampleSpec(params, 0, 50),
         PromptLogprobsSpec(tuple(PROMPT[41:50]), 3),
     )
-    [made] = bench.engine.run(StepBatch((piece,)))
+    [made] = bench.engine.run(StepBatch((slice_,)))
     token = paced_reference_tokens(PROMPT[:50], 1, VOCAB)[0]
     wanted = paced_reference_logprobs([*PROMPT[:50], token], 3, VOCAB)[40:]
     assert (made.prompt_logprobs == tuple(wanted[:-1])) != damaged
@@ -358,18 +303,18 @@ def test_eos_comes_by_its_probability_and_never_where_forbidden() -> None:
     seen: list[int | None] = []
     for length in range(1, 60):
         sample = SampleSpec(SamplingParams(9), 0, length, forbidden_token_ids=(3, 5))
-        piece = SequenceSlice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
-        seen += [made.token_id for made in bench.engine.run(StepBatch((piece,)))]
+        slice_ = SequenceSlice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
+        seen += [made.token_id for made in bench.engine.run(StepBatch((slice_,)))]
     assert not {3, 5} & set(seen)
 
 
 def test_a_node_stops_at_eos() -> None:
     node = SteppedNode(eos_probability=0.2)
-    job = make_work("a", PROMPT[:10], 100)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:10], 100)
+    node.add_work(work)
     node.run()
     tokens = paced_reference_tokens(PROMPT[:10], 100, VOCAB, eos_probability=0.2)
-    assert node.emitted_tokens(job) == tokens[: tokens.index(0) + 1]
+    assert node.emitted_tokens(work) == tokens[: tokens.index(0) + 1]
     assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][
         -1
     ] is FinishReason.STOP

@@ -32,8 +32,8 @@ def test_three_equal_lines_are_a_repetition_wherever_they_stand() -> None:
 
 
 def test_lines_of_the_opening_are_not_counted_as_written() -> None:
-    one = Continuation("import os\n\n\ndef f(", "x):\n\n    return x\n    y", False)
-    assert one.new_lines == ["x):", "    return x"]
+    continuation = Continuation("import os\n\n\ndef f(", "x):\n\n    return x\n    y", False)
+    assert continuation.new_lines == ["x):", "    return x"]
     assert Continuation(OPENING, "", True).new_lines == []
 
 
@@ -58,5 +58,6 @@ def test_score_shares() -> None:
 def test_openings_are_fifty_and_seldom_pass_with_nothing_written() -> None:
     assert len(set(OPENINGS)) == 50
     assert (
-        score_continuations([Continuation(one, "", False) for one in OPENINGS]).python_share <= 0.25
+        score_continuations([Continuation(opening, "", False) for opening in OPENINGS]).python_share
+        <= 0.25
     )

@@ -42,9 +42,11 @@ def source(text: str = TEXT, name: str = "pkg/things.py") -> SourceFile:
 
 def test_methods_are_snippets_of_their_own_with_their_decorators() -> None:
     found = list(list_snippets(source()))
-    assert any(one.startswith("class Counter:\n") for one in found)
-    assert any(one.startswith("@property\ndef total(self, start=0):\n    ") for one in found)
-    assert all(one.endswith("\n") and not one.endswith("\n\n") for one in found)
+    assert any(document.startswith("class Counter:\n") for document in found)
+    assert any(
+        document.startswith("@property\ndef total(self, start=0):\n    ") for document in found
+    )
+    assert all(document.endswith("\n") and not document.endswith("\n\n") for document in found)
 
 
 def test_public_names_with_the_first_paragraph_on_one_line() -> None:
@@ -93,14 +95,18 @@ def test_every_name_is_asked_about_and_turns_alternate() -> None:
     names = [
         DocumentedName("function", "m", f"m.f{i}", "", f"Says the number {i}.") for i in range(20)
     ]
-    told = list(generate_conversations(names, 1))
-    whole = "".join(told)
+    conversations = list(generate_conversations(names, 1))
+    whole = "".join(conversations)
     for i in range(20):
         answers = whole.count(f"Says the number {i}.") + whole.count(f"from m import f{i}{EOS}")
         assert answers == ROUNDS_PER_NAME, i
-    for one in told:
-        assert one.startswith((BOS + "<|user|>", BOS + "<|system|>"))
-        assert one.endswith(EOS)
-        assert one.count("<|user|>") == one.count("<|assistant|>") == one.count(EOS)
-    assert list(generate_conversations(names, 1)) == told
-    assert list(generate_conversations(names, 2)) != told
+    for conversation in conversations:
+        assert conversation.startswith((BOS + "<|user|>", BOS + "<|system|>"))
+        assert conversation.endswith(EOS)
+        assert (
+            conversation.count("<|user|>")
+            == conversation.count("<|assistant|>")
+            == conversation.count(EOS)
+        )
+    assert list(generate_conversations(names, 1)) == conversations
+    assert list(generate_conversations(names, 2)) != conversations

@@ -48,7 +48,7 @@ def test_transformers_computes_the_same_logits(exported: Path) -> None:
     config = theirs.config
     ours = LlamaForTraining(LlamaShape(config.vocab_size, **SHAPE))
     missing = ours.load_state_dict(
-        {name: one.float() for name, one in load_file(exported / "model.safetensors").items()}
+        {name: tensor.float() for name, tensor in load_file(exported / "model.safetensors").items()}
     )
     assert not missing.missing_keys
     tokens = torch.randint(
@@ -95,8 +95,8 @@ def test_the_template_is_the_layout_of_training(exported: Path) -> None:
     rendered = loaded.apply_chat_template(messages, tokenize=False)
     assert rendered == render_chat(turns)
     assert rendered.count(BOS) == 1
-    asked = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert asked == render_chat(turns) + "<|assistant|>"
+    prompt_ids = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt_ids == render_chat(turns) + "<|assistant|>"
     ids = loaded.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert ids == loaded.encode(render_chat(turns), add_special_tokens=False)
     assert ids.count(loaded.bos_token_id) == 1

@@ -1,4 +1,4 @@
-"""Steps are taken in order, one at a time, only where they can help, and taken back in the opposite
+"""Degradation steps are taken in order, where they can help, and taken back in the opposite
 order."""
 
 from itertools import pairwise
@@ -36,7 +36,7 @@ class DegradationRun:
         self.changes: list[tuple[float, DegradationStep, bool]] = []
 
     def hold_pressure(self, pressure: float | None, seconds: float) -> None:
-        """A reading every PERIOD, the first one now."""
+        """Apply a sample every PERIOD, the first one now."""
         for _ in range(round(seconds / SAMPLE_PERIOD_SECONDS)):
             change = self.degradation.apply_sample(
                 PressureSample(pressure, self.cannot_help), self.now
@@ -159,8 +159,8 @@ PREMIUM, BATCH = Principal("a", "premium", 0), Principal("b", "batch", 1)
 
 
 def make_crowded_cluster(mode: str = "auto", **settings: object) -> BrainHarness:
-    """A decode node with all of its places taken, and a request of the first class that waits for
-    one."""
+    """Return a cluster whose decode node has no slot left, and a waiting request of the first
+    class."""
     world = BrainHarness(mode, prefill_share=0.5, **settings)  # type: ignore[arg-type]
     node = world.join_node("d", DECODE)
     world.brain.reload_tenants(TWO, world.now)
@@ -180,7 +180,7 @@ def changes(world: BrainHarness) -> list[tuple[str, bool]]:
 
 
 def wait(world: BrainHarness, seconds: float) -> None:
-    """As the shell does: at each moment that the brain names."""
+    """Advance the clock as the shell does: call `tick` whenever the brain asks for it."""
     until = world.now + seconds
     while world.now < until:
         due = world.brain.next_tick_at()
@@ -212,7 +212,7 @@ def test_long_waits_degrade_step_by_step() -> None:
     world.stop(world.last_attempt_key(node).request_id)
     (bucket,) = (
         account.token_bucket
-        for account in world.brain._table.admission._accounts.values()
+        for account in world.brain.parts.placement.admission._accounts.values()
         if account.token_bucket
     )
     assert bucket.rate == 5e3
@@ -235,7 +235,7 @@ def test_long_waits_degrade_step_by_step() -> None:
     ]
     (bucket,) = (
         account.token_bucket
-        for account in world.brain._table.admission._accounts.values()
+        for account in world.brain.parts.placement.admission._accounts.values()
         if account.token_bucket
     )
     assert bucket.rate == 1e4

@@ -1,4 +1,4 @@
-"""The order of one class, and of the queue: between tenants, within one, and who yields to whom."""
+"""The order of the queue: between tenants, within a tenant, and which tenants yield."""
 
 from collections import Counter
 
@@ -24,8 +24,8 @@ def name(number: int) -> RequestId:
 
 
 def two_tenant_queue(length: int) -> FairQueue:
-    """Of equal requests: r0, r1, ... are of the tenant `yields`, r100, r101, ... of the tenant
-    `comes`."""
+    """Return a queue of equal requests: r0, r1, ... of the tenant `yields`, and r100, r101, ...
+    of the tenant `comes`."""
     order = FairQueue()
     for number in range(length):
         order.add_request(name(number), QueueEntry("yields", prompt_tokens=10))
@@ -79,7 +79,7 @@ def test_idle_tenant_saves_at_most_max_credit() -> None:
 
 
 def test_yielding_tenant_saves_no_credit() -> None:
-    """Neither does it lose what it has: of equals, turns alternate when it leaves no more."""
+    """It loses none either: once it stops yielding, equal tenants alternate."""
     order = two_tenant_queue(40)
     for number in range(100, 130):
         order.take_request(name(number), 0.0, ["yields", "unknown"])
@@ -100,7 +100,7 @@ def test_skipped_tenant_keeps_its_turns() -> None:
 
 
 def test_a_tenant_may_yield_to_another_request_of_its_own() -> None:
-    """Of which no headroom is asked: it may not be passed any more."""
+    """That request leaves no headroom, because it must not be bypassed any more."""
     order = FairQueue()
     for number in range(3):
         order.add_request(name(number), QueueEntry("yields", prompt_tokens=10))
@@ -160,8 +160,8 @@ TENANTS = TenantTable(
 
 
 def test_tenant_waiting_for_room_is_compensated() -> None:
-    """Prompts of `big` need more blocks than are free; two of them go before the next of who passed
-    it."""
+    """Prompts of `big` need more blocks than are free. Afterwards two of them are placed before
+    the next request of the tenant that passed it."""
     world = BrainHarness(mode="colocated")
     world.brain.reload_tenants(TENANTS, world.now)
     node = world.join_node("d0", DECODE)
@@ -186,8 +186,8 @@ def test_tenant_waiting_for_room_is_compensated() -> None:
 def test_yielding_in_one_class_does_not_affect_another(
     monkeypatch: pytest.MonkeyPatch, later: float, next_ones: int
 ) -> None:
-    """As above, and `big` asks for a later class at times. There it is to leave less, or
-    nothing."""
+    """As above, while `big` at times asks for a later class, where it leaves less headroom or
+    none."""
     parts = {("big", 1): 0.9, ("big", 2): later}
     monkeypatch.setattr(
         WaitingQueue,

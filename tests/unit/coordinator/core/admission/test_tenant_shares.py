@@ -18,7 +18,7 @@ def charge(
     made: TenantShares, tenant: str, weight: float, cost: float, now: float, turns: int = 1
 ) -> None:
     """And look, so that it is of that moment."""
-    made.charge_tenant(tenant, weight, cost, now, turns=turns)
+    made.charge_tenant(tenant, weight, cost, now, placements=turns)
     made.headroom_share(tenant, 1.0, now)
 
 
@@ -34,7 +34,7 @@ def shares(**costs: float) -> TenantShares:
     """Each tenant has had ten requests."""
     made = TenantShares()
     for tenant, cost in costs.items():
-        made.charge_tenant(tenant, 1.0, cost, 1.0, turns=10)
+        made.charge_tenant(tenant, 1.0, cost, 1.0, placements=10)
     made.headroom_share("", 1.0, 1.0)
     return made
 
@@ -45,7 +45,7 @@ def test_tenant_above_its_share_leaves_headroom() -> None:
     assert headroom_of(made, "a", 1.0, 1.0) == headroom_of(made, "b", 1.0, 1.0) == 0.0
 
 
-def test_rejected_requests_count_as_asked() -> None:
+def test_rejected_requests_count_as_demand() -> None:
     made = shares(a=30.0, b=30.0, greedy=40.0)
     assert headroom_of(made, "greedy", 1.0, 1.0) == 0.0
     made.record_rejections("greedy", 20, 1.0)  # each of them 4
@@ -138,7 +138,7 @@ def test_end_of_flood_is_detected_within_seconds() -> None:
     ):  # from now on all ask for as much, and what has piled up is served beside it
         now = 1.0 + tenths / 10
         for tenant, cost in (("a", 2.0), ("b", 2.0), ("greedy", 6.0)):
-            made.charge_tenant(tenant, 1.0, cost, now, turns=1)
+            made.charge_tenant(tenant, 1.0, cost, now, placements=1)
             made.record_arrivals(tenant, 3 if tenant != "greedy" else 1, now)
         if made.headroom_share("greedy", 1.0, now) == 0.0:
             break

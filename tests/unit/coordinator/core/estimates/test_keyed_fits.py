@@ -10,8 +10,8 @@ from coordinator.core.estimates.cost_model import (
     CostModel,
     DecodeStepStats,
 )
-from node_engine.paced.paced_engine import PacedCosts
-from tests.virtual_cluster import VirtualCluster
+from node_engine.paced.costs import PacedCosts
+from simulator.scheduler_cluster import SchedulerCluster
 
 A, B, P = NodeName("a"), NodeName("b"), NodeName("p")
 COSTS = PacedCosts(prefill_us_per_token=100.0, decode_base_us=10000.0, decode_us_per_sequence=200.0)
@@ -100,14 +100,14 @@ def test_trial_without_report_is_offered_again() -> None:
         costs.on_work_placed(None, B)
 
 
-def cluster(role: str) -> tuple[VirtualCluster, str]:
+def cluster(role: str) -> tuple[SchedulerCluster, str]:
     """Two nodes of the role, and the one that has the hiccup."""
     if role == "decode":
-        return VirtualCluster(mode="disaggregated", nodes=2, prefill=1, costs=COSTS, seed=3), "d1"
-    return VirtualCluster(mode="disaggregated", nodes=1, prefill=2, costs=COSTS, seed=3), "p2"
+        return SchedulerCluster(mode="disaggregated", nodes=2, prefill=1, costs=COSTS, seed=3), "d1"
+    return SchedulerCluster(mode="disaggregated", nodes=1, prefill=2, costs=COSTS, seed=3), "p2"
 
 
-def given(world: VirtualCluster, node: str, since: float) -> int:
+def given(world: SchedulerCluster, node: str, since: float) -> int:
     return sum(one == node and at >= since for at, one in world.placements)
 
 
@@ -118,11 +118,11 @@ def test_node_is_retried_after_hiccup(role: str) -> None:
     world, node = cluster(role)
     world.slowdown_by_node[node] = 20.0
     for number in range(20):  # a burst, so that both are asked
-        world.call_at(number / 100, lambda: world.submit_request(prompt=128, output=8))
+        world.call_at(number / 100, lambda: world.submit_prompt(prompt_tokens=128, output_tokens=8))
     world.run(15.0)
     assert given(world, node, 0.0) >= 4
     world.slowdown_by_node.clear()
-    world.schedule_poisson_load(1.0, 140.0, start=15.0, prompt=128, output=8)
+    world.schedule_poisson_load(1.0, 140.0, start=15.0, prompt_tokens=128, output_tokens=8)
     world.run(140.0)
     assert given(world, node, 15.0) - given(world, node, 80.0) >= 1, "it was tried"
     assert given(world, node, 80.0) >= 0.25 * 60, "and is as good as the other since"
@@ -132,7 +132,7 @@ def test_node_is_retried_after_hiccup(role: str) -> None:
 def test_slow_node_gets_few_trials(role: str) -> None:
     world, node = cluster(role)
     world.slowdown_by_node[node] = 20.0
-    world.schedule_poisson_load(2.0, 400.0, prompt=128, output=8)
+    world.schedule_poisson_load(2.0, 400.0, prompt_tokens=128, output_tokens=8)
     world.run(420.0)
-    asked = len([one for one in world.requests.values() if one.arrived_at >= 20.0])
+    asked = len([one for one in world.accepted_requests if one.arrived_at >= 20.0])
     assert 1 <= given(world, node, 20.0) <= asked / TRIAL_SPACING / 2

@@ -3,7 +3,7 @@ wire."""
 
 import pytest
 
-from baton.cluster_link.codec import decode_order, decode_report, encode_order
+from baton.cluster_link.codec import decode_order, decode_report, encode_order, encode_report
 from baton.cluster_link.messages import (
     CacheEvents,
     CacheSnapshot,
@@ -32,7 +32,8 @@ def decode_reports(sent: list[pb.NodeMessage]) -> list[NodeReport | None]:
 
 def test_cache_journal_wire_round_trip() -> None:
     sent: list[pb.NodeMessage] = []
-    journal, report = CacheJournal(), CoordinatorReporter("n", sent.append)
+    journal = CacheJournal()
+    report = CoordinatorReporter("n", lambda *report: sent.append(encode_report(*report)))
     report.report_cache_changes(journal.build_snapshot(NAMES[:2], 0.0))
     journal.record_insertion(NAMES[2])
     journal.record_eviction(NAMES[0])

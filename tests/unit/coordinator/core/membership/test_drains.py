@@ -172,7 +172,7 @@ def test_decode_nodes_prefill_while_last_prefill_node_is_drained(
     assert world.brain.why_not_serving() == ""
     assert world.brain.why_no_prefill() == "there is no prefill node but drained ones (p0)"
     request = world.submit()
-    told = world.brain.explain_request(request, world.now).attempts[0]
+    told = world.explain_request(request).attempts[0]
     assert (told.way, told.why, world.brain.count_attempts(p0)) == ("local", "no_prefill_node", 1)
     world.effects += world.brain.undrain_node(P0, world.now)
     assert world.brain.why_no_prefill() == ""

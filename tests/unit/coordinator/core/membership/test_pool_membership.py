@@ -18,11 +18,11 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     StepTokens,
 )
+from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
 from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
 from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
-from baton.pb.cluster_pb2 import NodeStats
 from baton.types import (
     AttemptKey,
     AttemptSpec,
@@ -125,7 +125,7 @@ def test_pool_blocks_count_for_nodes_of_its_host() -> None:
     root = root_hash(bytes.fromhex(POOL.model_digest), LAYOUT, b"")
     names = tuple(short_hash(name) for name in iter_block_hashes(root, prompt, LAYOUT.block_size))
     made.receive_report(AS_POOL, CacheSnapshot(1, names[:2]), 1.0)
-    lookup = made.placement_state.prefix_lookup
+    lookup = made.placement_state.cached_prefixes
     assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 8}
     made.receive_report(HERE, CacheSnapshot(1, names), 1.0)
     assert lookup.cached_tokens_by_node(lookup.hash_prompt(request)) == {HERE: 12}, (
@@ -197,7 +197,7 @@ def with_two_pools(there: int) -> Brain:
 
 @pytest.mark.parametrize(("there", "tokens"), [(10, 40), (4, 16), (3, 0), (0, 0)])
 def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> None:
-    lookup = with_two_pools(there).placement_state.prefix_lookup
+    lookup = with_two_pools(there).placement_state.cached_prefixes
     names = lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
     told = {
         node: (pool.address, count)
@@ -212,7 +212,7 @@ def test_remote_pool_prefix_is_offered_when_longer(there: int, tokens: int) -> N
 def test_node_without_pool_gets_no_remote_prefix() -> None:
     made = with_two_pools(10)
     made.remove_member(AS_POOL, NodeLost("gone"), 2.0)
-    lookup = made.placement_state.prefix_lookup
+    lookup = made.placement_state.cached_prefixes
     assert (
         lookup.find_remote_prefixes(
             lookup.hash_prompt(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)
@@ -222,7 +222,7 @@ def test_node_without_pool_gets_no_remote_prefix() -> None:
 
 
 def test_cache_salt_separates_remote_prefixes() -> None:
-    lookup = with_two_pools(10).placement_state.prefix_lookup
+    lookup = with_two_pools(10).placement_state.cached_prefixes
     salted = Request(RequestId("r"), LONG, SamplingParams(1), 10.0, cache_salt=b"another tenant's")
     assert lookup.find_remote_prefixes(lookup.hash_prompt(salted), (HERE,)) == {}
 

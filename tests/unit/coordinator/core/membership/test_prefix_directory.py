@@ -32,7 +32,7 @@ def directory(**held: Sequence[int]) -> PrefixDirectory:
     return found
 
 
-def test_match_depth_per_node() -> None:
+def test_match_returns_cached_blocks_of_each_node() -> None:
     found = directory(a=[1, 2, 3], b=[1, 3], c=[2, 3])
     assert found.match_prefix([1, 2, 3, 4]) == {A: 3, B: 1}
     assert found.match_prefix([9, 1]) == {}

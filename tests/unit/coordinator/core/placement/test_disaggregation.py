@@ -56,7 +56,7 @@ def decide(
 ) -> PlacementDecision | None:
     outlook = PlacementContext(NOW, model, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, either=True
+        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
     )
 
 
@@ -113,11 +113,11 @@ def test_rejected_prediction_is_recorded() -> None:
     )
 
 
-def test_equal_predictions_hand_off() -> None:
+def test_equal_predictions_choose_hand_off() -> None:
     assert choose_site(DEMAND, P, D, model=costs(0.0004)) is PrefillSite.HAND_OFF
 
 
-def test_waits_for_full_prefill_node_if_sooner() -> None:
+def test_request_waits_for_full_prefill_node_if_that_is_faster() -> None:
     full = replace(
         P,
         pending_prefills=2,
@@ -173,7 +173,7 @@ def test_blocked_pairs_are_neither_used_nor_waited_for() -> None:
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     apart = frozenset({(P.incarnation, BUSY.incarnation)})
     decision = DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, either=True, apart=apart
+        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, may_choose_site=True, blocked_pairs=apart
     )
     assert decision is not None
     assert decision.prefill_site is PrefillSite.LOCAL
@@ -215,7 +215,7 @@ def test_decision_uses_only_accepting_nodes_and_never_stalls(
     )
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, either=True
+        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
     )
     by_id = {node.incarnation: node for node in nodes}
     if decision is None:
@@ -243,13 +243,13 @@ def test_auto_mode_prefills_on_decode_until_prefill_nodes_join() -> None:
     (submit,) = world.messages_to(decode, DecodeOrder)
     assert (submit.kv_writer, submit.prefill_step_share) == (None, 0.25)
     assert world.brain.counters.placements == {("local", "no_prefill_node"): 1}
-    told = world.brain.explain_request(world.last_attempt_key(decode).request_id, world.now)
+    told = world.explain_request(world.last_attempt_key(decode).request_id)
     assert (told.attempts[0].way, told.attempts[0].why) == ("local", "no_prefill_node")
     assert not told.attempts[0].HasField("other_way")
     prefill = world.join_node("p", PREFILL)
     world.send_heartbeat(prefill)
     request = world.submit(prompt=100)
-    told = world.brain.explain_request(request, world.now)
+    told = world.explain_request(request)
     assert told.attempts[0].HasField("other_way")
     assert told.attempts[0].why == "sooner"
     world.lose_node(prefill)
@@ -263,7 +263,7 @@ def test_fixed_mode_has_no_alternative_and_no_prefill_share() -> None:
     decode = world.join_node("d", DECODE)
     request = world.submit()
     assert world.messages_to(decode, DecodeOrder)[0].prefill_step_share == 0.0
-    told = world.brain.explain_request(request, world.now).attempts[0]
+    told = world.explain_request(request).attempts[0]
     assert (told.way, told.why, told.HasField("other_way")) == ("hand_off", "mode", False)
 
 
@@ -274,11 +274,11 @@ def test_failed_handoff_is_not_retried_on_same_nodes() -> None:
     first = world.last_attempt_key(decode)
     world.report_token(decode, first, 0)  # a resident: prompts beside it take longer
     request = world.submit(prompt=200)
-    assert world.brain.explain_request(request, world.now).attempts[0].way == "hand_off"
+    assert world.explain_request(request).attempts[0].way == "hand_off"
     key = world.last_attempt_key(decode)
     world.report_reserved(decode, key, prefill)
     world.report_failure(decode, key, ChecksumMismatch("a bit"))
-    told = world.brain.explain_request(request, world.now).attempts[1]
+    told = world.explain_request(request).attempts[1]
     assert (told.way, told.why) == ("local", "failed")
 
 
@@ -286,7 +286,7 @@ def test_node_view_counts_running_attempts() -> None:
     world = BrainHarness("auto")
     node = world.join_node("d", DECODE)
     world.submit()
-    loads: NodeLoads = world.brain._table.loads
+    loads: NodeLoads = world.brain.parts.placement.loads
     view = loads.get_view(world.brain.node_registry.nodes[node])
     assert (view.attempts, view.running_attempts) == (1, 0)
     world.report_token(node, world.last_attempt_key(node), 0)

@@ -1,6 +1,7 @@
-"""Mode auto against both fixed modes, on as many nodes, on a virtual clock: what is good is within
-twice the idle figures, and auto is not to have less of it than the better one by more than a
-tenth."""
+"""Mode auto against both fixed modes with as many nodes, on a virtual clock.
+
+A request is good within twice the latency of an idle cluster. Auto must have at least nine
+tenths of the goodput of the better fixed mode."""
 
 import random
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from typing import Literal
 
 import pytest
 
-from node_engine.paced.paced_engine import PacedCosts
-from tests.virtual_cluster import VirtualCluster, VirtualRequest
+from node_engine.paced.costs import PacedCosts
+from simulator.scheduler_cluster import SchedulerCluster
+from simulator.simulated_request import SimulatedRequest
 
 COSTS = PacedCosts(
     prefill_us_per_token=200.0,
@@ -24,13 +26,13 @@ SECONDS = 15.0
 Mode = Literal["disaggregated", "colocated", "auto"]
 
 
-def cluster(mode: Mode) -> VirtualCluster:
+def cluster(mode: Mode) -> SchedulerCluster:
     if mode == "colocated":
-        return VirtualCluster(nodes=2, costs=COSTS)
-    return VirtualCluster(nodes=1, prefill=1, mode=mode, costs=COSTS, link=LINK)
+        return SchedulerCluster(nodes=2, costs=COSTS)
+    return SchedulerCluster(nodes=1, prefill=1, mode=mode, costs=COSTS, handoff_seconds=LINK)
 
 
-def is_good(one: VirtualRequest) -> bool:
+def is_good(one: SimulatedRequest) -> bool:
     assert one.ended_at is not None
     assert one.first_token_at is not None
     idle, step = one.prompt_tokens * COSTS.prefill_us_per_token * 1e-6, 0.0103
@@ -42,11 +44,16 @@ def is_good(one: VirtualRequest) -> bool:
 
 def goodput(
     mode: Mode, prompts: Sequence[int], output: int, rate: float
-) -> tuple[float, VirtualCluster]:
+) -> tuple[float, SchedulerCluster]:
     made, draw, when, number = cluster(mode), random.Random(7), 0.0, 0
     while (when := when + draw.expovariate(rate)) < SECONDS:
         made.call_at(
-            when, partial(made.submit_request, prompt=prompts[number % len(prompts)], output=output)
+            when,
+            partial(
+                made.submit_prompt,
+                prompt_tokens=prompts[number % len(prompts)],
+                output_tokens=output,
+            ),
         )
         number += 1
     made.run(SECONDS + 60.0)
@@ -71,10 +78,11 @@ def test_auto_has_the_goodput_of_the_better_mode(
 
 
 def test_running_sequences_keep_tpot_under_new_prompts() -> None:
-    """Prefill is hopelessly behind, so that prompts go to decode as fast as it takes them."""
+    """The prefill node is overloaded, so that decode nodes compute as many prompts as they
+    accept."""
     made = cluster("auto")
-    resident = made.submit_request(prompt=64, output=600)
-    made.schedule_poisson_load(4.0, 8.0, start=1.0, prompt=1536, output=8)
+    resident = made.submit_prompt(prompt_tokens=64, output_tokens=600)
+    made.schedule_poisson_load(4.0, 8.0, start=1.0, prompt_tokens=1536, output_tokens=8)
     made.run(60.0)
     assert resident.ended_at is not None
     assert resident.first_token_at is not None

@@ -1,4 +1,4 @@
-"""What is placed, and what is looked at, while every decode node serves as many as it can."""
+"""Placement while every decode node has as many sequences as it can hold."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class CountingPolicy(LeastLoadedPolicy):
 
 
 def test_full_decode_nodes_skip_policy_calls() -> None:
-    """Each heartbeat and each end of a leg brings another look at the line."""
+    """Every heartbeat and every end of a leg leads to another pass over the queue."""
     policy = CountingPolicy()
     world = BrainHarness(placement=policy)
     world.join_node("p0", PREFILL)
@@ -90,4 +90,4 @@ def test_followers_of_full_holder_prefill_once_on_another_node() -> None:
         False,
     ]
     assert len(world.messages_to(prefill, PrefillOrder)) == 2, "one for each cache"
-    assert not world.brain._table.followers._by_leader
+    assert not world.brain.parts.waiting.followers._by_leader

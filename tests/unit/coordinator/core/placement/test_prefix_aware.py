@@ -1,5 +1,5 @@
-"""The policies: never one that cannot take it, whoever is soonest, bounded affinity, and no
-herds."""
+"""The prefix-aware policy: only nodes that accept, the fastest first, with bounded affinity and
+no herding."""
 
 import math
 from collections import Counter
@@ -22,7 +22,8 @@ from coordinator.core.placement.interface import (
 )
 from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
-from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, make_join_info
+from simulator.node_messages import make_join_info
+from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
 
 NOW = 1000.0
 P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0)
@@ -65,7 +66,7 @@ def test_prefix_holder_is_chosen(wanted: str) -> None:
     assert choose(DEMAND, *nodes) == NodeChoice(Incarnation("p0"), Incarnation("d0"))
 
 
-def test_a_queue_outweighs_a_prefix() -> None:
+def test_long_queue_outweighs_a_cached_prefix() -> None:
     busy = named_view(P, "p1", queued_seconds=5.0, head_prefill_seconds=5.0, head_since=NOW - 1.0)
     assert (
         choose(
@@ -207,8 +208,8 @@ def test_chosen_nodes_can_accept_demand(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_thousand_simultaneous_requests_are_spread(name: str) -> None:
-    """All of one prompt, which one node of each role holds: by its own books, before anybody has
-    reported."""
+    """All have one prompt that one node of each role has cached. They are spread by the loads
+    alone, before any node reports."""
     loads, policy, costs = NodeLoads(), POLICIES[name](), CostModel()
     sizes = {"num_blocks": 100_000, "max_num_seqs": 4096, "max_batched_tokens": 65536}
     nodes = [

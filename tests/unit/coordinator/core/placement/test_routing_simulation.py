@@ -1,14 +1,13 @@
-"""Prefixes that some use far more often than others, over eight nodes: hits, balance, a death, a
-newcomer."""
+"""Zipf-distributed prefixes over eight nodes: hit rate, balance, loss of a node and a new node."""
 
 import pytest
 
 from coordinator.core.placement.policies import LeastLoadedPolicy, PrefixAwarePolicy
-from tests.unit.coordinator.core.placement.routing_simulation import (
+from simulator.prefill_routing import (
     PrefillJob,
-    RoutingSimulation,
+    PrefillRoutingSimulation,
+    draw_zipf_jobs,
     ideal_hit_rate,
-    zipf_jobs,
 )
 
 NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
@@ -16,10 +15,9 @@ NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
 
 def simulated(
     policy: PrefixAwarePolicy | LeastLoadedPolicy, jobs: list[PrefillJob]
-) -> RoutingSimulation:
-    simulation = RoutingSimulation(policy, NODES, BLOCKS)
-    for job in jobs:
-        simulation.schedule_event(job.arrived, "arrive", job)
+) -> PrefillRoutingSimulation:
+    simulation = PrefillRoutingSimulation(policy, NODES, BLOCKS)
+    simulation.schedule_jobs(jobs)
     return simulation
 
 
@@ -28,30 +26,32 @@ def simulated(
 def test_prefix_aware_gets_most_ideal_hits_without_hot_spot(
     per_second: float, exponent: float
 ) -> None:
-    jobs = zipf_jobs(1000, 100, per_second, exponent=exponent)
+    jobs = draw_zipf_jobs(1000, 100, per_second, exponent=exponent)
     simulation = simulated(PrefixAwarePolicy(), jobs)
     simulation.run()
-    assert simulation.done == len(jobs)
+    assert simulation.done_count == len(jobs)
     requests, busy = simulation.imbalance()
     assert max(requests, busy) <= 1.5
-    assert simulation.cached / simulation.tokens >= 0.8 * ideal_hit_rate(jobs, NODES * BLOCKS)
+    assert simulation.cached_tokens / simulation.prompt_tokens >= 0.8 * ideal_hit_rate(
+        jobs, NODES * BLOCKS
+    )
 
 
 def test_least_loaded_gets_fewer_hits() -> None:
-    jobs = zipf_jobs(600, 100, 100.0)
+    jobs = draw_zipf_jobs(600, 100, 100.0)
     aware, blind = simulated(PrefixAwarePolicy(), jobs), simulated(LeastLoadedPolicy(), jobs)
     aware.run()
     blind.run()
-    assert aware.cached > 1.3 * blind.cached
+    assert aware.cached_tokens > 1.3 * blind.cached_tokens
 
 
 def test_loss_of_hottest_node_is_absorbed() -> None:
-    jobs = zipf_jobs(1200, 60, 150.0)
+    jobs = draw_zipf_jobs(1200, 60, 150.0)
     simulation = simulated(PrefixAwarePolicy(), jobs)
     death = jobs[600].arrived
-    simulation.schedule_event(death, "kill hottest", None)
+    simulation.call_at(death, simulation.kill_busiest_node)
     simulation.run()
-    assert simulation.done == len(jobs)
+    assert simulation.done_count == len(jobs)
     assert len(simulation.nodes) == NODES - 1
     assert simulation.imbalance()[1] <= 1.5
 
@@ -63,19 +63,19 @@ def test_loss_of_hottest_node_is_absorbed() -> None:
 
 
 def test_new_node_is_not_flooded() -> None:
-    """An empty node among seven with caches: it comes to its share, and takes no more than that at
+    """An empty node among seven with caches gets about its share of requests, and not more at
     first."""
-    jobs = zipf_jobs(1000, 60, 150.0)
-    simulation = RoutingSimulation(PrefixAwarePolicy(), NODES - 1, BLOCKS)
-    for job in jobs[:500]:
-        simulation.schedule_event(job.arrived, "arrive", job)
+    jobs = draw_zipf_jobs(1000, 60, 150.0)
+    simulation = PrefillRoutingSimulation(PrefixAwarePolicy(), NODES - 1, BLOCKS)
+    simulation.schedule_jobs(jobs[:500])
     simulation.run()
-    before = {node.node.incarnation: node.requests for node in simulation.nodes.values()}
+    before = {node.member.incarnation: node.request_count for node in simulation.nodes.values()}
     simulation.add_node("new", BLOCKS)
-    for job in jobs[500:]:
-        simulation.schedule_event(job.arrived, "arrive", job)
+    simulation.schedule_jobs(jobs[500:])
     simulation.run()
-    taken = {name: node.requests - before.get(name, 0) for name, node in simulation.nodes.items()}
+    taken = {
+        name: node.request_count - before.get(name, 0) for name, node in simulation.nodes.items()
+    }
     mean = 500 / NODES
     assert 0.3 * mean <= taken[max(taken, key=lambda name: name == "new")] <= 1.5 * mean
-    assert simulation.done == len(jobs)
+    assert simulation.done_count == len(jobs)

@@ -1,5 +1,6 @@
-"""Mode disaggregated while no prefill node can be given work: decode nodes compute the prompts,
-whoever waits goes on at once, and hand-offs resume with the first prefill node."""
+"""Mode disaggregated without a prefill node in service: decode nodes compute the prompts.
+
+Waiting requests are placed at once, and hand-offs resume with the first prefill node."""
 
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ P0 = NodeName("p0")
 
 
 def way(world: BrainHarness, request: RequestId) -> tuple[str, str]:
-    told = world.brain.explain_request(request, world.now).attempts[-1]
+    told = world.explain_request(request).attempts[-1]
     return told.way, told.why
 
 
@@ -90,8 +91,7 @@ def test_colocated_mode_needs_no_prefill_node() -> None:
 
 @pytest.mark.parametrize("mode", ["disaggregated", "auto"])
 def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) -> None:
-    """A prefill node that is too small is no worse than none, for those that wait and for those
-    that come."""
+    """A prefill node that is too small counts as none, for waiting and for new requests."""
     world = BrainHarness(mode, prefill_share=0.25)
     large, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=8)
     small = world.join_node("p1", PREFILL, max_model_len=64)
@@ -133,8 +133,8 @@ def test_single_token_request_too_long_for_decode_is_served_by_prefill() -> None
 
 
 def test_probe_of_only_prefill_node_uses_it() -> None:
-    """It is out of service until the probe has ended well; others are computed on decode
-    meanwhile."""
+    """The node is out of service until its probe has succeeded; meanwhile decode nodes compute
+    other prompts."""
     world = BrainHarness()
     for name in ("d0", "d1", "d2"):
         world.join_node(name, DECODE)

@@ -1,7 +1,8 @@
-"""Eight nodes as `Replay` has them, steered on a virtual clock: minutes of it cost a tenth of a
-second. It knows when requests are late and how long nodes are away while they switch, and nothing
-of the brain; test_auto_simulated.py has that. What is proved here is when it pays to follow a
-load."""
+"""Eight nodes as `SplitReplay` models them, with the ratio planner, on a virtual clock.
+
+It knows which requests are late and how long nodes are away while they switch, and uses nothing
+of the brain, so that minutes cost a tenth of a second. It shows when following a load pays;
+test_auto_ratio_simulated.py uses the real brain."""
 
 import math
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ LoadPhases = Sequence[tuple[OfferedLoad, float]]
 
 
 class PlannedCluster:
-    """`request_count` and `missed_count` requests; `ratio_changes` and when they were. Without
-    `automatic` the split stays."""
+    """Counts requests and missed ones, and records changes of the ratio. Without `automatic` the
+    split stays."""
 
     def __init__(
         self, loads: LoadPhases, split: RoleSplit, *, automatic: bool, seed: str = "steered"
@@ -68,7 +69,7 @@ class PlannedCluster:
         return 1.0 - self.missed_count / self.request_count
 
     def count_missed_after(self, moment: float) -> int:
-        """Requests that were missed from then on."""
+        """Return the number of requests missed from that moment on."""
         return self.missed_count - next(
             missed for at, missed in reversed(self.missed_history) if at <= moment
         )

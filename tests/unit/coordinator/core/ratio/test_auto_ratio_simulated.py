@@ -11,7 +11,7 @@ from benchmarks.scenarios.ratio_workloads import (
     plan_phases,
 )
 from coordinator.core.ratio.controller import MANUAL_REASON
-from tests.cost_model_cluster import CostModelCluster
+from simulator.cost_model_cluster import CostModelCluster
 
 PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 
@@ -41,12 +41,12 @@ def test_slo_recovers_after_load_change(automatic: bool) -> None:
     else:
         assert cluster.slo_attainment(SLO, 80.0, 150.0) < 0.05
         assert (pilot.change_count, pilot.reason) == (0, MANUAL_REASON)
-    assert all(seen.error is None for seen in cluster.requests), "no request has failed"
+    assert all(seen.error is None for seen in cluster.submitted_requests), "no request has failed"
 
 
 def test_swinging_load_is_served_as_with_fixed_ratio() -> None:
-    """Twenty seconds of each, from the split that serves the whole best. More loads:
-    test_steered_loads.py."""
+    """The load changes every twenty seconds, from the split that serves the whole best.
+    test_planner_loads.py has more loads."""
     loads = [(load, 20.0) for load in SWINGING_LOADS] * 4
     cluster, still = make_cluster(RoleSplit(4, 4), *loads), make_cluster(RoleSplit(4, 4), *loads)
     enable_auto_ratio(cluster)
@@ -75,12 +75,11 @@ def test_manual_freezes_ratio_and_set_ends_auto() -> None:
         MANUAL_REASON,
     )
     cluster.run(60.0)
-    assert brain.role_switcher.current_split() == RoleSplit(6, 2)
+    assert brain.role_switcher.roles.current_split() == RoleSplit(6, 2)
 
 
 def test_no_second_change_while_one_is_pending() -> None:
-    """Nodes that take long to switch are waited for: while any is on its way nothing else is
-    decided."""
+    """While a node is switching its role, nothing else is decided."""
     cluster = make_cluster(RoleSplit(7, 1), (ANSWERS, 60.0))
     cluster.costs = cluster.costs.__class__(role_switch_seconds=12.0)
     enable_auto_ratio(cluster)
@@ -95,7 +94,7 @@ def test_no_second_change_while_one_is_pending() -> None:
                 )
             )
             assert (
-                cluster.brain.role_switcher.projected_split(cluster.now)
+                cluster.brain.role_switcher.roles.projected_split()
                 == cluster.brain.role_switcher.target_split
             )
     assert len(targets) == len({generation for generation, _ in targets}) >= 1

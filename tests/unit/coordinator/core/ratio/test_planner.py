@@ -1,5 +1,6 @@
-"""When the ratio is changed by itself, and when it is not: demand as it is measured, time turned by
-hand. How the requests fare is in test_steered_loads.py and test_auto_simulated.py."""
+"""When the planner changes the ratio and when it does not, with measured demand and a manual clock.
+
+How requests fare is tested in test_planner_loads.py and test_auto_ratio_simulated.py."""
 
 import random
 
@@ -21,7 +22,7 @@ PROMPTS, ANSWERS = (7.0, RequestShape(680, 16.0)), (13.0, RequestShape(115, 120.
 
 
 class PlannerHarness:
-    """Demand and the ratio, which changes as soon as it is told to."""
+    """Demand, and a ratio that changes as soon as the planner decides it."""
 
     def __init__(self, split: RoleSplit, slo: Slo = SLO) -> None:
         self.meter = WorkloadMeter()
@@ -36,8 +37,8 @@ class PlannerHarness:
     def offer_load(
         self, load: tuple[float, RequestShape], seconds: float, *, good: bool | None = None
     ) -> None:
-        """So much is asked from now on, and looks are taken as they are due. `good`: how it is
-        served, if at all."""
+        """Offer so much load from now on, and evaluate when due. `good`: how it is served, if at
+        all."""
         rate, one = load
         end, at = self.now + seconds, self.now + self._source.expovariate(rate)
         while min(at, self.planner.next_evaluation_at) <= end:
@@ -126,8 +127,8 @@ def test_lasting_load_phases_are_followed() -> None:
 
 
 def run_trials(steering: RatioPlanner, saved: int, count: int) -> list[float]:
-    """Bets on more prefill nodes that are taken back after they have saved so many requests: how
-    long each pause is."""
+    """Make trials that are taken back after they have saved so many requests, and return each
+    pause."""
     pauses = []
     for _ in range(count):
         steering._trial = _TrialSplit(RoleSplit(4, 4), switching_cost=40.0, requests_saved=saved)

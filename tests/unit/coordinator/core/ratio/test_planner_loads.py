@@ -1,4 +1,4 @@
-"""What `auto` makes of loads that turn, swing, drift and burst, against leaving the ratio alone."""
+"""Mode auto under loads that change, swing, drift and burst, against a fixed ratio."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SEEDS = ("one", "two", "three")
 def both(
     loads: LoadPhases, split: RoleSplit, seeds: Sequence[str] = SEEDS
 ) -> tuple[list[PlannedCluster], list[PlannedCluster]]:
-    """With `auto`, and left alone."""
+    """Return the same run with `auto` and with a fixed ratio."""
     return (
         [PlannedCluster(loads, split, automatic=True, seed=seed) for seed in seeds],
         [PlannedCluster(loads, split, automatic=False, seed=seed) for seed in seeds],
@@ -28,8 +28,8 @@ def mean(runs: Sequence[PlannedCluster]) -> float:
 
 @pytest.mark.parametrize(("phase", "swings", "most"), [(20, 12, 2), (40, 9, 4), (60, 7, 6)])
 def test_swinging_load_is_no_worse_than_fixed_ratio(phase: float, swings: int, most: float) -> None:
-    """Beyond the few requests that it takes to learn. From the split that serves the whole best;
-    `phase` seconds of each load, so that a period takes twice as long."""
+    """Beyond the few requests that learning costs, from the split that serves the whole best.
+    Each load lasts `phase` seconds."""
     steered, still = both([(load, phase) for load in SWINGING_LOADS] * swings, RoleSplit(4, 4))
     assert mean(steered) >= 0.96 * mean(still)
     assert sum(len(run.ratio_changes) for run in steered) / len(steered) <= most
@@ -66,8 +66,8 @@ def test_changed_load_is_followed_promptly_and_once(
 
 
 def test_lasting_change_is_followed_despite_trial_pause() -> None:
-    """Bets are paused by then. What has come since tells against the present split soon enough all
-    the same."""
+    """Trials are paused by then, but the recent history soon proves that another split is
+    better."""
     loads = [(load, 60.0) for load in SWINGING_LOADS] * 4 + [(ANSWERS, 300.0)]
     run = PlannedCluster(loads, RoleSplit(4, 4), automatic=True)
     assert run.ratio_changes

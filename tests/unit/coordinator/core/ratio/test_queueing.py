@@ -1,4 +1,4 @@
-"""Waits by formula, against known values and against a queue that is played through."""
+"""Waiting times by formula, against known values and against a simulated queue."""
 
 import heapq
 import random
@@ -36,7 +36,7 @@ def test_extreme_inputs_do_not_overflow() -> None:
 
 @pytest.mark.parametrize(("places", "load"), [(1, 0.7), (3, 0.85), (6, 0.95), (4, 1.15)])
 def test_wait_tail_matches_simulated_queue(places: int, load: float) -> None:
-    """Exponential times, many runs of one horizon each."""
+    """Exponential service times, many runs of one horizon each."""
     horizon, limits, source = 60.0, (0.5, 2.0, 5.0), random.Random(places)
     waits: list[float] = []
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Requests played through a split: single ones by hand, many against the real brain."""
+"""Requests replayed on a split: single ones by hand, many against the real brain."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from benchmarks.scenarios.ratio_workloads import SLO, SWINGING_LOADS, plan_phase
 from coordinator.core.estimates.workload import RequestShape
 from coordinator.core.ratio.backtest import HISTORY_SECONDS, RESTART_SECONDS, SplitBacktest
 from coordinator.core.ratio.split_replay import SplitReplay
-from tests.cost_model_cluster import CostModelCluster
+from simulator.cost_model_cluster import CostModelCluster
 from tests.unit.coordinator.core.ratio.planned_cluster import NODE_PROFILE, SPLITS
 
 PROMPT = RequestShape(500, 1.0)  # a second, and no step after its first token
@@ -35,7 +35,7 @@ def test_cached_tokens_cost_no_prefill_time() -> None:
 
 @pytest.mark.parametrize(("decode", "missed"), [(1, 10), (2, 0)])
 def test_decode_nodes_are_shared_evenly(decode: int, missed: int) -> None:
-    """Ten at once are steps of 60 ms on one node, and of 50 ms on two."""
+    """Ten at once take steps of 60 ms on one node, and of 50 ms on two."""
     replay = SplitReplay(RoleSplit(10, decode), NODE_PROFILE, Slo(tpot_seconds=0.055), 0.0)
     for _ in range(10):
         replay.add_request(0.0, RequestShape(10, 41.0), 1.0)
@@ -73,7 +73,7 @@ def test_replay_agrees_with_real_brain(split: RoleSplit) -> None:
             one.start_seconds, RequestShape(one.prompt_tokens, float(one.output_tokens)), 1.0
         )
     replay.advance_to(90.0)
-    assert 1.0 - replay.missed_count / len(cluster.requests) == pytest.approx(
+    assert 1.0 - replay.missed_count / len(cluster.submitted_requests) == pytest.approx(
         cluster.slo_attainment(SLO), abs=0.1
     )
 
@@ -85,7 +85,7 @@ def replay_requests(
     asked: list[RequestShape],
     present: RoleSplit,
 ) -> None:
-    """So many every second."""
+    """Replay so many requests every second."""
     for second in range(int(begin), int(end)):
         came = [(second + 0.5, one) for one in asked]
         hindsight.add_requests(came, 1.0, NODE_PROFILE, SPLITS, present, second + 1.0)
@@ -123,7 +123,8 @@ def test_backtest_survives_changing_node_count() -> None:
 
 
 def test_many_requests_limit_replayed_splits() -> None:
-    """So a look does not take ever longer. Of a split that is not, all count as missed."""
+    """So that an evaluation has a bounded cost. Of a split that is not replayed, all requests
+    count as missed."""
     splits, present = [RoleSplit(number, 20 - number) for number in range(1, 20)], RoleSplit(10, 10)
     for requests, played in ((10, 16), (512, 3)):
         hindsight = SplitBacktest(SLO, 0.0)

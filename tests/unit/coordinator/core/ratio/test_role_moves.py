@@ -146,7 +146,7 @@ def test_moves_terminate_and_never_empty_a_role(
         assert sum(each.role is P for each in standing.values()) == target.prefill_nodes
 
 
-def test_possible_splits() -> None:
+def test_possible_splits_depend_on_mode_and_node_count() -> None:
     assert [str(split) for split in list_possible_splits(4, "disaggregated")] == [
         "1:3",
         "2:2",

@@ -1,4 +1,4 @@
-"""A node's way to another role, on the brain's bench with honest nodes."""
+"""The phases of a node's role switch, on a brain with nodes that carry out every order."""
 
 import pytest
 
@@ -13,32 +13,32 @@ from coordinator.core.ratio.role_switch import (
     RoleSwitchPhase,
 )
 from coordinator.core.ratio.role_switcher import MAX_CONCURRENT, UNSTAFFED_SECONDS
-from tests.unit.coordinator.core.ratio.honest_cluster import HonestCluster
+from tests.unit.coordinator.core.ratio.manual_cluster import ManualCluster
 
 P, D = Role.PREFILL, Role.DECODE
 
 
 @pytest.fixture
-def crew() -> HonestCluster:
-    return HonestCluster("p0", "p1", "d0", "d1")
+def crew() -> ManualCluster:
+    return ManualCluster("p0", "p1", "d0", "d1")
 
 
-def outcomes(crew: HonestCluster) -> list[tuple[str, str]]:
+def outcomes(crew: ManualCluster) -> list[tuple[str, str]]:
     return [
         (str(report.node), report.outcome) for report in crew.harness.brain.role_switcher.finished
     ]
 
 
-def service(crew: HonestCluster, name: str) -> NodeServiceState:
+def service(crew: ManualCluster, name: str) -> NodeServiceState:
     return crew.harness.brain.get_service_state(crew.harness.brain.get_node(NodeName(name)))
 
 
-def probes(crew: HonestCluster) -> list[EndRequest]:
+def probes(crew: ManualCluster) -> list[EndRequest]:
     ends = [effect for effect in crew.harness.effects if isinstance(effect, EndRequest)]
     return [end for end in ends if end.request_id.startswith("probe-")]
 
 
-def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
+def test_switch_goes_through_all_phases(crew: ManualCluster) -> None:
     first, second = crew.submit_request(max_tokens=3), crew.submit_request(max_tokens=6)
     busy = {name: crew.count_attempts(name) for name in ("d0", "d1")}
     assert busy == {"d0": 1, "d1": 1}
@@ -59,7 +59,7 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
         for request in crew.harness.brain.list_active_requests()
         if request.startswith("probe-")
     ]
-    told = crew.harness.brain.explain_request(probe, crew.harness.now)
+    told = crew.harness.explain_request(probe)
     assert (told.warm_up, [attempt.prefill_node for attempt in told.attempts]) == (True, [empty])
     crew.advance_clock(0.2)
     crew.generate_tokens()
@@ -77,7 +77,7 @@ def test_switch_goes_through_all_phases(crew: HonestCluster) -> None:
     assert crew.harness.brain.counters.replaced_attempts == {}
 
 
-def test_busy_node_drains_then_rest_is_replaced(crew: HonestCluster) -> None:
+def test_busy_node_drains_then_rest_is_replaced(crew: ManualCluster) -> None:
     requests = [crew.submit_request(max_tokens=100) for _ in range(4)]
     crew.set_ratio(3, 1, patience=5.0)
     [leaving] = crew.switch_phases()
@@ -98,8 +98,8 @@ def test_busy_node_drains_then_rest_is_replaced(crew: HonestCluster) -> None:
     assert all(len(crew.harness.emitted_tokens(request)) == 100 for request in requests)
 
 
-def test_needed_nodes_switch_together_and_last_one_stays(crew: HonestCluster) -> None:
-    crew = HonestCluster("p0", "d0", "d1", "d2", "d3")
+def test_needed_nodes_switch_together_and_last_one_stays(crew: ManualCluster) -> None:
+    crew = ManualCluster("p0", "d0", "d1", "d2", "d3")
     crew.set_ratio(4, 1)
     assert set(crew.switch_phases().values()) == {RoleSwitchPhase.ORDERED}
     assert len(crew.switch_phases()) == 3
@@ -109,7 +109,7 @@ def test_needed_nodes_switch_together_and_last_one_stays(crew: HonestCluster) ->
 
 
 def test_concurrent_switches_are_bounded() -> None:
-    crew = HonestCluster("p0", *(f"d{number}" for number in range(MAX_CONCURRENT + 3)))
+    crew = ManualCluster("p0", *(f"d{number}" for number in range(MAX_CONCURRENT + 3)))
     crew.set_ratio(MAX_CONCURRENT + 3, 1)
     assert len(crew.switch_phases()) == MAX_CONCURRENT
     crew.run_until_settled()
@@ -128,7 +128,7 @@ def test_concurrent_switches_are_bounded() -> None:
 def test_impossible_ratio_is_refused_naming_possible_ones(
     mode: str, split: tuple[int, int], possible: str
 ) -> None:
-    crew = HonestCluster("p0", "p1", "d0", "d1", mode=mode)
+    crew = ManualCluster("p0", "p1", "d0", "d1", mode=mode)
     with pytest.raises(
         InvalidRequest, match=f"with 4 live nodes in mode {mode}: possible are {possible}$"
     ):
@@ -136,7 +136,7 @@ def test_impossible_ratio_is_refused_naming_possible_ones(
     assert (crew.harness.brain.role_switcher.target_split, crew.switch_phases()) == (None, {})
 
 
-def test_new_target_recalls_draining_node(crew: HonestCluster) -> None:
+def test_new_target_recalls_draining_node(crew: ManualCluster) -> None:
     for _ in range(4):
         crew.submit_request(max_tokens=100)
     crew.set_ratio(3, 1)
@@ -148,7 +148,7 @@ def test_new_target_recalls_draining_node(crew: HonestCluster) -> None:
     assert crew.harness.brain.role_switcher.is_settled
 
 
-def test_new_target_reverses_probed_node(crew: HonestCluster) -> None:
+def test_new_target_reverses_probed_node(crew: ManualCluster) -> None:
     crew.set_ratio(3, 1)
     [moving] = crew.switch_phases()
     crew.rejoin_in_ordered_role(moving)
@@ -163,7 +163,7 @@ def test_new_target_reverses_probed_node(crew: HonestCluster) -> None:
     assert (crew.names_in_service(D), outcomes(crew)[1:]) == ({"d0", "d1"}, [(moving, "done")])
 
 
-def test_ordered_node_is_reversed_after_it_rejoins(crew: HonestCluster) -> None:
+def test_ordered_node_is_reversed_after_it_rejoins(crew: ManualCluster) -> None:
     crew.set_ratio(3, 1)
     [moving] = crew.switch_phases()
     crew.set_ratio(2, 2)
@@ -173,7 +173,7 @@ def test_ordered_node_is_reversed_after_it_rejoins(crew: HonestCluster) -> None:
 
 
 @pytest.mark.parametrize("phase", list(RoleSwitchPhase))
-def test_restarted_node_is_switched_again(crew: HonestCluster, phase: RoleSwitchPhase) -> None:
+def test_restarted_node_is_switched_again(crew: ManualCluster, phase: RoleSwitchPhase) -> None:
     requests = [crew.submit_request(max_tokens=100) for _ in range(2)]
     crew.set_ratio(3, 1, patience=0.0 if phase is not RoleSwitchPhase.DRAINING else 5.0)
     [moving] = crew.switch_phases()
@@ -194,7 +194,7 @@ def test_restarted_node_is_switched_again(crew: HonestCluster, phase: RoleSwitch
     assert all(len(crew.harness.emitted_tokens(request)) == 100 for request in requests)
 
 
-def test_node_that_ignores_role_order_is_dropped(crew: HonestCluster) -> None:
+def test_node_that_ignores_role_order_is_dropped(crew: ManualCluster) -> None:
     crew.set_ratio(3, 1)
     [moving] = crew.switch_phases()
     crew.advance_clock(ORDER_TIMEOUT_SECONDS - 0.1)
@@ -209,7 +209,7 @@ def test_node_that_ignores_role_order_is_dropped(crew: HonestCluster) -> None:
     assert len(crew.names_in_service(P)) == 3
 
 
-def test_node_that_never_rejoins_is_not_awaited(crew: HonestCluster) -> None:
+def test_node_that_never_rejoins_is_not_awaited(crew: ManualCluster) -> None:
     crew.set_ratio(3, 1)
     [moving] = crew.switch_phases()
     crew.kill_node(moving)
@@ -222,7 +222,7 @@ def test_node_that_never_rejoins_is_not_awaited(crew: HonestCluster) -> None:
     assert crew.harness.brain.role_switcher.is_settled
 
 
-def test_failed_probe_is_retried_before_service(crew: HonestCluster) -> None:
+def test_failed_probe_is_retried_before_service(crew: ManualCluster) -> None:
     crew.set_ratio(1, 3)
     [moving] = crew.switch_phases()
     for number in (1, 2, 3):
@@ -248,7 +248,7 @@ def test_failed_probe_is_retried_before_service(crew: HonestCluster) -> None:
     assert crew.harness.brain.counters.requests[("length", "internal")] == 1
 
 
-def test_joining_node_causes_no_switch(crew: HonestCluster) -> None:
+def test_joining_node_causes_no_switch(crew: ManualCluster) -> None:
     crew.set_ratio(2, 2)
     crew.start_node("d2")
     assert (crew.switch_phases(), crew.harness.brain.role_switcher.is_settled) == ({}, False)
@@ -257,7 +257,7 @@ def test_joining_node_causes_no_switch(crew: HonestCluster) -> None:
     assert len(crew.names_in_service(P)) == 3
 
 
-def test_draining_node_is_recalled_when_last_peer_dies(crew: HonestCluster) -> None:
+def test_draining_node_is_recalled_when_last_peer_dies(crew: ManualCluster) -> None:
     for _ in range(4):
         crew.submit_request(max_tokens=100)
     crew.set_ratio(3, 1)
@@ -271,7 +271,7 @@ def test_draining_node_is_recalled_when_last_peer_dies(crew: HonestCluster) -> N
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["ordered", "probing"])
-def test_unstaffed_role_is_taken_by_spare_node(crew: HonestCluster, far: bool) -> None:
+def test_unstaffed_role_is_taken_by_spare_node(crew: ManualCluster, far: bool) -> None:
     crew.set_ratio(3, 1)
     [moving] = crew.switch_phases()
     dead = "d0" if moving == "d1" else "d1"
@@ -305,7 +305,7 @@ def test_unstaffed_role_is_taken_by_spare_node(crew: HonestCluster, far: bool) -
     assert (len(crew.names_in_service(P)), len(crew.names_in_service(D))) == (3, 1)
 
 
-def test_prefill_probe_skips_handoff_when_decode_is_full(crew: HonestCluster) -> None:
+def test_prefill_probe_skips_handoff_when_decode_is_full(crew: ManualCluster) -> None:
     for _ in range(8):
         crew.submit_request(max_tokens=100)
     crew.set_ratio(3, 1, patience=0.0)
@@ -317,7 +317,7 @@ def test_prefill_probe_skips_handoff_when_decode_is_full(crew: HonestCluster) ->
     assert probe.needs_no_decode
 
 
-def test_operator_drain_survives_switch(crew: HonestCluster) -> None:
+def test_operator_drain_survives_switch(crew: ManualCluster) -> None:
     crew.harness.effects += crew.harness.brain.drain_node(NodeName("d0"), None, crew.harness.now)
     crew.set_ratio(3, 1)
     assert crew.switch_phases() == {"d0": RoleSwitchPhase.ORDERED}, "the last in service stays"
@@ -328,7 +328,7 @@ def test_operator_drain_survives_switch(crew: HonestCluster) -> None:
 
 
 def test_only_decode_node_can_be_probed() -> None:
-    crew = HonestCluster("p0", "p1", "d0")
+    crew = ManualCluster("p0", "p1", "d0")
     crew.set_ratio(1, 2)
     [moving] = crew.switch_phases()
     crew.kill_node("d0")
@@ -338,7 +338,7 @@ def test_only_decode_node_can_be_probed() -> None:
 
 
 def test_colocated_probe_needs_no_prefill_node() -> None:
-    crew = HonestCluster("p0", "d0", mode="auto")
+    crew = ManualCluster("p0", "d0", mode="auto")
     crew.set_ratio(0, 2)
     assert crew.switch_phases() == {"p0": RoleSwitchPhase.ORDERED}
     crew.run_until_settled()

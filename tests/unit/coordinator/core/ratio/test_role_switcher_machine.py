@@ -11,7 +11,8 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.types import RequestId, Role
 from coordinator.core.common.effects import FinishedResult
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
-from tests.unit.coordinator.core.ratio.honest_cluster import TOKEN, HonestCluster
+from simulator.decode_batch import SIMULATED_TOKEN
+from tests.unit.coordinator.core.ratio.manual_cluster import ManualCluster
 
 NAMES = ("d0", "d1", "d2", "p0", "p1")
 names = st.sampled_from(NAMES)
@@ -20,7 +21,7 @@ names = st.sampled_from(NAMES)
 class RoleSwitcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = HonestCluster(*NAMES)
+        self.cluster = ManualCluster(*NAMES)
         self.submitted: dict[RequestId, int] = {}
 
     @rule(
@@ -30,9 +31,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
     )
     def set_target(self, prefill: int, decode: int, patience: float) -> None:
         switches = self.cluster.harness.brain.role_switcher
-        possible = self.cluster.harness.brain.role_switcher.list_possible_splits(
-            self.cluster.harness.now
-        )
+        possible = self.cluster.harness.brain.role_switcher.roles.list_possible_splits()
         before = (switches.target_split, switches.target_generation, self.cluster.switch_phases())
         try:
             self.cluster.set_ratio(prefill, decode, patience)
@@ -109,7 +108,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def unserved_target_role_has_no_draining_node(self) -> None:
-        """A role of the target that nobody serves has nobody who is still only draining."""
+        """While nobody serves a role of the target, no node that has the role is draining."""
         brain = self.cluster.harness.brain
         target = brain.role_switcher.target_split
         if target is None or brain.role_switcher._needs_reconcile:
@@ -124,8 +123,8 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
                 assert all(flip.phase is not RoleSwitchPhase.DRAINING for flip in leaving)
 
     def teardown(self) -> None:
-        """All come back, nobody dies any more: every request that was not refused ends, and the
-        target is reached."""
+        """All nodes return and none dies any more: every accepted request ends, and the target
+        is reached."""
         crew = self.cluster
         for name in NAMES:
             if name not in crew.nodes:
@@ -147,7 +146,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
         for request, tokens in self.submitted.items():
             result = crew.harness.end_event(request).result
             sent = crew.harness.emitted_tokens(request)
-            assert sent == [TOKEN] * len(sent)
+            assert sent == [SIMULATED_TOKEN] * len(sent)
             if isinstance(result, FinishedResult):
                 assert len(sent) == tokens
             else:

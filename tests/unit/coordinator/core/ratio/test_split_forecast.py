@@ -1,5 +1,5 @@
-"""Forecasts of splits: what must hold whatever the workload is. How near they come is in
-test_advise_simulated.py."""
+"""Properties that forecasts of splits have for any workload. test_advice_simulated.py tests
+their accuracy."""
 
 import itertools
 import math

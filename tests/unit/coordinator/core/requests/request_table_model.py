@@ -68,7 +68,7 @@ def expected_prompt_logprobs(
 
 @dataclass
 class ExpectedRequest:
-    """What a request wants. `after` is set if it must wait for that one."""
+    """What a request must get. `after` is set if it must wait for that request."""
 
     prompt: int
     max_tokens: int
@@ -177,7 +177,7 @@ class RequestTableModel:
                     pass
 
     def check_explanation(self, end: EndRequest) -> None:
-        told = self.world.brain.explain_request(end.request_id, self.world.now)
+        told = self.world.explain_request(end.request_id)
         line = told.timeline
         assert line.ttft == pytest.approx(
             end.ttft_seconds if end.ttft_seconds is not None else line.total
@@ -198,7 +198,7 @@ class RequestTableModel:
     def send_from_node(
         self, node: Incarnation, message: AttemptReply, *, last_word: bool = False
     ) -> None:
-        """Whatever does not come from an open leg must change nothing."""
+        """A report that does not come from an open leg must change nothing."""
         keys = (
             {event.key for event in message.events}
             if isinstance(message, StepTokens)

@@ -1,4 +1,4 @@
-"""What can be told of a request: while it runs, after each kind of end, and for how long."""
+"""What is explained of a request: while it runs, after each kind of end, and for how long."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from baton.pb.common_pb2 import FINISH_REASON_LENGTH
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
 from coordinator.core.requests.attempt_trace import MAX_CONSIDERED
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
+from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.record import MAX_ATTEMPT_HISTORY
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -21,7 +22,7 @@ def world() -> BrainHarness:
 
 
 def explain_request(world: BrainHarness, request: RequestId) -> ExplainResponse:
-    return world.brain.explain_request(request, world.now)
+    return world.explain_request(request)
 
 
 def stages(told: ExplainResponse) -> list[float]:
@@ -31,7 +32,7 @@ def stages(told: ExplainResponse) -> list[float]:
 def serve(
     world: BrainHarness, prefill: Incarnation, decode: Incarnation, cached: int = 0
 ) -> AttemptKey:
-    """One hand-off, whose steps are a second apart, and one token."""
+    """Serve a request with one hand-off, whose stages last a second each, and one token."""
     key = world.last_attempt_key(decode)
     world.advance(1.0)
     world.report_reserved(decode, key, prefill)
@@ -90,8 +91,7 @@ def test_explains_served_request(world: BrainHarness, p0: Incarnation, d0: Incar
 def test_context_cached_on_decode_is_reported_as_local(
     world: BrainHarness, p0: Incarnation, d0: Incarnation, prefill_is_faster: bool
 ) -> None:
-    """The prefill node that was chosen has no part in the answer, and there is no hand-off that
-    could take time."""
+    """The chosen prefill node takes no part, and there is no hand-off that could take time."""
     request = world.submit(max_tokens=2)
     key = world.last_attempt_key(d0)
     world.advance(1.0)
@@ -134,8 +134,8 @@ def test_handoff_report_after_end_is_added(
 def test_explains_refused_then_failed_then_served(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
-    """Every attempt says when it was, why it ended, and the stages still add up: the lost attempts
-    are waiting."""
+    """Every attempt has its time and its reason, and the stages add up: lost attempts count as
+    waiting."""
     d1 = world.join_node("d1", DECODE)
     request = world.submit()
     world.advance(1.0)
@@ -192,9 +192,9 @@ def test_stored_explanations_are_bounded_in_count_and_age(
         explain_request(world, requests[3])
 
 
-def test_explain_keep_of_zero_is_allowed() -> None:
+def test_nothing_is_kept_with_explain_keep_zero() -> None:
     kept = ExplanationStore(0)
-    kept.add_explanation(ExplainResponse(request_id="r"), 1.0)
+    kept.add_explanation(RequestExplanation(RequestId("r")), 1.0)
     assert len(kept) == 0
 
 
@@ -221,12 +221,14 @@ def test_size_of_one_explanation_is_bounded(world: BrainHarness, p0: Incarnation
 
 
 def test_explanation_contains_no_prompt_text() -> None:
-    """By construction: no field could hold one."""
+    """No field could hold one."""
     fields = {field.name: field for field in ExplainResponse.DESCRIPTOR.fields}
     assert not {"prompt", "text", "token_ids", "output"} & fields.keys()
 
 
-def test_lost_node_is_still_named(world: BrainHarness, p0: Incarnation, d0: Incarnation) -> None:
+def test_explanation_names_a_node_that_was_lost(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
     request = world.submit()
     world.lose_node(d0)
     [attempt] = explain_request(world, request).attempts
@@ -236,7 +238,7 @@ def test_lost_node_is_still_named(world: BrainHarness, p0: Incarnation, d0: Inca
 def test_first_choice_explains_its_siblings(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
-    """Also while some run and some have ended; what is not kept any more is named."""
+    """Even if some run and some have ended; those that are not kept any more are named."""
     requests = [world.make_request(choice=choice, prompt=20 + choice) for choice in range(4)]
     first, second, third, fourth = (request.id for request in requests)
     world.submit_all(*requests)

@@ -1,5 +1,4 @@
-"""Scores: of every token shown, if they were asked for, and of the whole prompt before the first
-token."""
+"""Logprobs: of every token shown, if asked for, and of the whole prompt before the first token."""
 
 import pytest
 
@@ -310,7 +309,7 @@ def test_partial_prompt_logprobs_are_dropped_with_attempt(
     world: BrainHarness, p0: Incarnation, d0: Incarnation, error: BatonError | None
 ) -> None:
     request, key = owes(world, p0, d0)
-    attempt = world.brain._table.records[request].attempt
+    attempt = world.brain.parts.table.records[request].attempt
     assert attempt is not None
     assert attempt.prompt_logprobs
     assert attempt.buffered_tokens

@@ -1,5 +1,4 @@
-"""Which nodes a request that is placed again keeps away from, and which it had better go back
-to."""
+"""Which nodes a retried request avoids, and which it should return to."""
 
 import pytest
 
@@ -21,7 +20,7 @@ class TwoByTwoCluster:
             self.world.send_heartbeat(node)
         self.world.advance(2 * RAMP_UP_SECONDS)
         self.request = self.world.submit(prompt=100, max_tokens=8)
-        record = self.world.brain._table.records[self.request]
+        record = self.world.brain.parts.table.records[self.request]
         assert record.attempt is not None
         self.key: AttemptKey = record.attempt.key
         assert record.attempt.prefill is not None
@@ -30,18 +29,19 @@ class TwoByTwoCluster:
         self.decode: Incarnation = record.attempt.decode
 
     def complete_handoff(self) -> None:
-        """The prompt is in the caches of both then, as the prefill node tells."""
-        world, record = self.world, self.world.brain._table.records[self.request]
+        """Complete the hand-off: both nodes then have the prompt cached, as the prefill node
+        reports."""
+        world, record = self.world, self.world.brain.parts.table.records[self.request]
         world.report_reserved(self.decode, self.key, self.prefill)
         world.report_prefill_ended(self.prefill, self.key, 100)
         world.send_from_node(self.decode, DecodeStarted(self.key, 0, 0, 100))
         world.report_handed_off(self.prefill, self.key)
         world.report_token(self.decode, self.key, 0)
-        names = tuple(world.brain.placement_state.prefix_lookup.hash_prompt(record.request))
+        names = tuple(world.brain.placement_state.cached_prefixes.hash_prompt(record.request))
         world.send_from_node(self.prefill, CacheSnapshot(1, names))
 
     def get_new_placement(self) -> tuple[Incarnation | None, Incarnation | None]:
-        attempt = self.world.brain._table.records[self.request].attempt
+        attempt = self.world.brain.parts.table.records[self.request].attempt
         assert attempt is not None
         assert attempt.key != self.key
         return attempt.prefill, attempt.decode
@@ -64,7 +64,7 @@ def test_decode_node_death_does_not_avoid_prefill_node_with_cached_prompt(
 
 def test_decode_node_death_during_handoff_avoids_only_decode_node(pairs: TwoByTwoCluster) -> None:
     pairs.world.lose_node(pairs.decode)
-    assert pairs.world.brain._table.records[pairs.request].avoided_nodes == {pairs.decode}
+    assert pairs.world.brain.parts.table.records[pairs.request].avoided_nodes == {pairs.decode}
 
 
 @pytest.mark.parametrize("error", [Preempted("for a higher class"), OutOfMemory("none left")])
@@ -99,5 +99,5 @@ def test_inconsistent_node_token_counts_do_not_lose_request(pairs: TwoByTwoClust
         world.report_token(pairs.decode, pairs.key, index)
     request: RequestId = pairs.request
     assert len(world.end_events(request)) == 1
-    told = world.brain.explain_request(request, world.now)
+    told = world.explain_request(request)
     assert (told.sources.local_cache, told.sources.pool) == (0, 5)

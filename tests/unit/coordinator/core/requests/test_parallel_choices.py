@@ -1,4 +1,4 @@
-"""Further choices of one prompt: they wait for the first, and then need no prefill."""
+"""Further choices of one prompt wait for the first one, and then need no prefill."""
 
 from collections.abc import Callable
 from typing import Any
@@ -223,8 +223,8 @@ def test_held_followers_do_not_block_other_requests(
 
 
 def test_followers_keep_queue_position(world: BrainHarness, p0: Incarnation) -> None:
-    """Of two families and one between them, whose members are there before the next family
-    comes."""
+    """Two families and a request between them; the members of the first arrive before the
+    second."""
     d0 = world.join_node("d0", DECODE, max_num_seqs=1)
     ahead = world.submit(prompt=5)
     one, two = family(world, 2)

@@ -1,4 +1,4 @@
-"""What a tenant does not pay for: what was never begun for it."""
+"""A tenant does not pay for requests that were never started."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_requests_expired_in_queue_are_refunded_tokens_only() -> None:
         world.advance(1.0)
         assert world.end_error(request).code == "deadline_exceeded"
     assert len(world.messages_to(decode, object)) == 1
-    account = world.brain._table.admission._accounts[LIMITED.name]
+    account = world.brain.parts.placement.admission._accounts[LIMITED.name]
     assert account.token_bucket is not None
     assert account.token_bucket.level > 0.9 * LIMITED.token_burst
     with pytest.raises(Overloaded, match="requests_per_second"):
@@ -57,14 +57,14 @@ def test_refund_does_not_exceed_burst() -> None:
     request = world.submit(prompt=PROMPT, standing=tenants.make_principal(LIMITED))
     world.advance(0.5)
     world.cancel(request)
-    account = world.brain._table.admission._accounts[LIMITED.name]
+    account = world.brain.parts.placement.admission._accounts[LIMITED.name]
     assert account.token_bucket is not None
     assert account.token_bucket.level == LIMITED.token_burst
 
 
 def test_rate_limited_requests_do_not_count_as_demand() -> None:
-    """It would be refused with any ratio: neither the advice on it nor the share within the SLO is
-    about it."""
+    """They would be refused with any ratio, so they count neither for advice nor for SLO
+    attainment."""
     world, tenants = limited()
     standing = tenants.make_principal(LIMITED)
     world.join_node("p0", PREFILL)

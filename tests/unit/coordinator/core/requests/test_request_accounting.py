@@ -1,4 +1,4 @@
-"""What the request table counts."""
+"""The counters of the request table."""
 
 import pytest
 
@@ -43,8 +43,7 @@ def test_prompt_tokens_are_counted_once_and_later_attempts_as_recomputed(
 def test_tokens_of_unreported_attempt_are_not_cache_hits_of_next(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
-    """The first attempt fails before anybody has reported; the second finds the blocks that it left
-    behind."""
+    """The first attempt fails before any report; the second finds the blocks that it left."""
     request = world.submit()
     world.report_failure(p0, world.last_attempt_key(p0), OutOfBlocks("full"))
     again = world.last_attempt_key(d0)
@@ -60,7 +59,8 @@ def test_tokens_of_unreported_attempt_are_not_cache_hits_of_next(
 def test_prefill_report_counts_after_commit(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
-    """They come on two streams: what prefill's cache had counts, whichever is the faster."""
+    """The reports come on two streams in any order; what the prefill node's cache had counts in
+    both."""
     request = world.submit()
     key = world.last_attempt_key(d0)
     world.report_reserved(d0, key, p0)

@@ -1,4 +1,4 @@
-"""What the request table takes in, what waits there, and who computes it in each mode."""
+"""Which requests are admitted or wait, and which node computes the prompt in each mode."""
 
 import pytest
 

@@ -25,11 +25,11 @@ from baton.types import FinishReason, Incarnation, TokenEvent
 from coordinator.core.common.effects import AdmitRequest, FinishedResult
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
 from coordinator.core.requests.record import RequestState
+from simulator.node_messages import make_ticket
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,
     PREFILL,
     BrainHarness,
-    make_ticket,
     stream_first_token,
 )
 
@@ -52,7 +52,7 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
     assert world.messages_to(p0, TicketOrder) == [TicketOrder(make_ticket(d0, key, p0))]
 
 
-def test_request_lifecycle_from_submit_to_finish(
+def test_request_is_served_from_submission_to_its_last_token(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit(max_tokens=3)
@@ -69,7 +69,7 @@ def test_request_lifecycle_from_submit_to_finish(
     assert world.count_placed() == 0
     assert world.messages_to(p0, CancelOrder) == []
     assert world.brain.counters.requests == {("length", "default"): 1}
-    assert world.brain.get_timeline(request) == end.timeline
+    assert world.brain.parts.ended_requests.timelines.get(request) == end.timeline
 
 
 def test_decode_with_full_prefix_hit_cancels_prefill_leg(
@@ -83,7 +83,7 @@ def test_decode_with_full_prefix_hit_cancels_prefill_leg(
     assert (world.brain.count_attempts(p0), world.brain.count_attempts(d0)) == (0, 1)
 
 
-def test_final_first_token_may_come_from_prefill_node(
+def test_first_token_that_is_the_last_may_come_from_prefill_node(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit()
@@ -93,7 +93,7 @@ def test_final_first_token_may_come_from_prefill_node(
     assert len(world.messages_to(d0, CancelOrder)) == 1
 
 
-def test_one_token_needs_no_decode_node(
+def test_single_token_output_needs_no_decode_node(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit(max_tokens=1)
@@ -108,7 +108,7 @@ def test_one_token_needs_no_decode_node(
 def test_single_token_request_is_admitted_before_decode_node_joins(
     world: BrainHarness, p0: Incarnation
 ) -> None:
-    """Or its client would wait for ever for a word that its request is accepted."""
+    """Otherwise its client would never learn that the request is accepted."""
     request = world.submit(max_tokens=1)
     assert [effect.request_id for effect in world.effects if isinstance(effect, AdmitRequest)] == [
         request
@@ -294,7 +294,7 @@ def test_handoff_report_counts_after_request_end(
     for _ in range(2):
         world.report_handed_off(p0, key)
     assert world.brain.counters.handoffs == {("committed", "shm"): 1}
-    timeline = world.brain.get_timeline(request)
+    timeline = world.brain.parts.ended_requests.timelines.get(request)
     assert timeline is not None
     assert timeline.handoff.bytes == 10
 
@@ -322,7 +322,7 @@ def test_attempts_are_bounded_and_last_error_is_returned(
 
 
 def test_repeated_failures_back_off() -> None:
-    """Or a fault of a second would spend every attempt."""
+    """Otherwise a fault of a second would use up every attempt."""
     world = BrainHarness(max_attempts=8)
     world.join_node("p0", PREFILL)
     d0 = world.join_node("d0", DECODE)

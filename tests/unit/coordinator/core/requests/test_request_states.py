@@ -1,5 +1,5 @@
-"""Cancel, deadline and the death of a node, in every state a request can be in. A new state fails
-until it is here."""
+"""Cancellation, deadline and loss of a node in every state of a request; a new state must be
+added here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def cancels(it: RequestInState, effects: list[Effect]) -> set[str]:
     }
 
 
-def test_cancel(state: RequestState) -> None:
+def test_cancelled_request_ends_in_every_state(state: RequestState) -> None:
     it = arrange(state)
     effects = it.world.cancel(it.request, Cancelled("the client has gone away"))
     if state in TERMINAL_STATES:
@@ -124,8 +124,8 @@ def test_cancel(state: RequestState) -> None:
     assert it.world.cancel(it.request) == []
 
 
-def test_stop(state: RequestState) -> None:
-    """Its client has all that it wants: a good end, whatever the state."""
+def test_stopped_request_ends_successfully_in_every_state(state: RequestState) -> None:
+    """The client needs no more: the request ends successfully in any state."""
     it = arrange(state)
     effects = it.world.stop(it.request)
     (end,) = it.world.end_events(it.request)
@@ -138,7 +138,7 @@ def test_stop(state: RequestState) -> None:
     assert it.world.stop(it.request) == []
 
 
-def test_deadline(state: RequestState) -> None:
+def test_deadline_ends_the_request_in_every_state(state: RequestState) -> None:
     it = arrange(state)
     assert it.world.advance(TIMEOUT - 0.1) == []
     effects = it.world.advance(0.2)
@@ -149,7 +149,7 @@ def test_deadline(state: RequestState) -> None:
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_node_gone(state: RequestState, victim: str) -> None:
+def test_node_loss_in_every_state_of_a_request(state: RequestState, victim: str) -> None:
     it = arrange(state)
     tokens = it.world.emitted_tokens(it.request)
     dead, other = (it.prefill, it.decode) if victim == "prefill" else (it.decode, it.prefill)

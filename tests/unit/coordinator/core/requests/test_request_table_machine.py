@@ -1,5 +1,7 @@
-"""The request table against a model, under anything: nodes that answer late, twice, wrongly or for
-somebody else, that die, are drained and come back; clients that go away; time that runs out."""
+"""The request table against a model, under random inputs.
+
+Nodes answer late, twice, wrongly or for others; they die, are drained and return; clients
+cancel; deadlines pass."""
 
 from dataclasses import replace
 
@@ -28,6 +30,7 @@ from baton.cluster_link.messages import (
     ReservationRefused,
     StepTokens,
 )
+from baton.cluster_link.report_types import HandoffReport
 from baton.errors import (
     BatonError,
     HandoffFailed,
@@ -37,10 +40,9 @@ from baton.errors import (
     Preempted,
     StaleMessage,
 )
-from baton.pb.common_pb2 import HandoffReport
 from baton.types import FinishReason, NodeName, RequestId, TokenEvent, TokenLogprobs
 from coordinator.core.requests.record import RequestState
-from tests.unit.coordinator.core.brain_harness import make_ticket
+from simulator.node_messages import make_ticket
 from tests.unit.coordinator.core.requests.request_table_model import (
     ROLES,
     ExpectedRequest,
@@ -248,8 +250,8 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
 
     @rule(target=orders, order=orders, count=st.integers(1, 4), stop=st.booleans())
     def it_continues(self, order: PlacedOrder, count: int, stop: bool) -> Orders:
-        """An honest node goes on from what the client has; a prefill node only to end the
-        request."""
+        """An honest node continues from what the client has; a prefill node sends a token only
+        to end the request."""
         node, told = order
         key = told.work.key
         start = len(self.clients[key.request_id].tokens)
@@ -332,7 +334,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
 
     @rule(order=consumes(orders))
     def it_is_forgotten(self, order: PlacedOrder) -> None:
-        """The node never speaks of it again."""
+        """The node never reports on the attempt again."""
 
     def new_orders(self) -> Orders:
         found, self.new_order_list = self.new_order_list, []
@@ -355,7 +357,7 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         assert brain.queued_requests + brain.running_requests == len(open_requests)
 
     def teardown(self) -> None:
-        """With no help from any node, every request ends, and nothing is left."""
+        """Without any further report every request ends, and nothing is left."""
         self.apply_input(lambda: self.world.advance(41.0))
         assert all(self.clients[request].end is not None for request in self.expected_requests)
         assert self.legs == set()

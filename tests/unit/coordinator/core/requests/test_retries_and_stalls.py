@@ -1,5 +1,4 @@
-"""What the request table does when things fail: the retry budget, breakers, who is to blame, and
-forward progress."""
+"""Failures in the request table: the retry budget, breakers, nodes to avoid, and progress."""
 
 import pytest
 
@@ -22,7 +21,7 @@ from coordinator.core.placement.breakers import (
 )
 from coordinator.core.requests.attempt_trace import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.retries import MIN_RETRIES, WINDOW_SECONDS
+from coordinator.core.requests.waiting_requests import MIN_RETRIES, WINDOW_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 FAR = 1000.0  # seconds: nobody's deadline
@@ -31,7 +30,7 @@ FAR = 1000.0  # seconds: nobody's deadline
 def wide(
     max_queue: int = 500, max_attempts: int = 1000
 ) -> tuple[BrainHarness, Incarnation, Incarnation]:
-    """A world with room for many."""
+    """Return a cluster with room for many requests."""
     world = BrainHarness(max_queue=max_queue, max_attempts=max_attempts)
     room = {"max_num_seqs": 500, "num_blocks": 2000, "max_batched_tokens": 8192}
     return world, world.join_node("p0", PREFILL, **room), world.join_node("d0", DECODE, **room)
@@ -45,7 +44,7 @@ def placed_keys(world: BrainHarness, node: Incarnation) -> list[DecodeOrder]:
 
 
 def test_retries_are_limited_to_share_of_offered_requests() -> None:
-    """Every attempt fails. Without the budget each request would be tried again and again."""
+    """Every attempt fails. Without the budget each request would be retried again and again."""
     world, _, d0 = wide()
     offered = 400
     for _ in range(offered):
@@ -70,7 +69,7 @@ def test_retries_are_limited_to_share_of_offered_requests() -> None:
 
 
 def exhaust(world: BrainHarness, node: Incarnation) -> RequestId:
-    """Spend the budget on requests that fail and go; returns one that is held back."""
+    """Use up the retry budget with failing requests; return one that is held back."""
     while True:
         request = world.submit(timeout=FAR)
         world.report_failure(node, world.last_attempt_key(node), OutOfMemory("none left"))
@@ -89,7 +88,7 @@ def test_held_back_time_is_explained() -> None:
     assert due <= began + WINDOW_SECONDS
     world.advance(WINDOW_SECONDS)
     assert world.brain.get_request_state(request) is RequestState.PLACED
-    attempt = world.brain.explain_request(request, world.now).attempts[-1]
+    attempt = world.explain_request(request).attempts[-1]
     assert attempt.held_back == pytest.approx(world.now - began)
     assert [one.because for one in attempt.considered] == [FAILED_BEFORE, FAILED_BEFORE]
 
@@ -164,7 +163,7 @@ def changes(world: BrainHarness) -> list[BreakerState]:
 
 
 def trip(world: BrainHarness, decode: Incarnation) -> RequestId:
-    """One request, whose hand-offs fail until the pair is kept apart."""
+    """Let hand-offs of one request fail until the breaker of the pair opens."""
     request = world.submit(timeout=FAR)
     while BreakerState.OPEN not in changes(world):
         if not world.count_placed():
@@ -187,7 +186,7 @@ def test_failed_handoffs_open_breaker_and_probe_closes_it(world: BrainHarness) -
     world.advance(FIRST_COOLDOWN_SECONDS)
     assert world.count_placed() == 2, "the probe, both legs of it"
     probe = request if world.brain.get_request_state(request) is RequestState.PLACED else other
-    assert world.brain.explain_request(probe, world.now).attempts[-1].probe
+    assert world.explain_request(probe).attempts[-1].probe
     serve(world, p0, d0)
     assert changes(world) == [BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED]
     world.advance(MAX_BACKOFF_SECONDS)
@@ -203,8 +202,7 @@ def test_nodes_of_open_breaker_serve_with_other_nodes(world: BrainHarness) -> No
     assert world.brain.count_attempts(p0) == 0
     assert (world.brain.count_attempts(p1), world.brain.count_attempts(d0)) == (1, 1)
     because = {
-        one.node: one.because
-        for one in world.brain.explain_request(request, world.now).attempts[-1].considered
+        one.node: one.because for one in world.explain_request(request).attempts[-1].considered
     }
     assert because["p0"] == BLOCKED_PAIR
     d1 = world.join_node("d1", DECODE)
@@ -223,12 +221,11 @@ def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None
     assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.cancel(request)
     assert world.brain.get_request_state(waiting) is RequestState.PLACED
-    assert world.brain.explain_request(waiting, world.now).attempts[-1].probe
+    assert world.explain_request(waiting).attempts[-1].probe
 
 
 def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
-    """Nor does what says nothing about the link: a refusal, a step that fails, a message of another
-    life."""
+    """Nor do refusals, failed steps and stale messages, which say nothing about the link."""
     p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     for number in range(1000):
         request = world.submit(timeout=FAR)
@@ -264,7 +261,7 @@ def test_breaker_is_forgotten_with_either_node(world: BrainHarness) -> None:
 
 
 def test_full_prefix_hits_do_not_close_breaker(world: BrainHarness) -> None:
-    """Decode held the prompt: nothing was handed over."""
+    """Decode had the prompt cached, so nothing was handed over."""
     p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     for number in range(FAILURES_TO_OPEN):
         request = world.submit(timeout=FAR)

@@ -1,9 +1,9 @@
-"""The retry budget against the whole history, whatever comes when."""
+"""The retry budget against a model that keeps the whole history."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.requests.retries import (
+from coordinator.core.requests.waiting_requests import (
     _BUCKET_SECONDS,
     MIN_RETRIES,
     WINDOW_SECONDS,

@@ -1,4 +1,4 @@
-"""Where prompt tokens came from: every token once, whatever the two nodes found where."""
+"""Every prompt token has one source, whatever the two nodes report."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from baton.types import AttemptKey, RequestId
 from coordinator.core.requests.record import (
     TokenSources,
     compute_token_sources,
+    count_computed_tokens,
     exclude_own_tokens,
 )
 
@@ -67,3 +68,34 @@ def test_tokens_of_earlier_attempt_are_not_cache_hits(
         expected.cached_tokens,
     )
     assert sum(other) == sum(found)
+
+
+KEY = AttemptKey(RequestId("r"), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        ((20, 0), (0, 0, 20), TokenSources(20, 0, 0, 0)),
+        ((4, 16), (0, 0, 20), TokenSources(4, 0, 16, 0)),
+        ((4, 16), (0, 16, 4), TokenSources(4, 0, 16, 0)),  # both held it: once
+        (
+            (20, 0),
+            (0, 16, 4),
+            TokenSources(4, 0, 16, 0),
+        ),  # prefill computed it again to reach the rest
+        (None, (20, 0, 0), TokenSources(0, 20, 0, 0)),
+        (None, (1, 19, 0), TokenSources(0, 1, 19, 0)),
+        ((20, 0), None, TokenSources(20, 0, 0, 0)),
+        (None, None, TokenSources(0, 0, 0, 0)),
+    ],
+)
+def test_sources_follow_from_both_nodes_reports(
+    prefill: tuple[int, int] | None, decode: tuple[int, int, int] | None, expected: TokenSources
+) -> None:
+    ended = PrefillEnded(KEY, *prefill) if prefill else None
+    admitted = DecodeStarted(KEY, *decode) if decode else None
+    assert compute_token_sources(ended, admitted) == expected
+    assert (
+        count_computed_tokens(ended, admitted) == (prefill or (0, 0))[0] + (decode or (0, 0, 0))[0]
+    )

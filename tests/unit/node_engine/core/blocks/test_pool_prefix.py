@@ -29,16 +29,16 @@ def make_pool_prefix(pin: CountedPin, blocks: int, partial: int = 0) -> PoolPref
 
 def test_a_pin_ends_with_its_last_user_and_once() -> None:
     pin = CountedPin()
-    hold = RefCountedPin(pin.release)
-    hold.acquire()
-    hold.release()
-    assert (hold.ref_count, pin.num_released) == (1, 0)
-    hold.release()
+    shared_pin = RefCountedPin(pin.release)
+    shared_pin.acquire()
+    shared_pin.release()
+    assert (shared_pin.ref_count, pin.num_released) == (1, 0)
+    shared_pin.release()
     assert pin.num_released == 1
     with pytest.raises(BlockLedgerError):
-        hold.release()
+        shared_pin.release()
     with pytest.raises(BlockLedgerError):
-        hold.acquire()
+        shared_pin.acquire()
 
 
 def test_pool_blocks_use_no_own_blocks() -> None:
@@ -127,10 +127,10 @@ def test_deduped_blocks_are_free_and_not_found_again() -> None:
     sequence = node.add_work(make_work(0, PROMPT, max_tokens=30))
     for _ in range(4):
         node.step()
-    hold = RefCountedPin(pin.release)
+    shared_pin = RefCountedPin(pin.release)
     free = node.pool.num_available_blocks
-    assert node.scheduler.dedup_to_shared_pool(sequence.chain, POOL_BLOCKS, hold) == 5
-    hold.release()
+    assert node.scheduler.dedup_to_shared_pool(sequence.chain, POOL_BLOCKS, shared_pin) == 5
+    shared_pin.release()
     assert sequence.block_table[:5] == list(POOL_BLOCKS)
     assert node.pool.num_available_blocks == free + 5
     assert not node.pool.find_own_suffix(sequence.chain, 5)

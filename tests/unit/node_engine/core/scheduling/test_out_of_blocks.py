@@ -40,25 +40,25 @@ def test_newer_prefill_is_preempted_half_computed() -> None:
 
 def test_preemption_returns_blocks_and_lets_the_oldest_finish() -> None:
     node = SteppedNode(num_blocks=6, max_num_seqs=3, max_batched_tokens=64)
-    jobs = [make_work(name, unshared_prompt(16, name), 60) for name in range(3)]
-    for job in jobs:
-        node.add_work(job)
+    works = [make_work(name, unshared_prompt(16, name), 60) for name in range(3)]
+    for work in works:
+        node.add_work(work)
     node.run()
-    assert node.emitted_tokens(jobs[0]) == expected_tokens(jobs[0])
-    assert node.error_codes() == {jobs[2].key: "preempted", jobs[1].key: "preempted"}
-    for job in jobs[1:]:
-        seen = node.emitted_tokens(job)
-        assert seen == expected_tokens(job)[: len(seen)]
+    assert node.emitted_tokens(works[0]) == expected_tokens(works[0])
+    assert node.error_codes() == {works[2].key: "preempted", works[1].key: "preempted"}
+    for work in works[1:]:
+        seen = node.emitted_tokens(work)
+        assert seen == expected_tokens(work)[: len(seen)]
     assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_sequence_larger_than_the_cache_fails() -> None:
     node = SteppedNode(num_blocks=2)
-    job = make_work("a", PROMPT[:20], 50)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:20], 50)
+    node.add_work(work)
     node.run()
-    assert node.error_codes() == {job.key: "out_of_blocks"}
-    assert node.emitted_tokens(job) == expected_tokens(job)[:13], (
+    assert node.error_codes() == {work.key: "out_of_blocks"}
+    assert node.emitted_tokens(work) == expected_tokens(work)[:13], (
         "33 tokens: the KV of the last one has no room"
     )
     [failed] = [each for each in node.outcomes if isinstance(each, SequenceFailed)]
@@ -70,8 +70,8 @@ def test_growth_waits_for_reserved_blocks() -> None:
     """The oldest sequence needs a block, and everything else is under a ticket: it goes on when
     that is fenced."""
     node = SteppedNode(num_blocks=4, max_num_seqs=2)
-    job = make_work("a", PROMPT[:10], 30)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:10], 30)
+    node.add_work(work)
     node.step()
     awaited = make_work("b", unshared_prompt(32, 1))
     assert not isinstance(
@@ -79,7 +79,7 @@ def test_growth_waits_for_reserved_blocks() -> None:
     )
     node.pool.reservations.reserve_for_ticket(1, TicketId("u"), "someone else")
     node.run()
-    waiting = node.emitted_tokens(job)
+    waiting = node.emitted_tokens(work)
     assert len(waiting) < 30
     assert node.step() is None
     assert node.scheduler.cancel_sequence(awaited.key)
@@ -87,34 +87,34 @@ def test_growth_waits_for_reserved_blocks() -> None:
     assert node.step() is None, "in quarantine nothing may be reused"
     node.pool.reservations.free_quarantined_ticket(TICKET_ID)
     node.run()
-    assert node.emitted_tokens(job) == expected_tokens(job)
+    assert node.emitted_tokens(work) == expected_tokens(work)
 
 
 def test_unticketed_prefill_is_requeued_newest_first() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8, max_batched_tokens=64)
-    guesses = [make_work(f"guess{salt}", unshared_prompt(32, salt)) for salt in range(3)]
-    for guess in guesses:
-        node.add_work(guess, is_prefill_only=True)
+    unticketed_works = [make_work(f"guess{salt}", unshared_prompt(32, salt)) for salt in range(3)]
+    for unticketed in unticketed_works:
+        node.add_work(unticketed, is_prefill_only=True)
     node.step()
     node.step()
-    firm = make_work("firm", unshared_prompt(60, 9))
-    node.add_work(firm, is_prefill_only=True)
-    node.scheduler.mark_ticketed(firm.key)
+    ticketed = make_work("ticketed", unshared_prompt(60, 9))
+    node.add_work(ticketed, is_prefill_only=True)
+    node.scheduler.mark_ticketed(ticketed.key)
     node.step()
     dropped = [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)]
-    assert dropped == [guesses[2].key]
-    sequence = node.scheduler.sequences.get(guesses[2].key)
+    assert dropped == [unticketed_works[2].key]
+    sequence = node.scheduler.sequences.get(unticketed_works[2].key)
     assert sequence is not None
     assert (sequence.state, sequence.block_table, sequence.num_computed_tokens) == (
         SequenceState.WAITING,
         [],
         0,
     )
-    node.scheduler.finish_handoff(firm.key)
+    node.scheduler.finish_handoff(ticketed.key)
     node.run()
     completed = [each.event for each in node.outcomes if isinstance(each, PrefillCompleted)]
-    again = [event.token_id for event in completed if event.key == guesses[2].key]
-    assert set(again) == set(expected_tokens(guesses[2])[:1])
+    again = [event.token_id for event in completed if event.key == unticketed_works[2].key]
+    assert set(again) == set(expected_tokens(unticketed_works[2])[:1])
     assert sequence.state is SequenceState.HANDING_OFF
 
 
@@ -122,24 +122,24 @@ def test_blocks_pinned_by_a_sender_count_as_releasing() -> None:
     """A hand-off's own references outlive the drop for a moment: that is no reason to drop the next
     one as well."""
     node = SteppedNode(num_blocks=8, max_num_seqs=8, max_batched_tokens=128)
-    guesses = [
+    unticketed_works = [
         node.add_work(make_work(f"guess{salt}", unshared_prompt(32, salt)), is_prefill_only=True)
         for salt in range(4)
     ]
     node.run()
-    tables = [tuple(guess.block_table) for guess in guesses]
-    for guess in guesses:
-        node.pool.share_blocks(guess.block_table, handoff_owner_label(guess.key))
-    firm = make_work("firm", unshared_prompt(20, 9))
-    node.add_work(firm, is_prefill_only=True)
-    node.scheduler.mark_ticketed(firm.key)
+    tables = [tuple(unticketed.block_table) for unticketed in unticketed_works]
+    for unticketed in unticketed_works:
+        node.pool.share_blocks(unticketed.block_table, handoff_owner_label(unticketed.key))
+    ticketed = make_work("ticketed", unshared_prompt(20, 9))
+    node.add_work(ticketed, is_prefill_only=True)
+    node.scheduler.mark_ticketed(ticketed.key)
     for _ in range(3):
         assert node.step() is None
     assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [
-        guesses[3]
+        unticketed_works[3]
     ]
-    node.scheduler.cancel_sequence(guesses[3].key)
-    node.pool.release_blocks(tables[3], handoff_owner_label(guesses[3].key))
+    node.scheduler.cancel_sequence(unticketed_works[3].key)
+    node.pool.release_blocks(tables[3], handoff_owner_label(unticketed_works[3].key))
     assert batch_shape(node.step()) == [(0, 20, True)]
 
 
@@ -149,38 +149,42 @@ def test_growth_waits_for_what_a_sender_still_holds() -> None:
         make_work("old", unshared_prompt(15, 1), 30),
         make_work("young", unshared_prompt(3, 2), 12),
     )
-    guess = node.add_work(make_work("guess", unshared_prompt(30, 3)), is_prefill_only=True)
+    unticketed = node.add_work(
+        make_work("unticketed", unshared_prompt(30, 3)), is_prefill_only=True
+    )
     node.add_work(old)
     node.add_work(young)
     node.step()
-    node.pool.share_blocks(guess.block_table, handoff_owner_label(guess.key))
-    table = tuple(guess.block_table)
+    node.pool.share_blocks(unticketed.block_table, handoff_owner_label(unticketed.key))
+    table = tuple(unticketed.block_table)
     node.run()
-    assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [guess]
+    assert [each.sequence for each in node.outcomes if isinstance(each, PrefillRequeued)] == [
+        unticketed
+    ]
     assert len(node.emitted_tokens(old)) < 30
     assert node.emitted_tokens(young) == expected_tokens(young), (
         "it was not preempted for what is on its way"
     )
-    node.scheduler.cancel_sequence(guess.key)
-    node.pool.release_blocks(table, handoff_owner_label(guess.key))
+    node.scheduler.cancel_sequence(unticketed.key)
+    node.pool.release_blocks(table, handoff_owner_label(unticketed.key))
     node.run()
     assert node.emitted_tokens(old) == expected_tokens(old)
 
 
 def test_growth_requeues_unticketed_before_preempting() -> None:
     node = SteppedNode(num_blocks=4, max_num_seqs=4)
-    old, young, guess = (
+    old, young, unticketed = (
         make_work("old", unshared_prompt(15, 1), 16),
         make_work("young", unshared_prompt(15, 2), 16),
-        make_work("guess", unshared_prompt(16, 3)),
+        make_work("unticketed", unshared_prompt(16, 3)),
     )
     node.add_work(old)
-    node.add_work(guess, is_prefill_only=True)
+    node.add_work(unticketed, is_prefill_only=True)
     node.add_work(young)
     node.run()
     assert node.error_codes() == {}
     assert [each.sequence.key for each in node.outcomes if isinstance(each, PrefillRequeued)] == [
-        guess.key
+        unticketed.key
     ]
     assert node.emitted_tokens(old) == expected_tokens(old)
     assert node.emitted_tokens(young) == expected_tokens(young)
@@ -188,17 +192,17 @@ def test_growth_requeues_unticketed_before_preempting() -> None:
 
 def test_nothing_is_requeued_in_vain() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8)
-    pinned, guess = (
+    pinned, unticketed = (
         make_work("pinned", unshared_prompt(64, 1)),
-        make_work("guess", unshared_prompt(32, 2)),
+        make_work("unticketed", unshared_prompt(32, 2)),
     )
     node.add_work(pinned, is_prefill_only=True)
     node.scheduler.mark_ticketed(pinned.key)
-    node.add_work(guess, is_prefill_only=True)
+    node.add_work(unticketed, is_prefill_only=True)
     node.run()
-    firm = make_work("firm", unshared_prompt(80, 3))
-    node.add_work(firm, is_prefill_only=True)
-    node.scheduler.mark_ticketed(firm.key)
+    ticketed = make_work("ticketed", unshared_prompt(80, 3))
+    node.add_work(ticketed, is_prefill_only=True)
+    node.scheduler.mark_ticketed(ticketed.key)
     assert node.step() is None
     assert not [each for each in node.outcomes if isinstance(each, PrefillRequeued)], (
         "4 + 2 blocks are less than 5 and 4 pinned"
@@ -207,34 +211,34 @@ def test_nothing_is_requeued_in_vain() -> None:
     node.run()
     assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)][
         -1
-    ] == firm.key
+    ] == ticketed.key
 
 
 def test_ticketed_prefill_is_not_requeued() -> None:
     node = SteppedNode(num_blocks=8, max_num_seqs=8)
-    guess, firm = (
-        make_work("guess", unshared_prompt(64, 1)),
-        make_work("firm", unshared_prompt(80, 2)),
+    unticketed, ticketed = (
+        make_work("unticketed", unshared_prompt(64, 1)),
+        make_work("ticketed", unshared_prompt(80, 2)),
     )
-    node.add_work(guess, is_prefill_only=True)
+    node.add_work(unticketed, is_prefill_only=True)
     node.run()
-    node.scheduler.mark_ticketed(guess.key)
-    node.add_work(firm, is_prefill_only=True)
-    node.scheduler.mark_ticketed(firm.key)
+    node.scheduler.mark_ticketed(unticketed.key)
+    node.add_work(ticketed, is_prefill_only=True)
+    node.scheduler.mark_ticketed(ticketed.key)
     assert node.step() is None
-    assert node.pool.ownership.count_blocks_held_by(str(guess.key)) == 4
+    assert node.pool.ownership.count_blocks_held_by(str(unticketed.key)) == 4
 
 
 def test_ticketed_prefill_goes_before_unticketed() -> None:
     node = SteppedNode(max_batched_tokens=32, max_num_seqs=4)
-    guess, firm = (
-        make_work("guess", unshared_prompt(64, 1)),
-        make_work("firm", unshared_prompt(32, 2)),
+    unticketed, ticketed = (
+        make_work("unticketed", unshared_prompt(64, 1)),
+        make_work("ticketed", unshared_prompt(32, 2)),
     )
-    node.add_work(guess, is_prefill_only=True)
+    node.add_work(unticketed, is_prefill_only=True)
     node.step()
-    node.add_work(firm, is_prefill_only=True)
-    node.scheduler.mark_ticketed(firm.key)
+    node.add_work(ticketed, is_prefill_only=True)
+    node.scheduler.mark_ticketed(ticketed.key)
     batch = node.step()
     assert batch_shape(batch) == [(0, 32, True)]
 
@@ -268,8 +272,8 @@ def test_a_step_that_failed_is_tried_again() -> None:
     node = SteppedNode()
     node.add_work(make_work("warm", PROMPT[:32], 1))
     node.run()
-    job = make_work("a", PROMPT[:30], 5)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:30], 5)
+    node.add_work(work)
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
     node.scheduler.abandon_step(plan.batch)
@@ -278,7 +282,7 @@ def test_a_step_that_failed_is_tried_again() -> None:
     assert again.batch == plan.batch
     node.scheduler.abandon_step(again.batch)
     node.run()
-    assert node.emitted_tokens(job) == expected_tokens(job)
+    assert node.emitted_tokens(work) == expected_tokens(work)
 
 
 def test_one_step_at_a_time() -> None:
@@ -297,13 +301,13 @@ def test_one_step_at_a_time() -> None:
 @pytest.mark.parametrize("how", ["update", "abandon"])
 def test_blocks_being_written_return_when_the_step_has_ended(how: str) -> None:
     node = SteppedNode()
-    job, stays = make_work("a", unshared_prompt(30, 1)), make_work("b", unshared_prompt(30, 2))
-    node.add_work(job)
+    work, stays = make_work("a", unshared_prompt(30, 1)), make_work("b", unshared_prompt(30, 2))
+    node.add_work(work)
     node.add_work(stays)
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
-    assert node.scheduler.cancel_sequence(job.key)
-    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 2, (
+    assert node.scheduler.cancel_sequence(work.key)
+    assert node.pool.ownership.count_blocks_held_by(str(work.key)) == 2, (
         "the engine may be writing them"
     )
     if how == "update":
@@ -311,25 +315,25 @@ def test_blocks_being_written_return_when_the_step_has_ended(how: str) -> None:
         assert [each.sequence.key for each in outcomes] == [stays.key]
     else:
         node.scheduler.abandon_step(plan.batch)
-    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 0
-    assert node.scheduler.sequences.get(job.key) is None
-    assert not node.scheduler.cancel_sequence(job.key)
+    assert node.pool.ownership.count_blocks_held_by(str(work.key)) == 0
+    assert node.scheduler.sequences.get(work.key) is None
+    assert not node.scheduler.cancel_sequence(work.key)
     node.pool.check_invariants()
 
 
 def test_stopping_keeps_blocks_for_the_sender() -> None:
     node = SteppedNode(max_batched_tokens=32, max_num_seqs=4)
-    job = make_work("a", unshared_prompt(100, 1))
-    node.add_work(job, is_prefill_only=True)
+    work = make_work("a", unshared_prompt(100, 1))
+    node.add_work(work, is_prefill_only=True)
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
-    node.scheduler.stop_prefill(job.key)
+    node.scheduler.stop_prefill(work.key)
     assert node.scheduler.update_from_results(plan.batch, node.engine.run(plan.batch)) == []
     assert node.step() is None, "nothing more is computed"
-    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 7
-    firm = make_work("firm", unshared_prompt(16 * 60, 2))
-    node.add_work(firm)
+    assert node.pool.ownership.count_blocks_held_by(str(work.key)) == 7
+    ticketed = make_work("ticketed", unshared_prompt(16 * 60, 2))
+    node.add_work(ticketed)
     assert node.step() is None, "and nothing is dropped: a sender may be reading"
-    node.scheduler.finish_handoff(job.key)
-    assert node.pool.ownership.count_blocks_held_by(str(job.key)) == 0
+    node.scheduler.finish_handoff(work.key)
+    assert node.pool.ownership.count_blocks_held_by(str(work.key)) == 0
     assert node.step() is not None

@@ -11,7 +11,7 @@ from baton.limits import LOCAL_PREFILL_BURST_STEPS as BURST
 from baton.types import SamplingParams
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.paced.paced_engine import PacedCosts
+from node_engine.paced.costs import PacedCosts
 from tests.unit.node_engine.core.scheduling.test_scheduler import unshared_prompt
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
 
@@ -21,48 +21,51 @@ COSTS = PacedCosts(
 DRAWN = SampleSpec(SamplingParams(8), 0, 0)
 
 
-def make_batch(residents: int, resident: int, prompts: list[tuple[int, int]]) -> StepBatch:
+def make_batch(num_running: int, context_tokens: int, prompts: list[tuple[int, int]]) -> StepBatch:
     """`prompts`: tokens before, and in the step."""
     ids = map(SequenceId, count())
-    pieces = [SequenceSlice(next(ids), (1,), resident, (), DRAWN) for _ in range(residents)]
-    pieces += [
-        SequenceSlice(next(ids), (1,) * length, before, (), None) for before, length in prompts
+    slices = [SequenceSlice(next(ids), (1,), context_tokens, (), DRAWN) for _ in range(num_running)]
+    slices += [
+        SequenceSlice(next(ids), (1,) * length, computed_tokens, (), None)
+        for computed_tokens, length in prompts
     ]
-    return StepBatch(tuple(pieces))
+    return StepBatch(tuple(slices))
 
 
 class TimedNode:
     """An allowance and the steps that it leads to, which take what `costs` say."""
 
-    def __init__(self, share: float | None, residents: int, costs: PacedCosts = COSTS) -> None:
+    def __init__(self, share: float | None, num_running: int, costs: PacedCosts = COSTS) -> None:
         self.prefill_budget = PrefillTokenBudget(BLOCK)
         self.prefill_budget.prefill_step_share = share
         self.costs = costs
-        self.num_running, self.context_tokens = residents, 20
+        self.num_running, self.context_tokens = num_running, 20
         for _ in range(20):
             self.step(0, 0)
         self.decode_step_seconds = self.step(0, 0)
 
-    def step(self, before: int, length: int) -> float:
+    def step(self, computed_tokens: int, length: int) -> float:
         self.context_tokens += 1
-        made = make_batch(
-            self.num_running, self.context_tokens, [(before, length)] if length else []
+        batch = make_batch(
+            self.num_running, self.context_tokens, [(computed_tokens, length)] if length else []
         )
-        seconds = self.costs.compute_step_seconds(made)
-        self.prefill_budget.observe_step(made, seconds)
+        seconds = self.costs.compute_step_seconds(batch)
+        self.prefill_budget.observe_step(batch, seconds)
         return seconds
 
     def compute_prompt(self, tokens: int) -> list[tuple[float, int]]:
         """A prompt: seconds and tokens of each of its steps."""
-        before = 0
+        computed_tokens = 0
         steps: list[tuple[float, int]] = []
-        while before < tokens:
+        while computed_tokens < tokens:
             granted = self.prefill_budget.compute_token_limit(
-                self.num_running, self.num_running * self.context_tokens, before
+                self.num_running, self.num_running * self.context_tokens, computed_tokens
             )
-            length = min(512, tokens - before, 512 if granted is None else granted // BLOCK * BLOCK)
-            steps.append((self.step(before, length), length))
-            before += length
+            length = min(
+                512, tokens - computed_tokens, 512 if granted is None else granted // BLOCK * BLOCK
+            )
+            steps.append((self.step(computed_tokens, length), length))
+            computed_tokens += length
             assert len(steps) < 20_000, "starved"
         return steps
 
@@ -71,9 +74,9 @@ class TimedNode:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("residents", [1, 8])
-def test_running_sequences_keep_their_pace(share: float, residents: int) -> None:
-    node = TimedNode(share, residents)
+@pytest.mark.parametrize("num_running", [1, 8])
+def test_running_sequences_keep_their_pace(share: float, num_running: int) -> None:
+    node = TimedNode(share, num_running)
     node.compute_prompt(600)  # what prompts cost is learned from it
     steps = node.compute_prompt(1600)
     at_once = BURST * share / len(steps)
@@ -103,9 +106,9 @@ def test_no_limit_without_a_share() -> None:
 
 
 def test_no_limit_without_running_sequences() -> None:
-    allowance = PrefillTokenBudget(BLOCK)
-    allowance.prefill_step_share = 0.1
-    assert allowance.compute_token_limit(0, 0, 0) is None
+    token_budget = PrefillTokenBudget(BLOCK)
+    token_budget.prefill_step_share = 0.1
+    assert token_budget.compute_token_limit(0, 0, 0) is None
 
 
 def test_small_share_saves_credit_for_a_whole_block() -> None:
@@ -166,17 +169,17 @@ def test_compute_time_share() -> None:
     st.integers(0, 4000),
 )
 def test_no_prompt_is_starved_whatever_steps_took(
-    share: float, steps: list[tuple[int, int, float]], before: int
+    share: float, steps: list[tuple[int, int, float]], computed_tokens: int
 ) -> None:
-    allowance = PrefillTokenBudget(BLOCK)
-    allowance.prefill_step_share = share
-    for residents, new, seconds in steps:
-        allowance.observe_step(
-            make_batch(residents, 100, [(before, new)] if new > 1 else []), seconds
+    token_budget = PrefillTokenBudget(BLOCK)
+    token_budget.prefill_step_share = share
+    for num_running, new, seconds in steps:
+        token_budget.observe_step(
+            make_batch(num_running, 100, [(computed_tokens, new)] if new > 1 else []), seconds
         )
     plain, earned, block = make_batch(4, 100, []), 0.0, 0.0
     for _ in range(64):
-        granted = allowance.compute_token_limit(4, 400, before)
+        granted = token_budget.compute_token_limit(4, 400, computed_tokens)
         if granted is None or granted >= BLOCK:
             return
         assert granted >= 0
@@ -185,21 +188,25 @@ def test_no_prompt_is_starved_whatever_steps_took(
             * BLOCK
             * sum(
                 map(
-                    float.__mul__, allowance._prefill_fit.coefficients, (1 / 1024, before / 1024**2)
+                    float.__mul__,
+                    token_budget._prefill_fit.coefficients,
+                    (1 / 1024, computed_tokens / 1024**2),
                 )
             )
         )
         took = max(0.01, block / share)  # a step long enough to pay a debt and a block
-        allowance.observe_step(plain, took)
+        token_budget.observe_step(plain, took)
         earned += share * took
     raise AssertionError(f"{earned} s were earned, and a block costs about {block / 4}")
 
 
 @given(st.floats(0.01, 4.0), st.integers(1, 64), st.integers(0, 4000))
-def test_token_limits_come_in_few_sizes(share: float, residents: int, before: int) -> None:
-    allowance = PrefillTokenBudget(BLOCK)
-    allowance.prefill_step_share = share
-    granted = allowance.compute_token_limit(residents, residents * 100, before)
+def test_token_limits_come_in_few_sizes(
+    share: float, num_running: int, computed_tokens: int
+) -> None:
+    token_budget = PrefillTokenBudget(BLOCK)
+    token_budget.prefill_step_share = share
+    granted = token_budget.compute_token_limit(num_running, num_running * 100, computed_tokens)
     assert granted is not None
     blocks, rest = divmod(granted, BLOCK)
     assert rest == 0
@@ -208,24 +215,26 @@ def test_token_limits_come_in_few_sizes(share: float, residents: int, before: in
 
 
 def test_scheduler_keeps_the_budget_and_chunking_changes_no_token() -> None:
-    jobs = [make_work(name, unshared_prompt(40 + 30 * name, name), 6) for name in range(4)]
+    works = [make_work(name, unshared_prompt(40 + 30 * name, name), 6) for name in range(4)]
     cuts = []
     for share in (None, 0.02, 0.08):
         node = SteppedNode(num_blocks=96, max_batched_tokens=512)
         node.scheduler.prefill_budget.prefill_step_share = share
-        resident = make_work("resident", unshared_prompt(20, 90), 400)
-        node.add_work(resident)
+        running = make_work("resident", unshared_prompt(20, 90), 400)
+        node.add_work(running)
         begun = 0
-        while not all(len(node.emitted_tokens(job)) == 6 for job in jobs):
-            made = node.step()
-            assert made is not None
-            node.scheduler.prefill_budget.observe_step(made, COSTS.compute_step_seconds(made))
-            if begun < len(jobs) and len(node.emitted_tokens(resident)) > 16 * (begun + 1):
-                node.add_work(jobs[begun])
+        while not all(len(node.emitted_tokens(work)) == 6 for work in works):
+            batch = node.step()
+            assert batch is not None
+            node.scheduler.prefill_budget.observe_step(batch, COSTS.compute_step_seconds(batch))
+            if begun < len(works) and len(node.emitted_tokens(running)) > 16 * (begun + 1):
+                node.add_work(works[begun])
                 begun += 1
-        assert [node.emitted_tokens(job) for job in jobs] == [expected_tokens(job) for job in jobs]
+        assert [node.emitted_tokens(work) for work in works] == [
+            expected_tokens(work) for work in works
+        ]
         cuts.append(
-            sum(any(len(piece.token_ids) > 1 for piece in each.slices) for each in node.batches)
+            sum(any(len(slice_.token_ids) > 1 for slice_ in each.slices) for each in node.batches)
         )
     assert cuts[0] == 5, "each prompt in one step"
     assert cuts[0] < cuts[2] < cuts[1]

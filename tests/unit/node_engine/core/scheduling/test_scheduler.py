@@ -60,14 +60,14 @@ def test_a_prompt_that_gets_no_whole_block_waits_for_the_next_step() -> None:
 
 def test_no_more_sequences_than_allowed() -> None:
     node = SteppedNode(max_num_seqs=2, max_batched_tokens=64)
-    jobs = [make_work(name, unshared_prompt(4, name), 3) for name in range(5)]
-    for job in jobs:
-        node.add_work(job)
+    works = [make_work(name, unshared_prompt(4, name), 3) for name in range(5)]
+    for work in works:
+        node.add_work(work)
     assert node.scheduler.capacity.get_load().num_sequences_by_state[SequenceState.WAITING] == 5
     assert node.scheduler.capacity.get_load().queued_tokens == 20
     assert len(node.step().slices) == 2  # type: ignore[union-attr]
     node.run()
-    assert all(node.emitted_tokens(job) == expected_tokens(job) for job in jobs)
+    assert all(node.emitted_tokens(work) == expected_tokens(work) for work in works)
 
 
 def test_limits_that_could_starve_a_prompt_are_refused() -> None:
@@ -91,10 +91,10 @@ def test_emitted_tokens_are_context_and_count() -> None:
         (5, FinishReason.LENGTH),
     ]
     assert [
-        piece.sample_spec.position
+        slice_.sample_spec.position
         for batch in node.batches
-        for piece in batch.slices
-        if piece.sample_spec
+        for slice_ in batch.slices
+        if slice_.sample_spec
     ] == [24, 25]
 
 
@@ -103,21 +103,21 @@ def test_min_tokens_forbids_eos_and_stop_ids() -> None:
     node.add_work(make_work("a", PROMPT[:4], 4, min_tokens=2, stop=[9]))
     node.run()
     forbidden = [
-        piece.sample_spec.forbidden_token_ids
+        slice_.sample_spec.forbidden_token_ids
         for batch in node.batches
-        for piece in batch.slices
-        if piece.sample_spec
+        for slice_ in batch.slices
+        if slice_.sample_spec
     ]
     assert forbidden == [(0, 9), (0, 9), (), ()]
 
 
 def test_a_stop_token_is_emitted_and_ends_the_output() -> None:
-    job = make_work("a", PROMPT[:4], 8)
-    tokens = expected_tokens(job)
+    work = make_work("a", PROMPT[:4], 8)
+    tokens = expected_tokens(work)
     node = SteppedNode()
     node.add_work(make_work("a", PROMPT[:4], 8, stop=[tokens[2]]))
     node.run()
-    assert node.emitted_tokens(job) == tokens[:3]
+    assert node.emitted_tokens(work) == tokens[:3]
     assert [each.event.finish_reason for each in node.outcomes if isinstance(each, TokenEmitted)][
         -1
     ] is FinishReason.STOP
@@ -125,10 +125,10 @@ def test_a_stop_token_is_emitted_and_ends_the_output() -> None:
 
 def test_the_model_length_ends_the_output() -> None:
     node = SteppedNode(max_model_len=20)
-    job = make_work("a", PROMPT[:15], 100)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:15], 100)
+    node.add_work(work)
     node.run()
-    assert node.emitted_tokens(job) == expected_tokens(job)[:5]
+    assert node.emitted_tokens(work) == expected_tokens(work)[:5]
     with pytest.raises(ContextLengthExceeded, match="has 20 tokens, max_model_len is 20"):
         node.add_work(make_work("b", PROMPT[:20]))
 
@@ -174,13 +174,13 @@ def test_cached_prefixes_and_copy_on_write(length: int, held: str) -> None:
     node.add_work(make_work("warm", [*PROMPT[:shared], 999, *unshared_prompt(2 * BLOCK, 5)], 1))
     node.run()
     node.batches.clear()
-    job = make_work("a", PROMPT[:length], 20)
-    sequence = node.add_work(job)
+    work = make_work("a", PROMPT[:length], 20)
+    sequence = node.add_work(work)
     node.run()
-    assert node.emitted_tokens(job) == expected_tokens(job)
+    assert node.emitted_tokens(work) == expected_tokens(work)
     assert sequence.num_cached_tokens == min(shared, length - 1)
     first = node.batches[0]
-    assert [(piece.start, len(piece.token_ids)) for piece in first.slices] == [
+    assert [(slice_.start, len(slice_.token_ids)) for slice_ in first.slices] == [
         (sequence.num_cached_tokens, length - sequence.num_cached_tokens)
     ]
     assert len(first.block_copies) == (1 if sequence.num_cached_tokens % BLOCK else 0), (
@@ -209,19 +209,19 @@ def test_the_source_of_a_copy_never_stands_in_the_way() -> None:
     node = SteppedNode(num_blocks=2)
     node.add_work(make_work("warm", PROMPT[:32], 1))
     node.run()
-    job = make_work("a", PROMPT[:30], 1)
-    sequence = node.add_work(job)
+    work = make_work("a", PROMPT[:30], 1)
+    sequence = node.add_work(work)
     node.run()
-    assert node.emitted_tokens(job) == expected_tokens(job)
+    assert node.emitted_tokens(work) == expected_tokens(work)
     assert sequence.num_cached_tokens == 16
 
 
 def test_output_blocks_are_reused_by_the_next_turn() -> None:
     node = SteppedNode()
-    job = make_work("a", PROMPT[:10], 40)
-    node.add_work(job)
+    work = make_work("a", PROMPT[:10], 40)
+    node.add_work(work)
     node.run()
-    turn = make_work("b", [*PROMPT[:10], *expected_tokens(job)], 4)
+    turn = make_work("b", [*PROMPT[:10], *expected_tokens(work)], 4)
     sequence = node.add_work(turn)
     node.run()
     assert node.emitted_tokens(turn) == expected_tokens(turn)

@@ -28,21 +28,21 @@ def test_handoff_keeps_the_tokens(length: int, known: int) -> None:
         for node in (prefill, decode):
             node.add_work(make_work("warm", PROMPT[:known], 1))
             node.run()
-    job = make_work("a", PROMPT[:length], 20)
-    sent = prefill.add_work(job, is_prefill_only=True)
-    awaited = decode.scheduler.reserve_for_handoff(job, decode.root, TICKET_ID)
+    work = make_work("a", PROMPT[:length], 20)
+    sent = prefill.add_work(work, is_prefill_only=True)
+    awaited = decode.scheduler.reserve_for_handoff(work, decode.root, TICKET_ID)
     assert not isinstance(awaited, CapacityRefusal)
     assert awaited.state is SequenceState.AWAITING_KV
     assert len(awaited.block_table) == min(known, length - 1) // BLOCK
     assert len(awaited.block_table) + len(awaited.reserved_blocks) == -(-length // BLOCK)
-    prefill.scheduler.mark_ticketed(job.key)
+    prefill.scheduler.mark_ticketed(work.key)
     assert decode.step() is None, "nothing is visible before the commit"
     prefill.run()
     assert sent.state is SequenceState.HANDING_OFF
-    assert sent.output_token_ids == tuple(expected_tokens(job)[:1])
-    transfer_kv(prefill, decode, job.key, TICKET_ID)
+    assert sent.output_token_ids == tuple(expected_tokens(work)[:1])
+    transfer_kv(prefill, decode, work.key, TICKET_ID)
     decode.run()
-    assert decode.emitted_tokens(job) == expected_tokens(job)
+    assert decode.emitted_tokens(work) == expected_tokens(work)
     assert (
         sum(
             batch.num_tokens
@@ -70,16 +70,16 @@ def test_chunks_end_on_block_boundaries_also_behind_part_of_a_block() -> None:
     )
     node.run()
     assert sequence.num_cached_tokens == 27
-    pieces = [batch.slices[0] for batch in node.batches]
-    assert [(piece.start, len(piece.token_ids)) for piece in pieces] == [(27, 37), (64, 36)]
+    slices = [batch.slices[0] for batch in node.batches]
+    assert [(slice_.start, len(slice_.token_ids)) for slice_ in slices] == [(27, 37), (64, 36)]
 
 
 def test_the_first_token_may_be_the_last() -> None:
     prefill, decode = SteppedNode(), SteppedNode()
     tokens = expected_tokens(make_work("a", PROMPT[:5]))
-    job = make_work("a", PROMPT[:5], 8, stop=tokens[:1])
-    decode.scheduler.reserve_for_handoff(job, decode.root, TICKET_ID)
-    prefill.add_work(job, is_prefill_only=True)
+    work = make_work("a", PROMPT[:5], 8, stop=tokens[:1])
+    decode.scheduler.reserve_for_handoff(work, decode.root, TICKET_ID)
+    prefill.add_work(work, is_prefill_only=True)
     prefill.run()
     [completed] = prefill.outcomes
     assert isinstance(completed, PrefillCompleted)
@@ -87,17 +87,17 @@ def test_the_first_token_may_be_the_last() -> None:
     assert completed.sequence.state is SequenceState.HANDING_OFF, (
         "its blocks stay until they are released"
     )
-    transfer_kv(prefill, decode, job.key, TICKET_ID)
-    assert decode.emitted_tokens(job) == tokens[:1]
-    assert decode.scheduler.sequences.get(job.key) is None
+    transfer_kv(prefill, decode, work.key, TICKET_ID)
+    assert decode.emitted_tokens(work) == tokens[:1]
+    assert decode.scheduler.sequences.get(work.key) is None
     assert decode.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
 
 def test_running_decode_resumes_on_another_node() -> None:
     """Without a token drawn elsewhere, the last token of the context runs here."""
     first, second = SteppedNode(), SteppedNode()
-    job = make_work("a", PROMPT[:20], 12)
-    moved = make_work("a", PROMPT[:20], 12, emitted=expected_tokens(job)[:5])
+    work = make_work("a", PROMPT[:20], 12)
+    moved = make_work("a", PROMPT[:20], 12, emitted=expected_tokens(work)[:5])
     first.add_work(moved, is_prefill_only=True)
     first.run()
     awaited = second.scheduler.reserve_for_handoff(moved, second.root, TICKET_ID)
@@ -112,18 +112,18 @@ def test_running_decode_resumes_on_another_node() -> None:
         ]
     assert second.scheduler.commit_handoff(moved.key) == []
     second.run()
-    assert second.emitted_tokens(moved) == expected_tokens(job)[5:]
+    assert second.emitted_tokens(moved) == expected_tokens(work)[5:]
 
 
 def test_commit_handoff_checks_its_arguments() -> None:
     node = SteppedNode()
-    job = make_work("a", PROMPT[:20])
+    work = make_work("a", PROMPT[:20])
     with pytest.raises(BlockLedgerError, match="unknown"):
-        node.scheduler.commit_handoff(job.key, (1,))
-    node.scheduler.reserve_for_handoff(job, node.root, TICKET_ID)
+        node.scheduler.commit_handoff(work.key, (1,))
+    node.scheduler.reserve_for_handoff(work, node.root, TICKET_ID)
     node.pool.reservations.mark_writing(TICKET_ID)
     with pytest.raises(BlockLedgerError, match="2 tokens"):
-        node.scheduler.commit_handoff(job.key, (1, 2))
+        node.scheduler.commit_handoff(work.key, (1, 2))
 
 
 def test_reservation_without_room_is_refused_at_once() -> None:

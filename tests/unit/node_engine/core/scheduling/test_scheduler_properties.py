@@ -124,8 +124,8 @@ def test_prefill_order_follows_virtual_deadlines(lengths: list[int], budget: int
     ends = {key: number for number, key in enumerate(completed)}
     steps = {}
     for number, batch in enumerate(node.batches):
-        for piece in batch.slices:
-            steps[piece.sequence_id] = number
+        for slice_ in batch.slices:
+            steps[slice_.sequence_id] = number
     assert len(ends) == len(jobs)
     by_due = sorted(sorted(steps), key=lambda sequence: lengths[sequence])
     assert [steps[key] for key in by_due] == sorted(steps.values()), (

@@ -20,19 +20,19 @@ PROMPT = tuple((17 * position) % 983 + 1 for position in range(150))
 LENGTHS = [2, 15, 16, 17, 18, 31, 32, 33, 40]
 
 
-def make_choice(job: AttemptSpec, number: int) -> AttemptSpec:
-    key = job.key._replace(choice_index=number)
-    return AttemptSpec(key, replace(job.request, choice_index=number), job.emitted_token_ids)
+def make_choice(work: AttemptSpec, number: int) -> AttemptSpec:
+    key = work.key._replace(choice_index=number)
+    return AttemptSpec(key, replace(work.request, choice_index=number), work.emitted_token_ids)
 
 
-def hand_over(prefill: SteppedNode, decode: SteppedNode, job: AttemptSpec) -> None:
-    ticket = TicketId(str(job.key))
-    prefill.add_work(job, is_prefill_only=True)
+def hand_over(prefill: SteppedNode, decode: SteppedNode, work: AttemptSpec) -> None:
+    ticket = TicketId(str(work.key))
+    prefill.add_work(work, is_prefill_only=True)
     assert not isinstance(
-        decode.scheduler.reserve_for_handoff(job, decode.root, ticket), CapacityRefusal
+        decode.scheduler.reserve_for_handoff(work, decode.root, ticket), CapacityRefusal
     )
     prefill.run()
-    transfer_kv(prefill, decode, job.key, ticket)
+    transfer_kv(prefill, decode, work.key, ticket)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 100], ids=lambda steps: f"after {steps} steps")
@@ -46,15 +46,15 @@ def test_a_second_choice_computes_one_token(length: int, steps: int) -> None:
     for _ in range(steps):
         decode.step()
     second, third = make_choice(first, 1), make_choice(first, 2)
-    for job in (second, third):
-        assert decode.scheduler.estimate_admission(job, decode.root).num_missing_tokens == 1
+    for work in (second, third):
+        assert decode.scheduler.estimate_admission(work, decode.root).num_missing_tokens == 1
     added = decode.add_work(second)
     decode.step()
     also = decode.add_work(third)
     decode.run()
     assert added.num_cached_tokens == also.num_cached_tokens == length - 1
-    for job in (first, second, third):
-        assert decode.emitted_tokens(job) == expected_tokens(job)
+    for work in (first, second, third):
+        assert decode.emitted_tokens(work) == expected_tokens(work)
     for node in (prefill, decode):
         assert node.pool.ownership.count_blocks(BlockState.IN_USE) == 0
         assert sum(node.pool.ownership.count_blocks_by_state().values()) == node.pool.num_blocks
@@ -99,13 +99,13 @@ def test_tokens_behind_the_prompt_are_not_found_before_their_block_is_full() -> 
 
 def test_one_copy_of_a_prompts_last_block_is_cached() -> None:
     node = SteppedNode()
-    jobs = [make_choice(make_work("a", PROMPT[:20], 3), number) for number in range(5)]
-    for job in jobs:
-        node.add_work(job)
+    works = [make_choice(make_work("a", PROMPT[:20], 3), number) for number in range(5)]
+    for work in works:
+        node.add_work(work)
         node.step()
     node.run()
-    for job in jobs:
-        assert node.emitted_tokens(job) == expected_tokens(job)
+    for work in works:
+        assert node.emitted_tokens(work) == expected_tokens(work)
     assert node.pool.ownership.count_blocks(BlockState.CACHED) == 2, (
         "a whole block, and four tokens of the next"
     )
@@ -129,10 +129,10 @@ def test_prompts_last_block_is_evictable() -> None:
 
 def test_choices_share_the_whole_blocks() -> None:
     node = SteppedNode()
-    jobs = [make_choice(make_work("a", PROMPT[:40], 30), number) for number in range(3)]
+    works = [make_choice(make_work("a", PROMPT[:40], 30), number) for number in range(3)]
     sequences = []
-    for job in jobs:
-        sequences.append(node.add_work(job))
+    for work in works:
+        sequences.append(node.add_work(work))
         node.step()
     tables = [sequence.block_table for sequence in sequences]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]

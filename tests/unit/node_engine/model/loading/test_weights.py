@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model, load_reference_model
 
 ROOT = Path(__file__).parents[5]
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 
 def digest(folder: Path, **options: object) -> bytes:
-    return ModelEngine.load(folder, **options).model_digest  # type: ignore[arg-type]
+    return load_model_engine(folder, **options).model_digest  # type: ignore[arg-type]
 
 
 def test_shards_and_dtype_of_computation_do_not_change_the_digest(
@@ -106,7 +106,7 @@ def test_tensors_that_do_not_fit_are_named(
 ) -> None:
     rewrite(folder, change)
     with pytest.raises(ConfigError) as refused:
-        ModelEngine.load(folder)
+        load_model_engine(folder)
     for word in named:
         assert word in refused.value.message
 
@@ -121,17 +121,17 @@ def test_unread_buffers_of_old_checkpoints_are_ignored(original: Path, folder: P
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*safetensors"):
-        ModelEngine.load(folder)
+        load_model_engine(folder)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(ConfigError, match="--load-format dummy"):
-        ModelEngine.load(folder)
+        load_model_engine(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100], ids=["empty", "garbage"])
 def test_a_damaged_file_is_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        ModelEngine.load(folder)
+        load_model_engine(folder)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_named(folder: Path, content: bytes) -> None:
 def test_a_damaged_index_is_named(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
-        ModelEngine.load(folder)
+        load_model_engine(folder)
 
 
 def test_dummy_weights_need_no_checkpoint_and_are_the_same_everywhere(
@@ -173,7 +173,7 @@ def test_arguments_that_cannot_be_served_are_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=named):
-        ModelEngine.load(original, **options)  # type: ignore[arg-type]
+        load_model_engine(original, **options)  # type: ignore[arg-type]
 
 
 def test_a_node_starts_without_transformers() -> None:

@@ -191,12 +191,12 @@ def test_bfloat16_logits_are_penalized_in_float32() -> None:
     st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=5),
 )
 def test_incremental_counts_equal_counts_at_once(
-    prompt: list[int], pieces: list[list[int]]
+    prompt: list[int], slices: list[list[int]]
 ) -> None:
     made, output = TokenCounts(prompt), Counter[int]()
-    for piece in pieces:
-        made.add_output_tokens(piece)
-        output.update(piece)
+    for slice_ in slices:
+        made.add_output_tokens(slice_)
+        output.update(slice_)
     assert dict(zip(made.token_ids.tolist(), made.output_counts.tolist(), strict=True)) == {
         token: output[token] for token in {*prompt, *output}
     }

@@ -1,0 +1,331 @@
+"""A node, assembled. Read it from top to bottom:
+
+    launch_node    reads the settings and starts the event loop
+    run_node       builds engine and arena, warms up, then assembles the node and runs it
+    assemble_node  puts the parts together: block pool, scheduler, shared pool, role, compute
+                   thread, coordinator link
+
+What a node is made of is chosen in the functions below these, one for each choice: the engine, its
+kernels and its sampler, the arena, the roles with their transfer planes, the pool client. As a
+composition root this file stands above all packages and may import any of them.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.config import flags as config_flags
+from baton.config.node_config import NodeConfig
+from baton.errors import ConfigError, NodeFailed
+from baton.kv.block_hash import root_hash
+from baton.models.file_digests import ModelFileDigests, compute_file_digests
+from baton.models.model_source import with_local_model
+from baton.network.advertised_address import with_advertised_address
+from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
+from baton.process import log
+from baton.process.clock import monotonic_clock
+from baton.process.entry import run_process
+from baton.shared_memory import segment as segments
+from baton.types import NodeName, Role, mint_id
+from decode_node.decode_role import DecodeRole
+from kv_pool.client.factory import make_pool_client
+from kv_transfer.factory import make_inbound_plane, make_outbound_plane
+from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.node_commands import NodeCommand
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
+from node_engine.core.scheduling.scheduler import Scheduler
+from node_engine.core.step.engine import DeviceLost, Engine
+from node_engine.host.compute_thread import ComputeInbox, ComputeThread
+from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
+from node_engine.host.node_link_member import NodeLinkMember
+from node_engine.host.node_runtime import NodeRuntime, call_on_loop
+from node_engine.host.role_switch import RoleFactory, SwitchableRole
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from node_engine.roles.coordinator_reporter import CoordinatorReporter
+from node_engine.roles.role_policy import RoleContext, RolePolicy
+from node_engine.shared_pool.pool_client import SharedPoolClient
+from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
+from prefill_node.prefill_role import PrefillRole
+
+if TYPE_CHECKING:  # torch is imported only if a model is served
+    import torch
+
+    from kv_kernels.reference.torch_kernels import TorchKernels
+    from node_engine.model.model_engine import Sampler
+
+_PACED_MAX_MODEL_LEN = 8192
+
+
+def launch_node(role: Role, argv: Sequence[str] | None = None) -> int:
+    """Run a node that starts in `role` until it is stopped; returns the exit code."""
+
+    def settings() -> NodeConfig:
+        prog, description = f"python -m {role.value}_node", f"A {role.value} node of Baton."
+        return with_local_model(
+            config_flags.load_config(argv, NodeConfig, prog=prog, description=description)
+        )
+
+    return run_process(settings, lambda config, stop: run_node(config, role, stop))
+
+
+async def run_node(
+    config: NodeConfig,
+    role: Role,
+    stop: asyncio.Event,
+    role_factories: Mapping[Role, RoleFactory] | None = None,
+) -> None:
+    """Run one node that starts in `role` until `stop` is set.
+
+    Raises ConfigError for errors that a restart cannot fix.
+    """
+    _check_ports(config)
+    name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
+    log.configure_logging(config.log_level, config.log_format, node=name)
+    segments.remove_stale_segments(Path(config.segment_dir))
+    compute_cache_bytes(config)  # fail before a model is loaded
+    engine = await asyncio.to_thread(build_engine, config)
+    config = await with_advertised_address(config, stop)
+    if stop.is_set():
+        return
+    arena = await asyncio.to_thread(create_arena, config, engine)
+    try:
+        await asyncio.to_thread(warm_up_engine, engine, arena, config.max_batched_tokens, stop)
+        if stop.is_set():
+            return
+        files = await asyncio.to_thread(load_model_files, config)
+        factories = role_factories or ROLE_FACTORIES
+        await assemble_node(config, role, name, engine, arena, files, factories).run(stop)
+    finally:
+        arena.close()
+
+
+def assemble_node(
+    config: NodeConfig,
+    role: Role,
+    name: NodeName,
+    engine: Engine,
+    arena: HostArena,
+    model_files: ModelFileDigests,
+    role_factories: Mapping[Role, RoleFactory],
+) -> NodeRuntime:
+    """Put the parts of a node together. Nothing runs yet; called on the event loop."""
+    loop = asyncio.get_running_loop()
+    inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
+    host_id = config.host_id or segments.compute_host_id(Path(config.segment_dir))
+    pool_client = connect_pool_client(config, name, host_id, engine, arena)
+    reporter = CoordinatorReporter(
+        name,
+        lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
+    )
+    context = make_role_context(config, host_id, engine, arena, pool_client, reporter, inbox)
+    lookups = make_pool_lookups(engine, pool_client, context.pool_connector, inbox)
+    switchable_role = SwitchableRole(
+        context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
+    )
+    compute_thread = ComputeThread(context, inbox, monotonic_clock)
+    member = NodeLinkMember(
+        context, switchable_role, compute_thread, lookups, pool_client, model_files
+    )
+    link = CoordinatorLink(
+        member, address=config.coordinator, token=config.cluster_token, silence=config.silence
+    )
+    return NodeRuntime(context, inbox, switchable_role, compute_thread, lookups, pool_client, link)
+
+
+def make_role_context(
+    config: NodeConfig,
+    host_id: str,
+    engine: Engine,
+    arena: HostArena,
+    pool_client: SharedPoolClient | None,
+    reporter: CoordinatorReporter,
+    inbox: ComputeInbox[NodeCommand | object],
+) -> RoleContext:
+    """What the compute thread works with: blocks, scheduler, engine, shared pool."""
+    block_pool = BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock)
+    scheduler = make_scheduler(config, engine, arena, block_pool)
+    pool_connector = PoolConnector(
+        pool_client,
+        block_pool,
+        scheduler,
+        inbox.put,
+        in_place=arena.reads_pool_in_place,
+        copy_seconds=arena.seconds_per_block_copy,
+    )
+    return RoleContext(
+        config=config,
+        name=reporter.name,
+        host_id=host_id,
+        engine=engine,
+        arena=arena.segment,
+        block_pool=block_pool,
+        scheduler=scheduler,
+        reporter=reporter,
+        clock=monotonic_clock,
+        pool_connector=pool_connector,
+        block_memory=arena.block_memory,
+        emit=inbox.put,
+    )
+
+
+def make_scheduler(
+    config: NodeConfig, engine: Engine, arena: HostArena, block_pool: BlockPool
+) -> Scheduler:
+    return Scheduler(
+        block_pool,
+        SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len),
+        engine.eos_token_ids,
+        PREEMPTION_POLICIES[config.preemption](),
+        copy_pool_blocks=arena.pool_block_copier,
+    )
+
+
+def build_engine(config: NodeConfig) -> Engine:
+    """Build the engine that `--engine` names; this takes seconds.
+
+    Raises ConfigError for a model that cannot be served.
+    """
+    return _build_paced_engine(config) if config.engine == "paced" else _build_model_engine(config)
+
+
+def _build_model_engine(config: NodeConfig) -> Engine:
+    from node_engine.model.model_loader import load_model_engine
+
+    return load_model_engine(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or None,
+        threads=count_compute_threads(config),
+        load_format=config.load_format,
+        choose_kernels=choose_kernels,
+        sampler=choose_sampler(),
+    )
+
+
+def choose_kernels(device: "torch.device") -> "TorchKernels":
+    """The kernels that a model uses on `device`."""
+    from kv_kernels.dispatch import kernels_for
+
+    return kernels_for(device)
+
+
+def choose_sampler() -> "Sampler":
+    """What draws a model's next tokens from its logits."""
+    from node_engine.model.sampling.sampler import sample_tokens
+
+    return sample_tokens
+
+
+def _build_paced_engine(config: NodeConfig) -> Engine:
+    costs = PacedCosts(
+        prefill_us_per_token=config.paced_prefill_us_per_token,
+        decode_base_us=config.paced_step_ms * 1e3,
+        decode_us_per_sequence=config.paced_sequence_us,
+    )
+    return PacedEngine(
+        costs,
+        layout=replace(PACED_LAYOUT, block_size=config.block_size),
+        vocab_size=config.paced_vocab_size,
+        reread=config.paced_reread,
+        max_model_len=config.max_model_len or _PACED_MAX_MODEL_LEN,
+    )
+
+
+def count_compute_threads(config: NodeConfig) -> int:
+    """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
+    if config.threads == "auto":
+        return max(1, len(os.sched_getaffinity(0)) - 1)
+    if not config.threads.isdigit() or int(config.threads) < 1:
+        raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
+    return int(config.threads)
+
+
+def create_arena(config: NodeConfig, engine: Engine) -> HostArena:
+    """Allocate the memory of the KV cache; the caller closes it. Raises ConfigError."""
+    return create_host_arena(config, engine)
+
+
+def warm_up_engine(
+    engine: Engine, arena: HostArena, max_batched_tokens: int, stop: asyncio.Event
+) -> None:
+    """Bind the cache and warm up; on a GPU this takes seconds. Raises NodeFailed if it failed."""
+    try:
+        engine.bind_cache(arena.engine_memory, arena.num_blocks)
+        started = monotonic_clock()
+        engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
+    except DeviceLost as error:
+        reason, _, _ = str(error).partition("\n")  # torch adds advice for developers
+        raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
+    if not stop.is_set():
+        log.get_logger("process").info(
+            "engine warm-up finished", seconds=round(monotonic_clock() - started, 3)
+        )
+
+
+def load_model_files(config: NodeConfig) -> ModelFileDigests:
+    """Digests of the files that the engine was built from. Reads from disk."""
+    if config.engine == "paced":
+        return ModelFileDigests()
+    return compute_file_digests(Path(config.model), dummy=config.load_format == "dummy")
+
+
+def connect_pool_client(
+    config: NodeConfig, name: NodeName, host_id: str, engine: Engine, arena: HostArena
+) -> SharedPoolClient | None:
+    """The client of the host's shared pool; None if the configuration names no pool."""
+    if arena.pool_space is None:
+        return None
+    return make_pool_client(arena.pool_space.build_client_context(config, name, host_id, engine))
+
+
+def make_pool_lookups(
+    engine: Engine,
+    pool_client: SharedPoolClient | None,
+    pool_connector: PoolConnector,
+    inbox: ComputeInbox[NodeCommand | object],
+) -> PoolLookups:
+    """What looks a command's prefix up before the compute thread gets the command."""
+    return PoolLookups(
+        pool_client,
+        root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),
+        block_size=engine.layout.block_size,
+        epoch=lambda: pool_connector.publication_epoch,
+        deliver=inbox.put,
+        token_seconds=lambda: pool_connector.copy_cost_model.seconds_per_token,
+    )
+
+
+def make_prefill_role(context: RoleContext) -> RolePolicy:
+    """Raises ConfigError if the transfer plane cannot be built."""
+    return PrefillRole(context, make_outbound_plane(context))
+
+
+def make_decode_role(context: RoleContext) -> RolePolicy:
+    """Raises ConfigError if the transfer plane cannot be built."""
+    return DecodeRole(context, make_inbound_plane(context))
+
+
+ROLE_FACTORIES: Mapping[Role, Callable[[RoleContext], RolePolicy]] = {
+    Role.PREFILL: make_prefill_role,
+    Role.DECODE: make_decode_role,
+}
+
+
+def _check_ports(config: NodeConfig) -> None:
+    if not config.coordinator:
+        raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
+    require_key_unless_loopback(
+        "--listen",
+        get_endpoint_host(config.listen),
+        "cluster_token",
+        config.cluster_token,
+        insecure=config.insecure,
+    )

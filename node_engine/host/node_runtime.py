@@ -1,0 +1,98 @@
+"""Runs the parts of a node, and ends them in reverse order.
+
+Start: compute thread, health port, coordinator link. Stop: announce it, let attempts end, then
+close everything. The event loop (coordinator link, health port) and the compute thread meet here; a
+role's transfer plane has its own threads.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from baton.cluster_link.coordinator_link import CoordinatorLink
+from baton.cluster_link.messages import NodeLeaving
+from baton.network.health_port import HealthPort
+from baton.process import log
+from node_engine.core.node_commands import NodeCommand
+from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
+from node_engine.host.role_switch import SwitchableRole
+from node_engine.roles.role_policy import RoleContext
+from node_engine.shared_pool.pool_client import SharedPoolClient
+from node_engine.shared_pool.pool_connector import PoolLookups
+
+
+class NodeRuntime:
+    """The parts of one node that have a life: `run` starts and ends them."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        inbox: ComputeInbox[NodeCommand | object],
+        role: SwitchableRole,
+        compute_thread: ComputeThread,
+        lookups: PoolLookups,
+        pool_client: SharedPoolClient | None,
+        link: CoordinatorLink,
+    ) -> None:
+        self._config = context.config
+        self._reporter = context.reporter
+        self._inbox = inbox
+        self._role = role
+        self._compute_thread = compute_thread
+        self._lookups = lookups
+        self._pool_client = pool_client
+        self._link = link
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._compute_thread.start(self._role)
+        health = HealthPort(self._config)
+        link: asyncio.Task[None] | None = None
+        pool = asyncio.create_task(self._pool_client.run()) if self._pool_client else None
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await health.start()
+            log.get_logger("node").info(
+                "serving", role=self._role.role.value, health_port=health.port, pid=os.getpid()
+            )
+            link = asyncio.create_task(self._link.run())
+            await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if link.done():
+                link.result()
+            await health.announce_shutdown()
+            await self._leave_cluster()
+        finally:
+            await _cancel_tasks(link, stopping)
+            await health.stop()
+            await asyncio.to_thread(self._compute_thread.stop)
+            await asyncio.to_thread(self._role.close)
+            await _cancel_tasks(pool)
+
+    async def _leave_cluster(self) -> None:
+        """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
+        self._link.send(NodeLeaving("stopping"), self._reporter.incarnation)
+        loop, idle = asyncio.get_running_loop(), asyncio.Event()
+        self._lookups.end_all_lookups()
+        self._inbox.put(CallWhenIdle(lambda: call_on_loop(loop, idle.set)))
+        try:
+            async with asyncio.timeout(self._config.drain_timeout):
+                await idle.wait()
+        except TimeoutError:
+            log.get_logger("node").warning(
+                "drain timed out, stopping with unfinished work", seconds=self._config.drain_timeout
+            )
+
+
+async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def call_on_loop(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object
+) -> None:
+    """Call a function on the event loop from another thread; ignored if the loop has ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, *arguments)

@@ -1,0 +1,109 @@
+"""Loads a model from a Hugging Face folder: its configuration, kernels and weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from baton.errors import ConfigError
+from baton.kv.kv_layout import KVLayout
+from kv_kernels.dispatch import kernels_for
+from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
+from node_engine.model.model_engine import TORCH_DTYPES, ModelEngine, Sampler
+from node_engine.model.sampling.sampler import sample_tokens
+from node_engine.model.transformer import Transformer
+
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+def load_model_engine(
+    path: str | Path,
+    *,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    threads: int | None = None,
+    load_format: LoadFormat = "auto",
+    choose_kernels: Callable[[torch.device], TorchKernels] = kernels_for,
+    sampler: Sampler = sample_tokens,
+) -> ModelEngine:
+    """Build an engine from a Hugging Face folder.
+
+    `threads` is torch's intra-op thread count; None leaves it unchanged. Raises ConfigError
+    that names what in the folder or in the arguments cannot be served.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = Path(path)
+    config = load_model_config(folder)
+    where = _resolve_device(device)
+    kernels = choose_kernels(where)
+    layout = KVLayout(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        block_size,
+        _resolve_dtype(dtype, config),
+    )
+    with torch.inference_mode():
+        read_weights = _build_dummy if load_format == "dummy" else load_weights
+        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
+        model = Transformer(config, weights, kernels)
+    return ModelEngine(
+        config,
+        model,
+        kernels,
+        layout,
+        where,
+        _resolve_length(max_model_len, config),
+        weights.digest,
+        sampler,
+    )
+
+
+def _build_dummy(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: TorchKernels,
+) -> ModelWeights:
+    return build_dummy_weights(config, dtype, device, kernels)
+
+
+def _resolve_device(device: Device) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
+    """float16 folders run in bfloat16 unless float32 is asked for: the cache has no float16."""
+    if dtype != "auto":
+        return dtype
+    stored = config.stored_dtype.removeprefix("torch.")
+    if stored not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16"
+        )
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def _resolve_length(max_model_len: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if max_model_len is None:
+        return longest
+    if not 1 <= max_model_len <= longest:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: the model's max_position_embeddings allows 1 to"
+            f" {longest}"
+        )
+    return max_model_len
