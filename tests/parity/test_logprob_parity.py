@@ -164,7 +164,7 @@ def test_output_logprobs_equal_transformers(model: ScoredModel) -> None:
     assert node.output_logprobs(plain) == []
 
 
-@pytest.mark.parametrize("pieces", [False, True], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("slices", [False, True], ids=["at once", "in pieces"])
 def test_prompt_logprobs_equal_transformers(
     model: ScoredModel, slices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
