@@ -167,7 +167,7 @@ class Coordinator:
         try:
             tenants = tenants_file.load_tenants(self._config.tenants)
         except ConfigError as error:
-            _log.error("tenants not reloaded", error=str(error))
+            _log.error("reloading tenants failed", error=str(error))
             return
         self._client_auth.tenants = tenants
         self._dispatcher.reload_tenants(tenants)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make .env: .env.example with fresh secrets, readable by you alone. An .env that is there is left as it is.
+# Make .env: .env.example with fresh secrets, readable by you alone. An existing .env is not changed.
 set -eu
 cd "$(dirname "$0")/.."
 if [ -e .env ]; then

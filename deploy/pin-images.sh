@@ -1,6 +1,6 @@
 #!/bin/sh
-# Pin the images of others by digest, in .env: what their tags mean now is used from then on, whoever moves a tag. Run it
-# again to move on. Asks the registries, through Docker with buildx.
+# Pin third-party images by digest, in .env: the images that the tags name now are used from then on. Run it again to
+# update them. It queries the registries through Docker with buildx.
 set -eu
 cd "$(dirname "$0")/.."
 if [ ! -e .env ]; then

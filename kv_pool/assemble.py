@@ -59,7 +59,7 @@ async def run_pool(config: PoolConfig, stop: asyncio.Event) -> None:
     folder = Path(config.segment_dir)
     segments.remove_stale_segments(folder)
     size = pool_memory_bytes(config)
-    log.get_logger("pool").info("pool sized", bytes=size)
+    log.get_logger("pool").info("pool memory size chosen", bytes=size)
     await _PoolProcess(config, name, folder, size, disk_settings(config)).run(stop)
 
 

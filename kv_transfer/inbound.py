@@ -87,7 +87,7 @@ class KVReceiver:
         two_sided = not is_one_sided(ticket.transport)
         if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
             raise ValueError(
-                f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena"
+                f"ticket {ticket.id} ({ticket.transport}) names blocks that are not in this arena"
             )
         if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket)):
             self._emit(

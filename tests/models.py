@@ -23,7 +23,7 @@ from transformers import (
 
 FamilyName = Literal["llama", "qwen2", "mistral", "qwen3", "mixed", "linear", "narrow"]
 VOCAB_SIZE = 512
-SLIDING_WINDOW = 37  # of mistral and mixed: no multiple of a block
+SLIDING_WINDOW = 37  # of mistral and mixed: not a multiple of a block
 MIN_LOGIT_MARGIN = 1e-3  # a greedy choice by less than this may fall either way under rounding
 EOS_TOKEN = "<|end|>"
 _CORPUS = (

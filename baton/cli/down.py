@@ -43,5 +43,5 @@ def down(
     by_itself = stop_cluster(folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS)
     remove_stale_segments(Path(config.segment_dir))
     if not by_itself:
-        raise CommandFailed(f"the cluster of {folder} did not end by itself: it was killed")
+        raise CommandFailed(f"the cluster of {folder} did not stop in time and was killed")
     print("stopped")

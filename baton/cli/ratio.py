@@ -154,7 +154,7 @@ def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: b
             ratio = answer.ratio
             if ratio.generation != generation:
                 raise CommandFailed(
-                    "another ratio was asked for meanwhile: "
+                    "another ratio was requested meanwhile: "
                     f"{ratio.target_prefill}:{ratio.target_decode}"
                 )
             if ratio.settled:

@@ -78,7 +78,7 @@ def _format_degradation(answer: Any) -> str:
     ]
     able = [step.step for step in answer.degradation if not step.active and not step.cannot_help]
     given_up = f", given up: [yellow]{', '.join(active_steps)}[/]" if active_steps else ""
-    next_step = able[0] if able else "nothing that could help"
+    next_step = able[0] if able else "no step available"
     return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {next_step}"
 
 

@@ -145,13 +145,15 @@ class CoordinatorLink:
                 self._on_refused(error.message)
             except _JoinDeferred as refusal:
                 least = min(refusal.seconds, _REFUSED_PAUSE)
-                self._log_refusal("may not join yet", refusal.reason)
+                self._log_refusal("join refused for now, retrying", refusal.reason)
             except TimeoutError:
                 self._log.warning(
-                    "coordinator silent", address=self._address, seconds=self._silence
+                    "no message from the coordinator, reconnecting",
+                    address=self._address,
+                    seconds=self._silence,
                 )
             except _MemberChanged:
-                self._log.info("node changed: rejoining")
+                self._log.info("role or pool changed, rejoining")
             if self.is_joined:
                 self._on_disconnected()
                 pause = _FIRST_PAUSE
@@ -196,7 +198,7 @@ class CoordinatorLink:
         """
         if not self._was_member:
             raise ConfigError(reason)
-        self._log_refusal("may not rejoin", reason)
+        self._log_refusal("rejoin refused, retrying", reason)
 
     def _log_refusal(self, event: str, reason: str) -> None:
         """Log a refusal at a bounded rate."""
@@ -257,7 +259,7 @@ class CoordinatorLink:
                     raise _JoinDeferred(error.message, retry_seconds)
                 raise ConfigError(f"the coordinator refused this node: {error.message}")
             case _:
-                self._log.warning("welcome lost: rejoining")
+                self._log.warning("no welcome from the coordinator, reconnecting")
                 raise TimeoutError
         self._heard_at = asyncio.get_running_loop().time()
         numbers.accept_message(first)
@@ -271,7 +273,7 @@ class CoordinatorLink:
         self._silence = welcome.silence_seconds
         self._incarnation = welcome.incarnation
         self._member.on_joined(self._incarnation)
-        self._log.info("joined", incarnation=self._incarnation)
+        self._log.info("joined the cluster", incarnation=self._incarnation)
         return welcome.heartbeat_seconds
 
     async def _receive_messages(
@@ -283,16 +285,20 @@ class CoordinatorLink:
             if message is grpc.aio.EOF:
                 return
             if message is None:
-                self._log.warning("damaged message: rejoining")
+                self._log.warning("corrupt message from the coordinator, reconnecting")
                 return
             self._heard_at = asyncio.get_running_loop().time()
             try:
                 order = decode_order(message) if numbers.accept_message(message) else None
             except link_stream.MessagesLost as error:
-                self._log.warning("messages lost: rejoining", error=str(error))
+                self._log.warning(
+                    "messages from the coordinator lost, reconnecting", error=str(error)
+                )
                 return
             except ValueError as error:
-                self._log.warning("malformed message: rejoining", error=str(error))
+                self._log.warning(
+                    "malformed message from the coordinator, reconnecting", error=str(error)
+                )
                 return
             self._handle_order(order)
 
@@ -320,7 +326,9 @@ class CoordinatorLink:
 
     async def _wait_for_overflow(self) -> None:
         await self._overflow.wait()
-        self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT_MESSAGES)
+        self._log.error(
+            "send queue to the coordinator full, reconnecting", unsent=MAX_UNSENT_MESSAGES
+        )
         raise TimeoutError
 
     async def _wait_for_change(self) -> None:

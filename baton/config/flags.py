@@ -55,7 +55,7 @@ def get_typed_settings(namespace: argparse.Namespace) -> dict[str, object]:
         key, value = parse_assignment(assignment)
         if key in typed and typed[key] != value:
             description = "twice" if key in SECRET_FIELDS else f"as {typed[key]!r} and as {value!r}"
-            raise ConfigError(f"{key} is given {description}: say it once", param=key)
+            raise ConfigError(f"{key} is given {description}: set it once", param=key)
         typed[key] = value
     return typed
 

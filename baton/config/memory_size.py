@@ -40,6 +40,6 @@ def parse_memory_size(text: str, free: int, field: str = "kv_memory") -> int:
     if not (math.isfinite(number) and number > 0):
         auto = ", or auto" if field in _MAX_AUTO_BYTES else ""
         raise ConfigError(
-            f"{field} is {text!r}: say 4GiB, 512MiB, a share such as 0.5{auto}", param=field
+            f"{field} is {text!r}: use 4GiB, 512MiB, a share such as 0.5{auto}", param=field
         )
     return int(number * free) if number < 1.0 and not unit else int(number)

@@ -41,7 +41,7 @@ def with_local_model(config: _C, *, weights: bool = True) -> _C:
     if not is_hub_id(config.model):
         if config.model and not Path(config.model).is_dir():
             raise ConfigError(
-                f"--model {config.model}: there is no such folder, and it is no hub id",
+                f"--model {config.model}: there is no such folder, and it is not a hub id",
                 param="model",
             )
         return config

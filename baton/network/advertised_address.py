@@ -42,12 +42,12 @@ async def with_advertised_address(config: _C, stop: asyncio.Event) -> _C:
             address = await find_own_address(host, port)
         except OSError as error:
             log.get_logger("node").warning(
-                "coordinator's name does not resolve",
+                "cannot resolve the coordinator's address",
                 address=config.coordinator,
                 reason=error.strerror,
             )
         else:
-            log.get_logger("node").info("advertising", address=address)
+            log.get_logger("node").info("transfer address advertised", address=address)
             return dataclasses.replace(config, advertise=address)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):

@@ -39,7 +39,7 @@ def require_key_unless_loopback(
     key_flag = "--" + key_field.replace("_", "-")
     raise ConfigError(
         f"{flag} {host} can be reached from other hosts and {key_flag} is not set: "
-        f"set {key_flag}, or bind to 127.0.0.1, or say --insecure",
+        f"set {key_flag}, or bind to 127.0.0.1, or use --insecure",
         param=key_field,
     )
 

@@ -102,7 +102,9 @@ class ConnectionGuard:
                     self.close_excess_connections()
             except OSError as error:
                 _log.error(
-                    "connections are not bounded", folder=_DESCRIPTOR_FOLDER, reason=error.strerror
+                    "cannot enforce connection limits",
+                    folder=_DESCRIPTOR_FOLDER,
+                    reason=error.strerror,
                 )
                 return
             pause = max(_CHECK_SECONDS, (self._clock() - began) / _MAX_CPU_SHARE)

@@ -165,7 +165,7 @@ class Failpoints:
         armed = self._consume_hit(name)
         if armed is None:
             return None
-        _log.warning("failpoint", point=name, action=armed.action.value)
+        _log.warning("failpoint triggered", point=name, action=armed.action.value)
         match armed.action:
             case FailpointAction.DELAY:
                 self._delays_released.wait(armed.argument)

@@ -187,7 +187,7 @@ def write_plain_line(line: str) -> None:
 
 def log_fatal_error(reason: str) -> None:
     """Log why this process ends."""
-    get_logger("runtime").error("ended by an error", reason=reason)
+    get_logger("runtime").error("process failed", reason=reason)
 
 
 def format_drop_notice(lines: int) -> str:

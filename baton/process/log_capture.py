@@ -58,7 +58,7 @@ def _on_uncaught_exception(
     if issubclass(kind, KeyboardInterrupt):
         return
     log.get_logger("process").critical(
-        "ended by an unexpected error", **log.get_error_fields(error)
+        "uncaught exception, process ended", **log.get_error_fields(error)
     )
     log.flush_log()
 
@@ -73,5 +73,5 @@ def _on_thread_exception(ended: threading.ExceptHookArgs) -> None:
         return
     thread = ended.thread.name if ended.thread is not None else ""
     log.get_logger("process").error(
-        "thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value)
+        "uncaught exception, thread ended", thread=thread, **log.get_error_fields(ended.exc_value)
     )

@@ -64,7 +64,7 @@ class BlockAddressMap:
         if remainder or blocks <= 0 or blocks % self.alignment_blocks:
             raise LayoutMismatch(
                 f"segment {segment} has {size} bytes, "
-                f"no multiple of {self.alignment_blocks} x {self.block_bytes}"
+                f"not a multiple of {self.alignment_blocks} x {self.block_bytes}"
             )
         if any(span.segment == segment for span in self._spans):
             raise ValueError(f"segment {segment} is mapped already")
@@ -103,7 +103,7 @@ class BlockAddressMap:
         block, remainder = divmod(offset, self.block_bytes)
         if remainder or not 0 <= block < span.num_blocks:
             raise LayoutMismatch(
-                f"offset {offset} is no block of segment {segment}, which has {span.num_blocks}"
+                f"offset {offset} is not a block of segment {segment}, which has {span.num_blocks}"
             )
         return BlockIndex(span.start + block)
 

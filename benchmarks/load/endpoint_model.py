@@ -51,7 +51,7 @@ async def fetch_endpoint_model(
                 )
         models = msgspec.json.decode(body, type=_ModelList).data
     except (OSError, HttpError, msgspec.DecodeError) as error:
-        raise ValueError(f"{address} does not say what it serves: {error}") from None
+        raise ValueError(f"{address} does not state what it serves: {error}") from None
     served = next((listed for listed in models if model in ("", listed.id)), None)
     if served is None:
         raise ValueError(
@@ -67,7 +67,7 @@ async def fetch_endpoint_model(
     if unknown:
         raise ValueError(
             f"{address} does not say its {' and '.join(unknown)}: "
-            f"declare it with --declare {unknown[0]}=..., which is then on your word"
+            f"declare it with --declare {unknown[0]}=..., which is not verified"
         )
     return EndpointModel(served.id, known["dtype"], known["quantization"], served.model_digest)
 

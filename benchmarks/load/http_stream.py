@@ -71,7 +71,7 @@ class StreamedResponse:
             try:
                 size = int(line.partition(b";")[0], 16)
             except ValueError:
-                raise HttpError("a chunk has no size") from None
+                raise HttpError("a chunk has no length") from None
             if not 0 <= size <= MAX_CHUNK_BYTES:
                 raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK_BYTES} are read")
             if size == 0:
@@ -148,11 +148,11 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
     try:
         return (await reader.readuntil(b"\r\n"))[:-2]
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        raise HttpError("the answer broke off") from None
+        raise HttpError("the response ended early") from None
 
 
 async def _read_exactly(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
         return await reader.readexactly(size)
     except asyncio.IncompleteReadError:
-        raise HttpError("the answer broke off") from None
+        raise HttpError("the response ended early") from None

@@ -158,7 +158,7 @@ def _parse_azure(lines: Iterator[str], name: str) -> Iterator[TraceRequest]:
     header = tuple(next(rows, []))
     if header != _AZURE_COLUMNS:
         raise ValueError(
-            f"{name} is no trace: "
+            f"{name} is not a trace: "
             f"it begins neither with an object nor with {','.join(_AZURE_COLUMNS)}"
         )
     for number, row in enumerate(rows, 2):

@@ -70,7 +70,7 @@ class ClientAuthenticator:
             return DEFAULT_TENANT
         tenant = self.tenants.find_by_key(_parse_bearer_key(authorization, "--tenants"))
         if tenant is None:
-            raise Unauthenticated("the key is no tenant's (--tenants)")
+            raise Unauthenticated("the key belongs to no tenant (--tenants)")
         return tenant
 
     def make_principal(self, tenant: Tenant, priority: int) -> Principal:

@@ -129,7 +129,9 @@ class RequestIntake:
         generations = await self._backend.submit_requests(choices)
         if request.client_request_id is not None:
             _log.info(
-                "request", request=generations[0].id, client_request=request.client_request_id
+                "request received",
+                request=generations[0].id,
+                client_request=request.client_request_id,
             )
             if self._on_client_request_id is not None:
                 self._on_client_request_id(request.client_request_id, generations[0].id)

@@ -65,7 +65,8 @@ def parse_tenants(data: dict[str, Any]) -> TenantTable:
     for name in (*classes, *(entry.name for entry in read.tenants)):
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"{name[:64]!r} is no name: lower-case letters, digits, '_', '.', '-', at most 64"
+                f"{name[:64]!r} is not a valid name: "
+                "lower-case letters, digits, '_', '.', '-', at most 64"
             )
     _require_distinct("class", classes)
     _require_distinct("tenant", [entry.name for entry in read.tenants])
@@ -84,7 +85,7 @@ def parse_tenants(data: dict[str, Any]) -> TenantTable:
     if len(keys) > MAX_KEYS:
         raise ValueError(f"there are {len(keys)} keys: at most {MAX_KEYS}")
     if len({digest for digest, _ in keys}) < len(keys):
-        raise ValueError("a key stands there twice: each belongs to one tenant")
+        raise ValueError("a key is listed twice: each belongs to one tenant")
     first_is_used = any(entry.tenant_class == classes[0] for entry in read.tenants)
     return TenantTable(
         classes=classes,
@@ -114,7 +115,7 @@ def _parse_key_digest(text: str, tenant: str) -> bytes:
     match = _DIGEST.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"a key of tenant {tenant} is no SHA-256 in hex: `baton tenants hash-key` makes one"
+            f"a key of tenant {tenant} is not a SHA-256 in hex: `baton tenants hash-key` makes one"
         )
     return bytes.fromhex(match["hex"])
 
@@ -122,4 +123,4 @@ def _parse_key_digest(text: str, tenant: str) -> bytes:
 def _require_distinct(kind: str, names: "list[str] | tuple[str, ...]") -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{kind} {name!r} stands there twice")
+            raise ValueError(f"{kind} {name!r} is listed twice")

@@ -35,7 +35,7 @@ class UnknownFieldPolicy(Collector):
                 return
             self._next_log_at = now + LOG_INTERVAL_SECONDS
             unlogged, self._unlogged = self._unlogged, 0
-        _log.warning("unknown fields of requests ignored (--unknown-fields)", fields=unlogged)
+        _log.warning("unknown request fields ignored (--unknown-fields)", fields=unlogged)
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(

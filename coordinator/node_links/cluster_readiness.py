@@ -85,10 +85,10 @@ class ClusterReadiness:
                 pass
         except BatonError as error:
             self._not_warm_reason = f"the warm-up request failed: {error.message}"
-            _log.warning("warm-up failed", reason=error.message, code=error.code)
+            _log.warning("warm-up request failed", reason=error.message, code=error.code)
         else:
             self._not_warm_reason = ""
-            _log.info("warm-up passed")
+            _log.info("warm-up request succeeded")
 
     def _why_not_ready(self) -> str:
         brain = self._dispatcher.brain

@@ -287,7 +287,7 @@ class Dispatcher:
         }
         roles = f"{switch.source_role.value} to {switch.target_role.value}"
         _log.info(
-            "role switch",
+            "role switch ended",
             node=switch.node,
             roles=roles,
             outcome=switch.outcome,

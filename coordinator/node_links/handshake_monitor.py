@@ -67,7 +67,6 @@ class HandshakeMonitor:
             self._failed_handshakes += failed
             self._limited.log_event(
                 _log.warning,
-                "wrong cluster token, or no node of this cluster: connections to the cluster "
-                "port were refused",
+                "tls handshake failed on the cluster port: wrong cluster token, or not a node",
                 connections=self._failed_handshakes,
             )

@@ -58,7 +58,7 @@ class NodeStream:
 
     def send_order(self, order: NodeOrder | LinkControl) -> None:
         if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
-            _log.error("node outbox full: closing its stream", unsent=MAX_UNSENT_MESSAGES)
+            _log.error("send queue to a node full, closing its stream", unsent=MAX_UNSENT_MESSAGES)
             self.close()
         if not self.closed.is_set():
             self._outbox.append(order)
@@ -133,7 +133,9 @@ class NodeLinkService:
                 node_stream.closed.wait(),
             )
         except grpc.RpcError as error:
-            _limited.log_event(_log.info, "stream failed", node=first.join.name, error=str(error))
+            _limited.log_event(
+                _log.info, "node stream failed", node=first.join.name, error=str(error)
+            )
         finally:
             node_stream.close()
             self._dispatcher.remove_member(
@@ -182,9 +184,7 @@ class NodeLinkService:
         if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
             return
         self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-        _limited.log_event(
-            _log.warning, "wrong cluster token: a node was refused", peer=context.peer()
-        )
+        _limited.log_event(_log.warning, "join refused: wrong cluster token", peer=context.peer())
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_METADATA_KEY} is missing or wrong"
         )
@@ -212,7 +212,7 @@ class NodeLinkService:
                     counters.dropped_messages["repeated"] += 1
                     continue
             except stream.MessagesLost as error:
-                _limited.log_event(_log.warning, "messages lost", error=str(error))
+                _limited.log_event(_log.warning, "messages from a node lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return
             if message.incarnation != incarnation:
@@ -221,7 +221,7 @@ class NodeLinkService:
             try:
                 report = decode_report(message)
             except ValueError as error:
-                _limited.log_event(_log.warning, "malformed message", error=str(error))
+                _limited.log_event(_log.warning, "malformed message from a node", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
             match report:

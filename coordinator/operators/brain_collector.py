@@ -53,15 +53,15 @@ class BrainCollector(Collector):
     def _request_counters(self) -> Iterator[CounterMetricFamily]:
         counts, retries = self._brain.counters, self._brain.retries
         for name, help_text, labels, values in (
-            ("requests", "Requests ended", ["outcome", "class"], counts.requests),
-            ("rejected", "Requests not admitted", ["reason", "class"], counts.rejected),
-            ("prompt_tokens", "Prompt tokens by source", ["source"], counts.prompt_tokens),
-            ("generated_tokens", "Output tokens", [], {(): counts.generated_tokens}),
-            ("handoffs", "Hand-offs ended", ["outcome", "transport"], counts.handoffs),
-            ("handoff_bytes", "Bytes handed over", ["transport"], counts.handoff_bytes),
+            ("requests", "Requests ended, by outcome", ["outcome", "class"], counts.requests),
+            ("rejected", "Requests rejected, by reason", ["reason", "class"], counts.rejected),
+            ("prompt_tokens", "Prompt tokens, by KV source", ["source"], counts.prompt_tokens),
+            ("generated_tokens", "Output tokens generated", [], {(): counts.generated_tokens}),
+            ("handoffs", "KV hand-offs ended", ["outcome", "transport"], counts.handoffs),
+            ("handoff_bytes", "Bytes of KV handed off", ["transport"], counts.handoff_bytes),
             (
                 "placements",
-                "Attempts, by who computes the prompt",
+                "Attempts placed, by where the prompt is computed and why",
                 ["way", "why"],
                 counts.placements,
             ),
@@ -69,7 +69,7 @@ class BrainCollector(Collector):
             ("recomputed_tokens", "Tokens computed again", ["reason"], counts.recomputed_tokens),
             (
                 "retries_held_back",
-                "Retries that waited for the budget",
+                "Retries that waited for the retry budget",
                 [],
                 {(): retries.held_back_total},
             ),
@@ -81,21 +81,21 @@ class BrainCollector(Collector):
         for name, help_text, labels, values in (
             (
                 "dropped_messages",
-                "Messages of nodes dropped",
+                "Messages from nodes that were dropped, by reason",
                 ["reason"],
                 counts.dropped_messages,
             ),
             (
                 "breaker_changes",
-                "Circuit breakers that entered a state",
+                "State changes of circuit breakers, by new state",
                 ["state"],
                 counts.breaker_changes,
             ),
-            ("joins", "Attempts of nodes to join", ["outcome"], counts.joins),
-            ("nodes_lost", "Nodes lost", ["reason"], counts.lost_nodes),
+            ("joins", "Join requests of nodes and pools, by outcome", ["outcome"], counts.joins),
+            ("nodes_lost", "Nodes and pools lost, by reason", ["reason"], counts.lost_nodes),
             (
                 "prefix_directory_resyncs",
-                "Cache snapshots requested from nodes",
+                "Cache snapshots requested from nodes after a gap in their cache events",
                 [],
                 {(): directory.resync_count},
             ),
@@ -120,7 +120,7 @@ class BrainCollector(Collector):
             ),
             (
                 "ratio_moves",
-                "Changes of the ratio by auto",
+                "Ratio changes made automatically",
                 [],
                 {(): brain.ratio_controller.change_count},
             ),
@@ -158,14 +158,14 @@ class BrainCollector(Collector):
             brain.seconds_without_progress(self._clock()),
         )
         degraded = GaugeMetricFamily(
-            "baton_degradation_step", "1 while a step is taken", labels=["step"]
+            "baton_degradation_step", "1 while a degradation step is taken, else 0", labels=["step"]
         )
         for step in DegradationStep:
             degraded.add_metric([step.value], float(step in brain.degradation.active_steps))
         yield degraded
         yield GaugeMetricFamily(
             "baton_pressure_ratio",
-            "Longest wait to be placed, over what its class may wait",
+            "Longest wait to be placed, divided by the longest wait allowed for its class",
             brain.degradation.last_sample.pressure or 0.0,
         )
 
@@ -190,7 +190,7 @@ class BrainCollector(Collector):
         yield from (roles, blocks, attempts)
         errors = GaugeMetricFamily(
             "baton_prediction_error_ratio",
-            "Mean relative error of the last predictions",
+            "Mean relative error of recent predictions",
             labels=["quantity"],
         )
         for quantity, error in state.prediction_errors.items():
@@ -198,7 +198,7 @@ class BrainCollector(Collector):
         yield errors
         yield GaugeMetricFamily(
             "baton_prefix_directory_blocks",
-            "Different blocks in the caches of nodes, as reported",
+            "Distinct blocks in the prefix directory",
             len(state.prefix_directory),
         )
 
@@ -230,14 +230,15 @@ class BrainCollector(Collector):
         controller = self._brain.ratio_controller
         target = self._brain.role_switcher.target_split
         target_nodes = GaugeMetricFamily(
-            "baton_ratio_target", "Nodes that are to have a role", labels=["role"]
+            "baton_ratio_target", "Target number of nodes of a role", labels=["role"]
         )
         if target is not None:
             for role in Role:
                 target_nodes.add_metric([role.value], target.node_count(role))
         yield target_nodes
         goodput = GaugeMetricFamily(
-            "baton_goodput_ratio", "Requests of the last minute within the SLO, of all that ended"
+            "baton_goodput_ratio",
+            "Share of the requests that ended in the last minute that met the SLO",
         )
         attainment = controller.get_slo_results(self._clock()).attainment
         if attainment is not None:

@@ -71,7 +71,7 @@ class ClusterOperations:
         check_seconds("timeout", timeout)
         brain, now = self._dispatcher.brain, self._dispatcher.clock()
         self._dispatcher.apply_effects(brain.drain_node(NodeName(name), timeout, now))
-        _log.info("node drained", node=name, timeout=timeout)
+        _log.info("drain started", node=name, timeout=timeout)
         self._dispatcher.notify_cluster_change()
         return drain_response_to_pb(brain, name)
 

@@ -52,9 +52,7 @@ class PortConnections(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, at a scrape."""
-        held = GaugeMetricFamily(
-            "baton_connections", "Connections that a port holds", labels=["port"]
-        )
+        held = GaugeMetricFamily("baton_connections", "Open connections of a port", labels=["port"])
         for name, count in self.get_connection_counts().items():
             held.add_metric([name], count)
         yield held
@@ -63,7 +61,7 @@ class PortConnections(Collector):
     def build_refused_counter(self) -> Metric:
         refused = CounterMetricFamily(
             "baton_connections_refused_total",
-            "Connections closed because there were too many",
+            "Connections closed because a connection limit was reached",
             labels=["port"],
         )
         for name, count in self.get_refused_counts().items():

@@ -48,14 +48,16 @@ class RatioOperations:
         brain, now = self._dispatcher.brain, self._dispatcher.clock()
         self._dispatcher.apply_effects(brain.set_auto_ratio(slo, seconds, now))
         _log.info(
-            "ratio automatic", slo=str(brain.ratio_controller.target_slo), flip_timeout=seconds
+            "automatic ratio enabled",
+            slo=str(brain.ratio_controller.target_slo),
+            flip_timeout=seconds,
         )
         self._dispatcher.notify_cluster_change()
         return self.get_ratio()
 
     def set_manual_ratio(self) -> pb.Ratio:
         self._dispatcher.brain.set_manual_ratio()
-        _log.info("ratio manual")
+        _log.info("automatic ratio disabled")
         self._dispatcher.notify_cluster_change()
         return self.get_ratio()
 

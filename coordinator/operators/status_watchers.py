@@ -46,7 +46,7 @@ class StatusWatchers:
             )
         if len(self._callers) >= MAX_WATCHERS:
             raise Overloaded(
-                f"{MAX_WATCHERS} callers watch this cluster, which is the most",
+                f"{MAX_WATCHERS} callers watch this cluster, which is the limit",
                 retry_after=MAX_INTERVAL_SECONDS,
             )
         changed = asyncio.Event()

@@ -93,7 +93,7 @@ class ChatTemplate:
         except _RenderLimitExceeded:
             bound = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_SECONDS:g} s"
             raise InvalidRequest(
-                f"messages are too much for the chat template ({bound})", param="messages"
+                f"messages exceed the limits of the chat template ({bound})", param="messages"
             ) from None
         except _TemplateRefusal as error:
             raise InvalidRequest(

@@ -63,7 +63,7 @@ class SpecialTokenEscaper:
         )
         if len(marks) < len(spelled):
             raise InvalidRequest(
-                "messages spell special tokens and have every character that could stand for those",
+                "messages contain special tokens and every character that could replace them",
                 param="messages",
             )
         return _escape_texts(conversation, marks), {

@@ -59,7 +59,7 @@ def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None
         return None
     settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
     if not isinstance(settings, dict):
-        raise ValueError("tokenizer_config.json is no JSON object")
+        raise ValueError("tokenizer_config.json is not a JSON object")
     if "auto_map" in settings:  # a class of the model's own, which transformers refuses by name
         return None
     try:

@@ -39,7 +39,7 @@ def make_pool_client(context: NodePoolContext) -> PoolClient:
     rate = parse_memory_size(config.pool_publish_rate, 0, _RATE_SETTING)
     if not rate:  # a share of the total, which has no meaning for a rate
         raise ConfigError(
-            f"{_RATE_SETTING} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second",
+            f"{_RATE_SETTING} is {config.pool_publish_rate!r}: use 256MiB, or bytes per second",
             param=_RATE_SETTING,
         )
     client_config = PoolClientConfig(

@@ -97,7 +97,7 @@ class PoolClient:
                         await self._run_stream(PoolStream(channel))
                 except Exception as error:  # a bug ends this attachment, not the later ones
                     self._log.error(
-                        "attaching failed",
+                        "pool client failed",
                         kind=type(error).__name__,
                         places=log.get_traceback_places(error),
                     )
@@ -204,7 +204,9 @@ class PoolClient:
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {ATTACH_TIMEOUT_SECONDS:g} s"
             if reason != self._last_error:
-                self._log.warning("attach failed", address=self._config.address, reason=reason)
+                self._log.warning(
+                    "cannot attach to the pool", address=self._config.address, reason=reason
+                )
             self._last_error = reason
             if not isinstance(error, _TRANSIENT_ERRORS):
                 self._redial_seconds = self._redial_backoff.delay_after_refusal()

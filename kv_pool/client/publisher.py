@@ -114,11 +114,11 @@ class Publisher:
                     rows,
                 ).run(self._count_written)
             except BatonError as error:
-                self._log.info("not published", code=error.code, reason=error.message)
+                self._log.info("blocks not published", code=error.code, reason=error.message)
                 self._conclude_job(job, None)
             except Exception as error:  # a bug fails this publication, not the later ones
                 self._log.error(
-                    "publishing failed",
+                    "block publication failed",
                     kind=type(error).__name__,
                     places=log.get_traceback_places(error),
                 )

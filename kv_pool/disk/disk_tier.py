@@ -201,19 +201,22 @@ class DiskTier:
                 lambda: not self._closing,
             )
         except (ConfigError, ShuttingDown) as error:
-            self._log.warning("disk not mounted", reason=error.message)
+            self._log.warning("disk tier not mounted", reason=error.message)
             return
         self._disk = disk
         self._pool.mount_disk(
             disk.tier, lambda: min(disk.io_thread.num_free_rows, _MAX_DEMOTIONS_PER_GRANT)
         )
         self._log.info(
-            "disk ready", slots=disk.tier.num_blocks, used=len(disk.tier.index), is_new=disk.is_new
+            "disk tier ready",
+            slots=disk.tier.num_blocks,
+            used=len(disk.tier.index),
+            is_new=disk.is_new,
         )
 
     def _on_disk_failed(self, error: OSError) -> None:
         """Go on without a disk."""
-        self._log.warning("disk failed, continuing without it", reason=error.strerror)
+        self._log.warning("disk tier failed, continuing without it", reason=error.strerror)
         self._pool.mount_disk(None, lambda: 0)
         self._failed_disk, self._disk = self._disk, None
 

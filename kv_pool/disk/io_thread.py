@@ -142,7 +142,7 @@ class DiskIOThread:
                 self._fail(error)
             except Exception as error:  # a bug disables the disk; no reader waits for ever
                 log.get_logger("pool").error(
-                    "disk thread failed",
+                    "disk i/o thread failed",
                     kind=type(error).__name__,
                     places=log.get_traceback_places(error),
                 )

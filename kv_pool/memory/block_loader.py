@@ -165,7 +165,7 @@ class BlockLoader:
                 await demoted
             checksums = await plan.fetch(publication)
         except BatonError as error:
-            log.get_logger("pool").info("load failed", code=error.code, reason=error.message)
+            log.get_logger("pool").info("block load failed", code=error.code, reason=error.message)
         # A bug in a source must not leave the reserved blocks unusable for ever.
         except Exception as error:
             log.get_logger("pool").error(

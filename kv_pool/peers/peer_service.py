@@ -21,6 +21,8 @@ class PoolPeerService(pool_pb2_grpc.PoolPeersServicer):
                 raise StaleMessage("this pool has no segment yet")
             await self.sender.send_blocks(request)
         except BatonError as error:
-            log.get_logger("pool").info("blocks not sent", code=error.code, reason=error.message)
+            log.get_logger("pool").info(
+                "blocks not sent to another pool", code=error.code, reason=error.message
+            )
             return pb.BlocksSent(error=wire.error_to_pb(error))
         return pb.BlocksSent()

@@ -54,7 +54,7 @@ class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
         except BatonError as error:
             _limited.log_event(
                 log.get_logger("pool").warning,
-                "attach refused",
+                "node refused by the pool",
                 node=first.attach.node,
                 reason=error.message,
             )
@@ -159,7 +159,7 @@ class _ClientStream:
             self._answers.put_nowait(pb.PoolAnswer(id=question_id, **answer))
         except asyncio.QueueFull:
             log.get_logger("pool").error(
-                "node reads too slowly, stream closed", client_id=self._session.client_id
+                "send queue to a node full, closing its stream", client_id=self._session.client_id
             )
             self._stop_requested.set()
 
@@ -219,7 +219,7 @@ class _ClientStream:
         if not task.cancelled() and (error := task.exception()) is not None:
             # The stream is closed, because the node would wait for the answer for ever.
             log.get_logger("pool").error(
-                "answering a question failed",
+                "pool request failed",
                 kind=type(error).__name__,
                 places=log.get_traceback_places(error),
             )

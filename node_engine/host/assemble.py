@@ -266,7 +266,7 @@ def warm_up_engine(
         raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
     if not stop.is_set():
         log.get_logger("process").info(
-            "engine is warm", seconds=round(monotonic_clock() - started, 3)
+            "engine warm-up finished", seconds=round(monotonic_clock() - started, 3)
         )
 
 

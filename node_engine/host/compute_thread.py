@@ -173,7 +173,7 @@ class ComputeThread:
             results = self._compute_step(self._role, batch)
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
-            self._log.error("step failed", **log.get_error_fields(error))
+            self._log.error("engine step failed", **log.get_error_fields(error))
             self._role.on_step_failed(batch, error)
             return
         seconds = self._clock() - started

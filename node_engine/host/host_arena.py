@@ -101,5 +101,5 @@ def compute_cache_blocks(config: NodeConfig, block_bytes: int, max_model_len: in
             f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes:"
             " give it more"
         )
-    log.get_logger("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
+    log.get_logger("engine").info("kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks)
     return blocks

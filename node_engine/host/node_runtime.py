@@ -79,7 +79,7 @@ class NodeRuntime:
                 await idle.wait()
         except TimeoutError:
             log.get_logger("node").warning(
-                "leaving with work unfinished", seconds=self._config.drain_timeout
+                "drain timed out, stopping with unfinished work", seconds=self._config.drain_timeout
             )
 
 

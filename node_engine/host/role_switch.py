@@ -116,10 +116,12 @@ class SwitchableRole:
         try:
             self._active_role = self._get_or_make_role(role)
         except BatonError as error:
-            log.get_logger("node").error("role not taken", role=role.value, reason=error.message)
+            log.get_logger("node").error(
+                "role change failed", role=role.value, reason=error.message
+            )
         else:
             self.role = role
-            log.get_logger("node").info("role taken", role=role.value)
+            log.get_logger("node").info("role changed", role=role.value)
         self._on_changed()
 
     def _get_or_make_role(self, role: Role) -> RolePolicy:

@@ -103,7 +103,7 @@ class ObservedCluster:
 
     def count_failpoint_hits(self, process: str, point: str) -> int:
         """Return how often a failpoint has acted on those processes, according to their logs."""
-        acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint"')
+        acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint triggered"')
         logs = [
             self.cluster.logs.log_path(name)
             for name in self.cluster.node_names

@@ -94,7 +94,7 @@ async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
             said = [
                 line
                 for line in cluster.log_tail("decode-0").splitlines()
-                if "may not join yet" in line
+                if "join refused for now, retrying" in line
             ][-1]
             assert "has model_digest" in said
             assert "1 requests of that model have not ended" in said
@@ -149,7 +149,9 @@ async def test_second_node_of_the_same_name_is_refused(tmp_path: Path) -> None:
         assert pids_by_node(await cluster.get_status()) == pids
         assert await read_counter(cluster, 'baton_joins_total{outcome="joined"}') == 1
         said = [
-            line for line in cluster.log_tail("twin").splitlines() if "may not join yet" in line
+            line
+            for line in cluster.log_tail("twin").splitlines()
+            if "join refused for now, retrying" in line
         ]
         assert len(said) == 1  # it does not spin, and does not fill the log
         assert f"is in use by process {pids['decode-0']}" in said[0]

@@ -7,7 +7,6 @@ from tools.code_budgets import (
     BUDGETS,
     MAX_COLUMNS,
     find_long_lines,
-    find_repeated_class_names,
     load_exceptions,
     measure_repository,
 )
@@ -25,7 +24,3 @@ def test_nothing_is_over_its_budget_but_the_exceptions(budget: str) -> None:
 
 def test_no_line_is_longer_than_the_limit() -> None:
     assert find_long_lines() == [], f"more than {MAX_COLUMNS} columns"
-
-
-def test_a_class_name_has_one_meaning() -> None:
-    assert find_repeated_class_names() == {}

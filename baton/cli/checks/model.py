@@ -37,7 +37,7 @@ def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
     if not Path(config.model).exists():
         if is_hub_id(config.model):
             detail = (
-                f"{config.model} is no folder here: the first start downloads it from the model hub"
+                f"{config.model} is not a folder: it is downloaded from the hub at the first start"
             )
             return [warning_finding("model", detail, "give --model a folder to need no network")]
         return [

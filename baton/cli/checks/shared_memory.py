@@ -90,7 +90,7 @@ def check_locks(path: Path) -> Finding:
         )
     if not first or second:
         return bad_finding(
-            "fences", f"open-file-description locks in {path} exclude nobody", _OTHER_FOLDER
+            "fences", f"open-file-description locks in {path} have no effect", _OTHER_FOLDER
         )
     return ok_finding("fences", "open-file-description locks hold")
 

@@ -50,7 +50,7 @@ class ChatClient:
                 return str(json.loads(_read_body(response))["data"][0]["id"])
             except (ValueError, LookupError, TypeError, httpx2.HTTPError):
                 raise ChatRefused(
-                    f"{self.url} is no OpenAI-compatible endpoint: it lists no models"
+                    f"{self.url} is not an OpenAI-compatible endpoint: it lists no models"
                 ) from None
 
     def stream_answer(self, body: Mapping[str, Any]) -> Iterator[AnswerChunk]:
@@ -104,7 +104,7 @@ class ChatClient:
                 raise _refusal_from_status(response.status_code, _read_body(response))
         except httpx2.HTTPError as error:
             raise EndpointUnreachable(
-                f"nobody answers at {self.url}: {error or type(error).__name__}: see --url"
+                f"no response from {self.url}: {error or type(error).__name__}: see --url"
             ) from None
         return response
 
@@ -130,10 +130,10 @@ def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
         try:
             event = message.json()
         except ValueError:
-            raise httpx2.RemoteProtocolError("an event is no JSON") from None
+            raise httpx2.RemoteProtocolError("an event is not JSON") from None
         if isinstance(event, dict):
             yield event
-    raise httpx2.RemoteProtocolError("the answer broke off")
+    raise httpx2.RemoteProtocolError("the response ended early")
 
 
 def _answer_chunks(event: Mapping[str, Any]) -> Iterator[AnswerChunk]:

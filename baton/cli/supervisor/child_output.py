@@ -104,7 +104,7 @@ class LogFiles(LineRelay):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"folder of logs {folder}: {error.strerror}: choose another with --state-dir"
+                f"log folder {folder}: {error.strerror}: choose another with --state-dir"
             ) from None
 
     def get_path(self, name: str) -> Path:

@@ -112,7 +112,7 @@ class ChildProcess:
             return
         self._aborted_pid = pid
         silence = f"{max_silent_checks * interval_seconds:g} s (--liveness-timeout)"
-        self._notify(f"{self.spec.name} has shown no sign of life for {silence}: ending it")
+        self._notify(f"{self.spec.name} has been unresponsive for {silence}: ending it")
         self._send_signal(signal.SIGABRT)
 
     def _process_state(self) -> str:
@@ -187,7 +187,7 @@ class ChildProcess:
             await self._output.copy_lines(self.spec.name, stream)
         except Exception as error:
             self._notify(
-                f"the lines of {self.spec.name} are not shown any more ({type(error).__name__})"
+                f"the output of {self.spec.name} is not shown any more ({type(error).__name__})"
             )
             while await stream.read(_READ_BYTES):
                 pass
@@ -199,7 +199,7 @@ class ChildProcess:
         message = find_failure_message(self._output.get_last_lines(name))
         has_given_up = self.is_starting and self._backoff.consecutive_failures >= MAX_FAILED_STARTS
         if self.spec.is_optional and (has_given_up or (self.is_starting and code == _EXIT_CONFIG)):
-            self._notify(f"{name} cannot run: going on without it ({message})")
+            self._notify(f"{name} failed, continuing without it ({message})")
             self._stopping.set()
             return
         if self.is_starting and code == _EXIT_CONFIG:

@@ -94,7 +94,7 @@ async def _run_until_stopped(
 ) -> None:
     async with running_cluster(config, output, notify) as cluster:
         log.get_logger("up").info(
-            f"starting {_describe_cluster(config)}: a warm-up token has to come through"
+            f"starting {_describe_cluster(config)}: waiting for the warm-up request"
         )
         ready = asyncio.create_task(cluster.wait_until_ready())
         stopped = asyncio.create_task(stop.wait())

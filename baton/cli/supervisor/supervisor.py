@@ -91,7 +91,7 @@ class Supervisor:
                     child.abort_if_unresponsive(max_silent_checks, _CHECK_INTERVAL)
                 except Exception as error:  # a failed check must not end the checks
                     log.get_logger("up").error(
-                        "child check failed",
+                        "checking a child process failed",
                         child=child.spec.name,
                         **log.get_error_fields(error),
                     )

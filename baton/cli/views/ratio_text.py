@@ -16,7 +16,7 @@ def format_ratio(ratio: Ratio) -> str:
         return f"{current}, as the nodes have joined"
     target = f"{ratio.target_prefill}:{ratio.target_decode}"
     if ratio.settled:
-        return f"{current}, as asked for"
+        return f"{current}, as requested"
     under_way = len(ratio.switches)
     missing = (
         f"{under_way} on their way"

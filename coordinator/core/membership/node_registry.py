@@ -55,7 +55,7 @@ class DrainSet:
         second call replaces `until`. Raises InvalidRequest if too many names are drained."""
         if name not in self._deadlines and len(self._deadlines) >= MAX_DRAINED_NODES:
             raise InvalidRequest(
-                f"{MAX_DRAINED_NODES} names are drained, which is the most: undrain some",
+                f"{MAX_DRAINED_NODES} names are drained, which is the limit: undrain some",
                 param="node",
             )
         self._deadlines[name] = until

@@ -68,9 +68,7 @@ class RatioController:
         objective = slo or self.target_slo
         candidates, profile = self._candidate_splits(), self._node_profile()
         if not candidates or profile is None:
-            raise InvalidRequest(
-                "there is no choice: prefill and decode nodes are needed, one of each at least"
-            )
+            raise InvalidRequest("a ratio needs at least one prefill node and one decode node")
         workload = self._placement_state.workload_meter.summarize_workload(
             ADVICE_WINDOW, now, self._queued_shapes()
         )

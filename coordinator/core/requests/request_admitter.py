@@ -87,7 +87,7 @@ class RequestAdmitter:
         limit = self._settings.max_queue
         if admission.request_count > limit:
             raise InvalidRequest(
-                f"{admission.request_count} outputs are asked for at once, the limit is {limit}"
+                f"{admission.request_count} outputs are requested at once, the limit is {limit}"
                 " (--max-queue)",
                 param="n",
             )

@@ -53,9 +53,8 @@ class ClientGuard:
             request.headers.get("origin"), request.headers.get("host", ""), self._allowed_origins
         ):
             raise errors.ForeignOrigin(
-                "a web page of another origin calls, and no key is asked for: set --api-key, or "
-                "name the origin in "
-                "--allowed-origins"
+                "the call is from a web page of another origin, and no key is required: "
+                "set --api-key, or name the origin in --allowed-origins"
             )
         # not request.url, which depends on the Host header
         if request.scope["path"] not in self._public_paths:

@@ -28,7 +28,7 @@ class BlockLedgerError(AssertionError):
 def require_invariant(holds: bool, what: str) -> None:
     """Raise BlockLedgerError unless `holds`. Unlike an assert, it also runs under `python -O`."""
     if not holds:
-        raise BlockLedgerError(f"the books do not agree: {what}")
+        raise BlockLedgerError(f"the block ledger is inconsistent: {what}")
 
 
 @dataclass(frozen=True, slots=True)

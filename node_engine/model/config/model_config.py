@@ -97,12 +97,12 @@ def _heads(raw: JsonObject, family: ModelFamily) -> tuple[int, int, int]:
     kv_heads = _positive(raw, "num_key_value_heads", assumed)
     if heads % kv_heads:
         raise ConfigError(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}:"
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}:"
             " fix config.json"
         )
     if raw.get("head_dim", family.default_head_dim) is None and hidden % heads:
         raise ConfigError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}:"
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}:"
             " set head_dim in config.json"
         )
     head_dim = _positive(raw, "head_dim", family.default_head_dim or hidden // heads)
@@ -137,7 +137,7 @@ def _refuse_unsupported(raw: JsonObject) -> None:
             " Baton reads unquantized weights only"
         )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is built")
+        raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is supported")
 
 
 def _positive(raw: JsonObject, key: str, default: int | None = None) -> int:
@@ -145,7 +145,7 @@ def _positive(raw: JsonObject, key: str, default: int | None = None) -> int:
     if value is None:
         value = default
     if value is None:
-        raise ConfigError(f"config.json lacks {key}: it is no complete model configuration")
+        raise ConfigError(f"config.json lacks {key}: it is not a complete model configuration")
     return value
 
 

@@ -78,7 +78,7 @@ def compute_layer_windows(
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ConfigError(
                 f"layer_types[{layer}] {kind!r}:"
-                f" only {FULL_ATTENTION} and {SLIDING_ATTENTION} are built"
+                f" only {FULL_ATTENTION} and {SLIDING_ATTENTION} are supported"
             )
         if kind == SLIDING_ATTENTION and window is None:
             raise ConfigError(f"layer_types[{layer}] {kind!r}: {_explain_no_window(family)}")

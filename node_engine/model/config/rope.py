@@ -37,14 +37,14 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise ConfigError(f"{key} {scaling!r} in config.json: must be an object")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ConfigError(
-            f"{key} differs between layer types {sorted(scaling)}: one for all layers is built"
+            f"{key} differs between layer types {sorted(scaling)}: one for all layers is supported"
         )
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise ConfigError(f"{key} of type {kind!r}: only {', '.join(ROPE_TYPES)} are built")
+        raise ConfigError(f"{key} of type {kind!r}: only {', '.join(ROPE_TYPES)} are supported")
     theta = _positive_number(
         {"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta"
     )

@@ -136,7 +136,7 @@ async def test_tenant_classes_shares_and_cache_salts(tmp_path: Path) -> None:
             assert int(limited.headers["retry-after"]) >= 1
             tenants.write_text("tenants = 5")
             cluster.send_signal("coordinator", signal.SIGHUP)
-            while "tenants not reloaded" not in cluster.log_tail("coordinator"):
+            while "reloading tenants failed" not in cluster.log_tail("coordinator"):
                 await asyncio.sleep(0.02)
             assert (await ask("gold", [1, 2])).status_code == 200
             await cluster.wait_idle()

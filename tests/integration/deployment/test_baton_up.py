@@ -222,7 +222,7 @@ def test_up_failure_is_json_with_json_logs(
     up = run_baton("up", "--engine", "paced", *flags, **free, **variables)
     assert up.returncode == 2
     lines = [json.loads(line) for line in up.stderr.splitlines()]
-    assert (lines[-1]["event"], lines[-1]["level"]) == ("ended by an error", "error")
+    assert (lines[-1]["event"], lines[-1]["level"]) == ("process failed", "error")
     assert said in lines[-1]["reason"]
 
 

@@ -66,7 +66,8 @@ async def test_unread_stdout_and_stderr_block_nothing(tmp_path: Path) -> None:
         events = await asyncio.to_thread(
             read_until, reader, "decode-0 was ended by SIGKILL: starting it again in 0.1 s"
         )
-        assert "warm-up passed" in events  # what was said in the meantime comes when somebody reads
+        # what was logged in the meantime arrives as soon as it is read
+        assert "warm-up request succeeded" in events
         await check_answers(cluster)
     os.close(reader)
     cluster.assert_clean()
@@ -205,8 +206,6 @@ async def test_refused_joins_are_logged_at_a_bounded_rate(tmp_path: Path) -> Non
         counters = (await cluster.get_status()).counters
         assert counters['baton_joins_total{outcome="unauthenticated"}'] == 5 * DEFAULT_BURST
     told = (
-        cluster.logs.log_path("coordinator")
-        .read_text()
-        .count("wrong cluster token: a node was refused")
+        cluster.logs.log_path("coordinator").read_text().count("join refused: wrong cluster token")
     )
     assert DEFAULT_BURST <= told < 5 * DEFAULT_BURST

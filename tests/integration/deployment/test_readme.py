@@ -1,5 +1,5 @@
-"""What README.md shows, done on a real cluster of the bundled model: its commands work, its
-programs print what it says, and its sample output has the shape of today's."""
+"""What README.md and the pages for clients and operators show, done on a real cluster of the
+bundled model: commands work, programs print what the pages say, and sample output is current."""
 
 import json
 import os
@@ -21,12 +21,15 @@ from tools.demo import describe_footprint
 from tools.footprint import list_segment_files
 
 ROOT = Path(__file__).resolve().parents[3]
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join(
+    (ROOT / name).read_text()
+    for name in ("README.md", "docs/clients.md", "docs/operating.md", "docs/benchmarks.md")
+)
 MODEL = ROOT / "models" / "demo"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 SHELL = [text.replace("\\\n", " ") for kind, text in BLOCKS if not kind]
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
-REQUEST = "372843143f87ffad240b917ea68ebda0"  # the one that README explains
+REQUEST = "372843143f87ffad240b917ea68ebda0"  # the one that operating.md explains
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -85,9 +88,9 @@ def output_words(text: str) -> set[str]:
 
 
 def shown_output(command: str) -> str:
-    """What README shows below `$ command`."""
+    """The output that a page shows below `$ command`."""
     match = re.search(
-        rf"^\$ {re.escape(command)}\n(.*?)(?=^\$|^```)", README, re.MULTILINE | re.DOTALL
+        rf"^\$ {re.escape(command)}\n(.*?)(?=^\$|^```)", PAGES, re.MULTILINE | re.DOTALL
     )
     assert match, command
     return match[1]
@@ -95,7 +98,7 @@ def shown_output(command: str) -> str:
 
 async def test_curl_examples_work(cluster: Cluster) -> None:
     calls = [line for line in shell_lines("curl ") if "BATON_API_KEY" not in line]
-    assert len(calls) == 3
+    assert len(calls) == 4
     for line in calls:
         told = run_command(
             [*shlex.split(use_cluster_ports(line, cluster)), "--fail-with-body", "-s"], cluster
@@ -105,10 +108,9 @@ async def test_curl_examples_work(cluster: Cluster) -> None:
 
 async def test_example_answer_is_current(cluster: Cluster) -> None:
     (shown,) = (json.loads(text) for kind, text in BLOCKS if kind == "json")
+    (command,) = (line for line in shell_lines("curl ") if "def read_lines" in line)
     told = json.loads(
-        run_command(
-            [*shlex.split(use_cluster_ports(shell_lines("curl ")[1], cluster)), "-s"], cluster
-        )
+        run_command([*shlex.split(use_cluster_ports(command, cluster)), "-s"], cluster)
     )
 
     def shape(value: Any) -> Any:
@@ -133,7 +135,7 @@ async def test_python_examples_run(cluster: Cluster) -> None:
         "Test whether a path is a directory.",
     ]
     assert (
-        by_openai in README or len(by_openai.splitlines()) == 5
+        by_openai in PAGES or len(by_openai.splitlines()) == 5
     )  # the draws of another machine's bfloat16 may differ
     assert re.search(r"^[0-9a-f]{32}: first token after [0-9.]+ ms$", by_grpc, re.MULTILINE)
 
@@ -156,13 +158,12 @@ async def test_operator_commands_work(cluster: Cluster) -> None:
 
 
 async def test_demo_resource_figures_are_current(cluster: Cluster) -> None:
-    """Memory of the processes and of their caches, and disk of the installation, as README shows
-    them."""
+    """README shows the memory of processes and caches, and the disk space of the installation."""
     told = describe_footprint(
         list(cluster.get_pids().values()),
         list_segment_files(cluster.segment_dir, segment.SEGMENT_PREFIX),
     )
-    shown = re.search(r"^memory: .*\ndisk: .*$", README, re.MULTILINE)
+    shown = re.search(r"^memory: .*\ndisk: .*$", PAGES, re.MULTILINE)
     assert shown
     expected = shown[0] if sys.prefix != sys.base_prefix else shown[0].splitlines()[0]
 

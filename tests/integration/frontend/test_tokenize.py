@@ -58,7 +58,7 @@ BAD: list[tuple[str, dict[str, object], str, str]] = [
         "/tokenize",
         {"prompt": "x", "chat_template_kwargs": {"a": 1}},
         "chat_template_kwargs",
-        "no conversation",
+        "not a conversation",
     ),
     (
         "/tokenize",

@@ -277,7 +277,7 @@ async def test_refusal_with_a_retry_time_is_logged_once_and_retried(
         assert len(rig.joins) >= 4
         (process,) = {join.process for join in rig.joins}
         assert process
-    assert said == [("may not join yet", refusal_message().refusal.error.message)]
+    assert said == [("join refused for now, retrying", refusal_message().refusal.error.message)]
 
 
 def refusal_message(retry_seconds: float = 0.0) -> CoordinatorMessage:

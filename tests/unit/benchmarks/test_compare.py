@@ -218,5 +218,5 @@ async def test_an_endpoint_says_what_it_serves_or_somebody_declares_it(target: H
 
 
 async def test_unreachable_endpoint_is_an_error() -> None:
-    with pytest.raises(ValueError, match="does not say what it serves"):
+    with pytest.raises(ValueError, match="does not state what it serves"):
         await identity.fetch_endpoint_model(parse_url("http://127.0.0.1:9"), "", "", {})

@@ -251,8 +251,8 @@ def gibberish(
         (refuse(502), "error: the endpoint answers 502"),
         (failing_midway, "error: the node is gone"),
         (cut_off, "was lost"),
-        (answer("half", done=False), "the answer broke off"),
-        (gibberish, "an event is no JSON"),
+        (answer("half", done=False), "the response ended early"),
+        (gibberish, "an event is not JSON"),
     ],
 )
 def test_an_error_ends_the_answer_and_not_the_conversation(

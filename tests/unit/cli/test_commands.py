@@ -174,7 +174,7 @@ def test_status_shows_degradation_steps(
     assert "pressure 1.25, given up: shed_lowest for 7 s, next at 1: capped_output" in out
     del coordinator.status.degradation[2], coordinator.status.degradation[0]
     assert run("status", "--endpoint", coordinator.endpoint) == 0
-    assert "pressure 1.25, next at 1: nothing that could help" in capsys.readouterr().out
+    assert "pressure 1.25, next at 1: no step available" in capsys.readouterr().out
 
 
 def ledger(**counts: Any) -> common_pb2.Ledger:

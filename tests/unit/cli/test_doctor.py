@@ -177,7 +177,7 @@ def test_memory() -> None:
 def test_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_finding(shared_memory.check_locks(tmp_path), "ok")
     monkeypatch.setattr(shared_memory, "_try_lock_file", lambda fd: True)
-    assert_finding(shared_memory.check_locks(tmp_path), "bad", "exclude nobody")
+    assert_finding(shared_memory.check_locks(tmp_path), "bad", "have no effect")
 
     def unknown(fd: int) -> bool:
         raise OSError(errno.EINVAL, "Invalid argument")

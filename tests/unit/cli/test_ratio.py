@@ -61,7 +61,7 @@ def test_set_waits_shows_progress_and_reports_each_switch(
     assert err == "ratio 2:1, 3:1 is asked for: 1 on their way (decode-1 draining)\n"
     assert out.splitlines() == [
         "decode-1: decode -> prefill: verified: drain 1.25 s, switch 0.05 s, probe 0.50 s",
-        "ratio 3:1, as asked for",
+        "ratio 3:1, as requested",
     ]
 
 
@@ -95,7 +95,7 @@ def test_impossible_ratio_is_a_usage_error(
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        (ratio(True, generation=5), "another ratio was asked for meanwhile"),
+        (ratio(True, generation=5), "another ratio was requested meanwhile"),
         (None, "stopped before"),
     ],
 )
@@ -256,7 +256,7 @@ def test_auto_and_manual(coordinator: FakeCoordinatorServer, run: Run, capsys: C
         slo="tpot=30ms", flip_timeout_seconds=2.0
     )
     assert capsys.readouterr().out.splitlines() == [
-        "ratio 3:1, as asked for",
+        "ratio 3:1, as requested",
         "automatic, for tpot=30ms; 49 of 50 within it in the last minute: kept: 98% are predicted",
     ]
     coordinator.ratio = ratio(True, reason="manual: it changes when an operator says so")

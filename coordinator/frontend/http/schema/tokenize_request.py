@@ -41,7 +41,7 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
         if self.prompt is not None:
             if self.chat_template_kwargs:
                 raise InvalidRequest(
-                    "chat_template_kwargs is given, but prompt is no conversation",
+                    "chat_template_kwargs is given, but prompt is not a conversation",
                     param="chat_template_kwargs",
                 )
             return self.prompt

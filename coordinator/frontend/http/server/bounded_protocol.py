@@ -203,7 +203,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP; in the middle of a response, only close the connection."""
-        _limited.log_event(_log.info, "rejected", code=InvalidRequest.code, reason=msg)
+        _limited.log_event(
+            _log.info, "malformed http request rejected", code=InvalidRequest.code, reason=msg
+        )
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = errors.encode_error_body(InvalidRequest(msg))
             head = (

@@ -109,7 +109,7 @@ async def test_cluster_runs_on_without_a_pool_that_cannot_start(
     async with cluster(config) as (started, notices):
         await started.wait_until_ready()
         await wait_until(lambda: bool(notices))
-        assert notices == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
+        assert notices == ["pool-0 failed, continuing without it (no room: lower --pool-memory)"]
         assert set(started.get_pids()) == {"coordinator", "prefill-0", "decode-0"}
 
 
@@ -120,7 +120,7 @@ async def test_pool_that_always_fails_does_not_stop_the_cluster(
     write_child_programs(pool="sys.exit('no memory')")
     async with cluster(config) as (started, notices):
         await wait_until(lambda: len(notices) == restart_policy.MAX_FAILED_STARTS)
-        assert notices[-1] == "pool-0 cannot run: going on without it (no memory)"
+        assert notices[-1] == "pool-0 failed, continuing without it (no memory)"
         await (
             started.wait_until_ready()
         )  # only now: from then on it would be started again and again
@@ -267,7 +267,7 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     async with cluster(patient, LineRelay(lambda _, line: lines.append(line))) as (_, notices):
         await wait_until(lambda: "goes on decode-0" in read_events())
         assert notices == [
-            "decode-0 has shown no sign of life for 1 s (--liveness-timeout): ending it",
+            "decode-0 has been unresponsive for 1 s (--liveness-timeout): ending it",
             "decode-0 was ended by SIGABRT: starting it again in 0.1 s",
         ]
     assert any("stands_still" in line for line in lines)  # where it hung is in its log
@@ -320,7 +320,7 @@ async def test_child_runs_on_when_its_output_cannot_be_shown(
     write_child_programs(decode=talks + WAIT)
     async with cluster(config, Broken(lambda *_: None)) as (_, notices):
         await wait_until(lambda: "said decode-0" in read_events())
-        assert "the lines of decode-0 are not shown any more (OSError)" in notices
+        assert "the output of decode-0 is not shown any more (OSError)" in notices
 
 
 async def test_full_disk_blocks_no_child_and_dropped_lines_are_reported(

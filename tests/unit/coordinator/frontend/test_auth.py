@@ -115,7 +115,7 @@ def test_proxied_calls_need_the_admin_token(name: str, direct: bool) -> None:
 def test_exposed_ports_need_their_key(host: str, key: str) -> None:
     check_coordinator_binds(Config())
     exposed: dict[str, Any] = {host: "0.0.0.0"}
-    with pytest.raises(ConfigError, match="or say --insecure") as caught:
+    with pytest.raises(ConfigError, match="or use --insecure") as caught:
         check_coordinator_binds(Config(**exposed))
     assert caught.value.param == key
     check_coordinator_binds(Config(**exposed | {key: "secret"}))

@@ -89,6 +89,6 @@ async def test_plain_prompt_may_contain_special_tokens(
 
 async def test_no_free_placeholder_character_is_refused(text: HfTokenizer) -> None:
     every = "".join(map(chr, range(0xF0000, 0xFFFFE)))
-    with pytest.raises(InvalidRequest, match="every character that could stand for those"):
+    with pytest.raises(InvalidRequest, match="every character that could replace them"):
         await text.encode_chat(user_chat(every, EOS_TOKEN))
     assert await text.encode_chat(user_chat(every[1:], EOS_TOKEN))

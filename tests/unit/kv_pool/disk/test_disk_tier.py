@@ -244,7 +244,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
             assert await rig.find_blocks(make_tokens(number, 12)) == (12, 12)
         await rig.evict_all()
         printed = capsys.readouterr()
-        assert (printed.out + printed.err).count("disk failed") == 1
+        assert (printed.out + printed.err).count("disk tier failed") == 1
     async with open_rig(tmp_path) as rig:
         assert rig.manager.open_pool.disk_ledger() is not None, "a restart tries again"
 
@@ -289,4 +289,4 @@ async def test_pool_runs_without_an_unusable_disk(
         await rig.publish_tokens(make_tokens(1, 5))
         assert await rig.find_blocks(make_tokens(1, 5)) == (5, 5)
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("disk not mounted") == 1
+    assert (printed.out + printed.err).count("disk tier not mounted") == 1

@@ -22,5 +22,5 @@ async def test_exposed_node_without_token_is_refused_before_loading(
     role: Role, listen: str
 ) -> None:
     config = Config(coordinator="127.0.0.1:1", listen=listen)
-    with pytest.raises(ConfigError, match=r"set --cluster-token, .*or say --insecure"):
+    with pytest.raises(ConfigError, match=r"set --cluster-token, .*or use --insecure"):
         await run_node(config, role, asyncio.Event(), {role: fail_to_make_role})
