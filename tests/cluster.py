@@ -92,7 +92,7 @@ class Cluster:
         self.logs = ChildLogs(folder / "logs")
         self._held_ports: list[Any] = []
         self._supervised = supervised
-        self.per_node = dict(per_node or {})
+        self.per_node = {name: dict(own) for name, own in (per_node or {}).items()}
         self._held_back = held_back
         self._environ = {**os.environ, **(environ or {})}
         self._extra_processes = dict(also or {})

@@ -10,6 +10,13 @@ from typing import Any
 
 import yaml
 
+SECRETS = {
+    "BATON_API_KEY": "a" * 8,
+    "BATON_CLUSTER_TOKEN": "c" * 8,
+    "BATON_ADMIN_TOKEN": "o" * 8,
+    "GRAFANA_PASSWORD": "g" * 8,
+}
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPERATORS = (":-", ":?", ":+", "-", "?", "+")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -170,7 +177,8 @@ def parse_size(text: str) -> int:
     """Bytes of 512m, 2g or 512MiB: in all of them the unit is a power of 1024."""
     match = _SIZE.fullmatch(text)
     assert match, f"{text!r} is no size"
-    return math.floor(float(match[1]) * 1024 ** " kmg".index(match[2].lower() or " "))
+    unit: int = 1024 ** " kmg".index(match[2].lower() or " ")
+    return math.floor(float(match[1]) * unit)
 
 
 # services

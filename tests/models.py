@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -79,16 +79,20 @@ def build_model(
 
 
 def _new_model(family: FamilyName, eos_token_id: int | list[int] | None) -> PreTrainedModel:
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 2048,
         "bos_token_id": None,
         "pad_token_id": None,
         "eos_token_id": eos_token_id,
     }
-    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    small: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
     if family == "llama":
-        scaling = {
+        scaling: dict[str, Any] = {
             "rope_type": "llama3",
             "rope_theta": 10000.0,
             "factor": 8.0,
@@ -96,13 +100,17 @@ def _new_model(family: FamilyName, eos_token_id: int | list[int] | None) -> PreT
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         }
-        shape = {
+        shape: dict[str, Any] = {
             "hidden_size": 96,
             "intermediate_size": 192,
             "num_hidden_layers": 3,
             "head_dim": 16,
         }
-        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.15}
+        heads: dict[str, Any] = {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.15,
+        }
         return LlamaForCausalLM(
             LlamaConfig(
                 **common, **shape, **heads, rope_parameters=scaling, tie_word_embeddings=True
@@ -127,7 +135,7 @@ def _new_model(family: FamilyName, eos_token_id: int | list[int] | None) -> PreT
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**common, **shape, **small, head_dim=24))
     if family == "mixed":
-        windows = {
+        windows: dict[str, Any] = {
             "use_sliding_window": True,
             "sliding_window": SLIDING_WINDOW,
             "max_window_layers": 0,
@@ -170,8 +178,9 @@ def load_reference_model(folder: Path) -> PreTrainedModel:
     """The folder as transformers runs it, in the dtype of its weights."""
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
     classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-    cls = {each.__name__: each for each in classes}[kind]
-    return cls.from_pretrained(folder, dtype="auto").eval()
+    cls: Any = next(each for each in classes if each.__name__ == kind)
+    model: PreTrainedModel = cls.from_pretrained(folder, dtype="auto").eval()
+    return model
 
 
 def generate_reference(
@@ -179,7 +188,7 @@ def generate_reference(
 ) -> ReferenceOutput:
     """Greedy tokens of transformers. A folder is loaded for the call; pass a model to ask more
     often."""
-    loaded = load_reference_model(model) if isinstance(model, Path) else model
+    loaded: Any = load_reference_model(model) if isinstance(model, Path) else model
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
         answer = loaded.generate(
@@ -217,7 +226,7 @@ def find_stable_prompts(
     """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each
     with a margin above MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find
     none."""
-    loaded = load_reference_model(model) if isinstance(model, Path) else model
+    loaded: Any = load_reference_model(model) if isinstance(model, Path) else model
     generator = torch.Generator().manual_seed(seed)
     found = []
     for length in lengths:

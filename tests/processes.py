@@ -1,10 +1,14 @@
 """Looking at processes by pid, for tests: whose they are, and when they end."""
 
 import asyncio
+import ipaddress
 import os
 import select
+import struct
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
+
+_LISTEN = "0A"  # a state in /proc/net/tcp
 
 
 def find_pids(variable: str, value: str) -> list[int]:
@@ -96,3 +100,37 @@ async def _wait_exit(pid: int) -> None:
 def _set_result(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
+    """Every TCP address at which one of the processes listens, as the kernel knows it."""
+    inodes = {inode for pid in pids for inode in _list_sockets(pid)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((_parse_kernel_address(address), int(port, 16)))
+    return found
+
+
+def _parse_kernel_address(address: str) -> str:
+    """Parse the kernel's hexadecimal words, each in the machine's byte order. An IPv4-mapped
+    address becomes IPv4."""
+    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    parsed = ipaddress.ip_address(packed)
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+def _list_sockets(pid: int) -> set[str]:
+    found = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(target[8:-1])
+    return found

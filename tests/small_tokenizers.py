@@ -44,9 +44,14 @@ def hello_tokenizer() -> HfTokenizer:
 
 def byte_tokens(data: bytes) -> list[int]:
     """One token for each byte."""
-    tokens = [byte_level_tokenizer().token_to_id(BYTE_CHARS[byte]) for byte in data]
-    assert None not in tokens
-    return tokens
+    return [token_id(byte_level_tokenizer(), BYTE_CHARS[byte]) for byte in data]
+
+
+def token_id(tokenizer: tokenizers.Tokenizer, piece: str) -> int:
+    """The id of a piece that the vocabulary has."""
+    found = tokenizer.token_to_id(piece)
+    assert found is not None, f"{piece!r} is not in the vocabulary"
+    return found
 
 
 CHAT_TEMPLATE = (

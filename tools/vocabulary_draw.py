@@ -118,14 +118,14 @@ def _log_line(call: ast.Call) -> str:
     """The level, event and names of fields of a call that logs; "" for another call."""
     if not isinstance(call.func, ast.Attribute):
         return ""
-    arguments, method = call.args, call.func
+    method, arguments = call.func, call.args
     if method.attr == "log_event" and arguments and isinstance(arguments[0], ast.Attribute):
-        method, *arguments = arguments  # log_event(log.warning, "event", ...)
+        method, arguments = arguments[0], arguments[1:]  # log_event(log.warning, "event", ...)
     is_logger = method.attr in _LOG_METHODS and "log" in ast.unparse(method.value)
     if not is_logger or not arguments or not isinstance(arguments[0], ast.Constant):
         return ""
     fields = ", ".join(keyword.arg for keyword in call.keywords if keyword.arg)
-    return f"{method.attr}: {arguments[0].value}" + (f" ({fields})" if fields else "")
+    return f"{method.attr}: {arguments[0].value!s}" + (f" ({fields})" if fields else "")
 
 
 def read_sources(commit: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -37,7 +38,7 @@ MIN_ANSWERED_SHARE = 0.95  # of good requests
 MAX_TTFT_RATIO = 3.0  # times the idle p99 of the time to first token
 MAX_REFUSAL_SECONDS = 1.0  # seconds
 MAX_GROWTH_BYTES = 384 << 20  # bytes that one process may take while bodies are in flight
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "prefill": 1,
     "decode": 1,
     "dtype": "float32",
@@ -205,7 +206,7 @@ async def test_good_traffic_is_served_when_logs_cannot_be_written(
 class _ClusterWithoutLogs(Cluster):
     """Its processes log to a full pipe that nobody reads, or to a device without space."""
 
-    def __init__(self, folder: Path, *, full: bool, **settings: object) -> None:
+    def __init__(self, folder: Path, *, full: bool, **settings: Any) -> None:
         super().__init__(folder, log_level="debug", **settings)
         self._sink = os.open("/dev/full", os.O_WRONLY) if full else _full_pipe()
         self.logs.open_log = lambda name: self._sink  # type: ignore[method-assign]

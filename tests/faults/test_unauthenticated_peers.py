@@ -2,11 +2,8 @@
 nobody."""
 
 import asyncio
-import ipaddress
-import os
 import random
 import struct
-from pathlib import Path
 
 import grpc
 import pytest
@@ -20,10 +17,12 @@ from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDialer
 from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster
+from tests.processes import (
+    list_listening_addresses,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-_LISTEN = "0A"  # a state in /proc/net/tcp
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _ZMTP = bytes([0xFF, *bytes(8), 0x7F, 3, 1]) + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -63,40 +62,6 @@ async def send_and_hang_up(host: str, port: int, data: bytes) -> None:
         pass
     finally:
         writer.close()
-
-
-def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
-    """Every TCP address at which one of the processes listens, as the kernel knows it."""
-    inodes = {inode for pid in pids for inode in _list_sockets(pid)}
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTEN and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                found.add((_parse_kernel_address(address), int(port, 16)))
-    return found
-
-
-def _parse_kernel_address(address: str) -> str:
-    """Parse the kernel's hexadecimal words, each in the machine's byte order. An IPv4-mapped
-    address becomes IPv4."""
-    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    parsed = ipaddress.ip_address(packed)
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
-
-
-def _list_sockets(pid: int) -> set[str]:
-    found = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            found.add(target[8:-1])
-    return found
 
 
 async def test_garbage_on_every_port_is_harmless(observed: ObservedCluster) -> None:

@@ -94,7 +94,7 @@ class ParityClient:
 
     async def generate_by(self, prompt: Sequence[int], way: int) -> list[int]:
         """`way` 0..3: HTTP or gRPC, streaming or not."""
-        fields = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
+        fields: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
         if way < 2:
             return await self._by_http(prompt, stream=way == 0, **fields)
         if way == 2:

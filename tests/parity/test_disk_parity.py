@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import StablePrompt, build_model, find_stable_prompts
-from tests.parity.test_pool_parity import (
+from tests.parity.pool_cases import (
     FILLER_PROMPTS,
     LENGTHS,
     OUTPUT_TOKENS,

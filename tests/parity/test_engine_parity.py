@@ -247,9 +247,10 @@ def test_logits_equal_transformers(case: ParityCase) -> None:
     prompt = case.prompts[-1].prompt
     with torch.inference_mode():
         expected = case.reference(torch.tensor([list(prompt)])).logits[0]
+        blocks = tuple(map(BlockIndex, range(17)))
         for start, end in ((0, 100), (100, 101), (101, 257)):
             slice_ = SequenceSlice(
-                SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end)
+                SequenceId(1), prompt[start:end], start, blocks, SampleSpec(GREEDY, 0, end)
             )
             plan = planner.build_batch(StepBatch((slice_,)))
             cache.arena[plan.partly_filled_blocks] = 0.0
@@ -307,12 +308,13 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(
         torch.randint(0, 512, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     )
     mine, theirs = [], []
+    blocks = tuple(map(BlockIndex, range(10)))
     with torch.inference_mode():
         ids = torch.tensor([list(prompt)])
         expected, other = exact(ids).logits[0], half(ids).logits[0].float()
         for start, end in ((0, 90), *((i, i + 1) for i in range(90, 150))):
             slice_ = SequenceSlice(
-                SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end)
+                SequenceId(1), prompt[start:end], start, blocks, SampleSpec(GREEDY, 0, end)
             )
             hidden = model.forward(planner.build_batch(StepBatch((slice_,))), cache)
             assert hidden is not None

@@ -37,7 +37,8 @@ class ScoredModel:
 
     def reference_logits(self, tokens: tuple[int, ...]) -> torch.Tensor:  # [tokens, vocab]
         with torch.inference_mode():
-            return self.reference(torch.tensor([tokens])).logits[0]
+            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+            return logits
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3"])
@@ -223,7 +224,8 @@ def greedy_reference(model: ScoredModel, work: AttemptSpec) -> tuple[list[int], 
     tokens, output, margin = list(work.request.prompt_token_ids), Counter[int](), 9.0
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
     for _ in range(params.max_tokens):
-        logits = processors(torch.tensor([tokens]), model.reference_logits(tuple(tokens))[-1:])[0]
+        logits = model.reference_logits(tuple(tokens))[-1:]
+        logits = processors(torch.LongTensor([tokens]), logits)[0]
         for token, count in output.items():
             logits[token] -= params.frequency_penalty * count + params.presence_penalty
         for token, bias in params.logit_bias:

@@ -3,6 +3,7 @@ gives."""
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from baton.pb import cluster_pb2 as pb
 from tests.cluster import Cluster
@@ -15,7 +16,7 @@ OUTPUT_TOKENS = 32
 async def test_tokens_equal_transformers_during_ratio_changes(tmp_path: Path) -> None:
     folder = build_model("llama", tmp_path)
     asked = find_stable_prompts(folder, (17, 40, 130), OUTPUT_TOKENS)
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "float32",
         "threads": "1",
         "heartbeat": 0.1,

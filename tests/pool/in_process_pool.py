@@ -143,11 +143,11 @@ class FakePoolClient:
             found = core.find_prefix(
                 self._client_id, chain, len(chain) * chain.block_size, now, partial=False
             )
-            job.on_done(
-                self._to_hit(found)
-                if granted.first_block >= len(chain)
-                else self._release_match(found)
-            )
+            if granted.first_block >= len(chain):
+                job.on_done(self._to_hit(found))
+            else:
+                self._release_match(found)
+                job.on_done(None)
             return True
         for number, place in enumerate(granted.blocks, granted.first_block):
             self._blocks[self.first_global_block + place] = self._blocks[

@@ -15,6 +15,8 @@ from tests.cluster import Cluster
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 
+PUBLISHED = r"baton_pool_published_blocks_total\S*"
+
 BLOCK_TOKENS = 16  # tokens
 TOKEN_SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool", "remote_pool")
 SETTINGS = {
@@ -118,3 +120,9 @@ async def get_token_sources(cluster: Cluster, answer: GenerateAnswer) -> dict[st
         cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=answer.request_id)
     )
     return {name: getattr(explanation.sources, name) for name in TOKEN_SOURCES}
+
+
+async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
+    """Wait until nodes have published so many blocks, and no publication is under way."""
+    await wait_for_metric(cluster, PUBLISHED, blocks)
+    await cluster.wait_idle()

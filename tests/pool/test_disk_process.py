@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -58,7 +59,7 @@ def read_counter(host: PoolTestHost, name: str) -> float:
 
 
 async def publish_and_release(
-    node: PoolNode, tokens: tuple[int, ...], *, hit: bool = True, **more: object
+    node: PoolNode, tokens: tuple[int, ...], *, hit: bool = True, **more: Any
 ) -> None:
     published = await node.publish_tokens(tokens, **more)
     assert published is not None

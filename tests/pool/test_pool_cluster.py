@@ -11,6 +11,7 @@ from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 from tests.pool.pooled_cluster import (
+    PUBLISHED,
     TOKEN_SOURCES,
     count_attachments,
     generate_while_decode_dies,
@@ -19,11 +20,11 @@ from tests.pool.pooled_cluster import (
     pooled_cluster,
     read_metric,
     wait_for_metric,
+    wait_for_published_blocks,
 )
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
-PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
 async def read_prompt_tokens(cluster: Cluster, source: str) -> float:
@@ -49,12 +50,6 @@ async def count_node_cached_blocks(cluster: Cluster) -> int:
     return sum(
         ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0"
     )
-
-
-async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
-    """Wait until nodes have published so many blocks, and no publication is under way."""
-    await wait_for_metric(cluster, PUBLISHED, blocks)
-    await cluster.wait_idle()
 
 
 @pytest.mark.asyncio
@@ -83,14 +78,14 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
         assert set().union(*served) == {
             f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)
         }
-        sources = {
+        prompt_tokens = {
             source: await read_prompt_tokens(cluster, source) - known[source]
             for source in TOKEN_SOURCES
         }
-        assert sources["computed_prefill"] + sources["computed_decode"] <= 7 * 20, (
+        assert prompt_tokens["computed_prefill"] + prompt_tokens["computed_decode"] <= 7 * 20, (
             "the prefix is computed nowhere again"
         )
-        assert sources["pool"] >= 7 * 800
+        assert prompt_tokens["pool"] >= 7 * 800
         await wait_for_metric(
             cluster, r"baton_pool_repointed_blocks_total\S*", 50
         )  # private copies are given up

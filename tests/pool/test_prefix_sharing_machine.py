@@ -139,9 +139,9 @@ class NodesOnOnePool(RuleBasedStateMachine):
         self.answer_planes()
         for sender in self.host.prefill:
             for key in tuple(sender.plane.sealed):
-                receiver = self.find_receiver(key)
-                if receiver is not None:
-                    self.host.land_handoff(sender, receiver, key)
+                found = self.find_receiver(key)
+                if found is not None:
+                    self.host.land_handoff(sender, found, key)
                     del sender.plane.sealed[key]
         self.read_messages()
 

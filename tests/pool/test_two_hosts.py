@@ -8,8 +8,12 @@ import pytest
 from tests.cluster import Cluster
 from tests.models import build_model, find_stable_prompts
 from tests.pool.harness import TIMEOUT_SECONDS
-from tests.pool.pooled_cluster import get_token_sources, read_metric, wait_until_known
-from tests.pool.test_pool_cluster import wait_for_published_blocks
+from tests.pool.pooled_cluster import (
+    get_token_sources,
+    read_metric,
+    wait_for_published_blocks,
+    wait_until_known,
+)
 from tests.pool.two_hosts import POOLS, place_only_on_hosts, two_host_cluster
 
 OUTPUT = 8

@@ -47,9 +47,8 @@ def find_unknown_selectors(scrape: str) -> list[str]:
     for expression in [*expressions, *list_dashboard_queries()]:
         for selector in list_selectors(expression.replace("$__rate_interval", "1m")):
             asked = {matcher.name for matcher in selector.matchers.matchers}
-            if not any(
-                asked <= dict(labels).keys() for labels, _ in store.iter_points(selector.name)
-            ):
+            series = store.iter_points(selector.name or "")
+            if not any(asked <= dict(labels).keys() for labels, _ in series):
                 unknown.append(selector.prettify())
     return unknown
 

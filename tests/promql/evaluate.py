@@ -82,7 +82,7 @@ def _selected(selector: Any, store: SampleStore) -> Iterable[tuple[Labels, list[
 def _matches(matcher: Any, value: str) -> bool:
     kind = str(matcher.op).rpartition(".")[2]
     if kind in ("Equal", "NotEqual"):
-        return (value == matcher.value) == (kind == "Equal")
+        return bool(value == matcher.value) == (kind == "Equal")
     return (re.fullmatch(matcher.value, value) is not None) == (kind == "Re")
 
 

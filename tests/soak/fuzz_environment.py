@@ -102,12 +102,16 @@ class FuzzEnvironment:
     async def _run_targets(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(lambda _, context: self._defects.append(str(context)))
-        paced = {
+        paced: dict[str, Any] = {
             "paced_vocab_size": VOCAB_SIZE,
             "paced_prefill_us_per_token": 10,
             "paced_step_ms": 2,
         }
-        sizes = {"max_model_len": CONTEXT_TOKENS, "kv_memory": "8MiB", "failpoints_rpc": False}
+        sizes: dict[str, Any] = {
+            "max_model_len": CONTEXT_TOKENS,
+            "kv_memory": "8MiB",
+            "failpoints_rpc": False,
+        }
         cluster = Cluster(self._folder, engine="paced", prefill=2, decode=2, **paced, **sizes)
         async with AsyncExitStack() as stack:
             front = await stack.enter_async_context(running_frontend(text=chat_tokenizer()))

@@ -38,16 +38,18 @@ _CONFORMING = [
 HASTE_SECONDS = 20.0  # seconds: who asks for an answer in less may be told that the time was up
 
 
-def case_strategy(document: Json, path: str, method: str, *, good: bool) -> st.SearchStrategy[Case]:
+def case_strategy(
+    document: Json, path: str, method: str, *, good: bool
+) -> st.SearchStrategy[Case[Any]]:
     """Requests that the schema allows, or (not `good`) that it forbids."""
     mode = GenerationMode.POSITIVE if good else GenerationMode.NEGATIVE
-    strategy: st.SearchStrategy[Case] = schemathesis.openapi.from_dict(document)[path][
+    strategy: st.SearchStrategy[Case[Any]] = schemathesis.openapi.from_dict(document)[path][
         method
     ].as_strategy(generation_mode=mode)
     return strategy
 
 
-def with_whole_numbers(case: Case) -> Case:
+def with_whole_numbers(case: Case[Any]) -> Case[Any]:
     """With whole numbers as every client writes them: to JSON Schema 7.0 is an integer, to us it is
     none."""
     case.body = _whole(case.body)
@@ -111,12 +113,12 @@ def narrow_schema(
     return document
 
 
-def send_case(case: Case, url: str, session: Session, timeout: float) -> Response:
+def send_case(case: Case[Any], url: str, session: Session, timeout: float) -> Response:
     """All of the answer: the tool's own sending leaves a stream after some events."""
     return session.request(**case.as_transport_kwargs(base_url=url), timeout=timeout)
 
 
-def check_response(case: Case, response: Response, *, strict: bool) -> None:
+def check_response(case: Case[Any], response: Response, *, strict: bool) -> None:
     """`strict`: what the schema forbids must have been refused."""
     hasty = _number(response.request.headers.get("x-request-timeout")) < HASTE_SECONDS
     if response.status_code == 504 and hasty:

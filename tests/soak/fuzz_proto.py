@@ -62,9 +62,9 @@ def _field(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchS
 def _one(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchStrategy[Any]:
     if field.message_type is not None:
         return message_strategy(field.message_type, usual, depth - 1)
-    name = (
-        field.containing_type.name if field.containing_type.GetOptions().map_entry else field.name
-    )
+    owner = field.containing_type
+    assert owner is not None
+    name = owner.name if owner.GetOptions().map_entry else field.name
     known = usual.get(name)
     return _any(field) if known is None else st.one_of(known, known, known, known, _any(field))
 

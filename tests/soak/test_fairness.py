@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -45,7 +46,7 @@ TENANTS = {
 }
 FAIR_TENANTS = ("a", "b", "c")
 TENANT_SHARE = 0.2  # of the capacity, for each of four
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "prefill": 1,
     "decode": 2,
     "max_num_seqs": BATCH_SLOTS // 2,

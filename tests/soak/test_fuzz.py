@@ -266,7 +266,7 @@ def _call(case: Case, call: Any, answer: Any, *, streams: bool) -> grpc.StatusCo
             answer.FromString(call(data, timeout=_TIMEOUT_SECONDS, metadata=metadata))
     except grpc.RpcError as error:
         note(str(error))
-        return error.code()  # type: ignore[attr-defined,no-any-return]
+        return error.code()
     return grpc.StatusCode.OK
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from baton.cli.supervisor.child_specs import COORDINATOR
 from tests.cluster import Cluster
-from tests.integration.cluster.test_prefix_routing import read_metric, wait_known_blocks
+from tests.cluster_metrics import read_metric, wait_known_blocks
 from tests.soak.kill_runner import KillRunner, RecoveryTimes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH_SLOTS = 8  # of decode
 MAX_QUEUE = 64
 REQUEST = OpenLoopRequest()
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "prefill": 1,
     "decode": 2,
     "max_num_seqs": BATCH_SLOTS // 2,

@@ -8,6 +8,7 @@ import asyncio
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,11 @@ async def test_mixed_load_gets_right_answers_without_growth(
 ) -> None:
     seconds = float(request.config.getoption("--soak-seconds"))
     load = SoakLoad(int(request.config.getoption("--soak-seed")))
-    paced = {"paced_vocab_size": VOCAB_SIZE, "paced_prefill_us_per_token": 10, "paced_step_ms": 1}
+    paced: dict[str, Any] = {
+        "paced_vocab_size": VOCAB_SIZE,
+        "paced_prefill_us_per_token": 10,
+        "paced_step_ms": 1,
+    }
     cluster = Cluster(tmp_path, engine="paced", prefill=2, decode=2, kv_memory="8MiB", **paced)
     async with cluster:
         until = time.monotonic() + seconds

@@ -8,10 +8,13 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tools.source_scan import list_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -29,17 +32,17 @@ def list_imported_packages(folder: str) -> dict[str, set[str]]:
     """Packages of others, each with the files that import it."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / folder).rglob("*.py"):
-        for name in _names(ast.parse(path.read_text())):
+        for name in _names(path):
             if name not in sys.stdlib_module_names and name not in OUR_PACKAGES:
                 found[name].add(str(path.relative_to(ROOT)))
     return found
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _names(path: Path) -> Iterator[str]:
+    for node in list_imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif node.level == 0 and node.module:
             yield node.module.partition(".")[0]
 
 
@@ -57,8 +60,13 @@ def list_declared(*extras: str) -> set[str]:
     return {normalized(line) for line in lines}
 
 
+@cache
+def list_providers() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
 def find_undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str, set[str]]:
-    providers = importlib.metadata.packages_distributions()
+    providers = list_providers()
     return {
         name: files
         for name, files in packages.items()

@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tools.code_budgets import COMPOSITION_ROOTS, ROOT, list_sources
+from tools.source_scan import list_imports
 
 
 def test_no_folder_imports_one_that_imports_it() -> None:
@@ -17,7 +18,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
     for path in list_sources():
         if path.parts[0] == "tests":
             continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in list_imports(ROOT / path):
             for name in _imported_names(node, modules.keys()):
                 if name in modules and modules[name] != _place(path):
                     imports[_place(path)].add(modules[name])
@@ -38,10 +39,8 @@ def _module_name(parts: tuple[str, ...]) -> str:
     return ".".join(words[:-1] if words[-1] == "__init__" else words)
 
 
-def _imported_names(node: ast.AST, modules: Collection[str]) -> list[str]:
+def _imported_names(node: ast.Import | ast.ImportFrom, modules: Collection[str]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        inner = [f"{node.module}.{alias.name}" for alias in node.names]
-        return [name if name in modules else node.module for name in inner]
-    return []
+    inner = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in modules else str(node.module) for name in inner]

@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx2
@@ -17,7 +18,7 @@ from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.paced_reference import paced_reference_tokens
 
 PREFILL_SHARE = 0.25
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "engine": "paced",
     "prefill": 1,
     "decode": 1,
@@ -146,7 +147,7 @@ async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path:
         await cluster.wait_status(lambda status: status.running == 4)
         cluster.kill("prefill-0")
         status = await cluster.wait_status(lambda status: len(status.nodes) == 1)
-        assert (status.ready, status.notices) == (
+        assert (status.ready, list(status.notices)) == (
             True,
             ["no prefill node serves: decode nodes compute every prompt"],
         )

@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    settings = {
+    settings: dict[str, Any] = {
         "paced_vocab_size": VOCAB_SIZE,
         "paced_prefill_us_per_token": 5,
         "paced_step_ms": 0.5,

@@ -14,7 +14,7 @@ from baton.cli.supervisor.child_specs import COORDINATOR
 from baton.cluster_link.dialer import CoordinatorDialer
 from baton.pb import cluster_pb2 as pb
 from tests.cluster import Cluster
-from tests.faults.test_unauthenticated_peers import list_listening_addresses
+from tests.processes import list_listening_addresses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -4,6 +4,7 @@ answered right, and service is degraded and restored."""
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -23,14 +24,14 @@ CAPPED_OUTPUT = OUTPUT  # so that a crowd that takes long enough to come is not 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {
+    settings: dict[str, Any] = {
         "max_queue": 4,
         "max_num_seqs": 2,
         "paced_step_ms": 50.0,
         "slo": "ttft=9s",
         "ratio_auto": True,
     }
-    degraded = {"degrade_wait": 0.1, "degraded_max_tokens": CAPPED_OUTPUT}
+    degraded: dict[str, Any] = {"degrade_wait": 0.1, "degraded_max_tokens": CAPPED_OUTPUT}
     made = Cluster(
         tmp_path_factory.mktemp("overload"), engine="paced", model="", **settings, **degraded
     )

@@ -1,37 +1,29 @@
 """Prompts that share beginnings, on real processes: nodes tell what they hold, and requests go
 where it is."""
 
-import asyncio
-import re
 from pathlib import Path
+from typing import Any
 
-import httpx2
 import pytest
 
 from baton.pb import cluster_pb2 as pb
 from tests.cluster import Cluster
+from tests.cluster_metrics import (
+    read_metric,
+    wait_known_blocks,
+)
 from tests.grpc_calls import call_cluster_service
 from tests.paced_reference import paced_reference_tokens
-
-
-async def read_metric(cluster: Cluster, name: str) -> float:
-    async with httpx2.AsyncClient() as client:
-        text = (await client.get(f"{cluster.admin_url}/metrics")).text
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-async def wait_known_blocks(cluster: Cluster, at_least: float) -> None:
-    """Until the directory has been told of so many."""
-    async with asyncio.timeout(30):
-        while await read_metric(cluster, "baton_prefix_directory_blocks") < at_least:
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.asyncio
 async def test_conversations_are_routed_to_the_node_with_their_prefix(tmp_path: Path) -> None:
     """Until the node that holds one dies."""
-    settings = {"paced_prefill_us_per_token": 200.0, "paced_step_ms": 2.0, "heartbeat": 0.1}
+    settings: dict[str, Any] = {
+        "paced_prefill_us_per_token": 200.0,
+        "paced_step_ms": 2.0,
+        "heartbeat": 0.1,
+    }
     cluster = Cluster(tmp_path, engine="paced", prefill=2, decode=2, **settings)
     async with cluster:
         await run_conversations(cluster)

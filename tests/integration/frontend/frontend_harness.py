@@ -14,7 +14,7 @@ import grpc.aio
 import httpx2
 
 from baton.config.settings import Config
-from baton.errors import BatonError, Cancelled, NotFound, Overloaded, ServiceUnavailable, SlowReader
+from baton.errors import Cancelled, NotFound, Overloaded, ServiceUnavailable, SlowReader
 from baton.limits import ModelBounds
 from baton.models.generation_defaults import GenerationDefaults
 from baton.pb.cluster_pb2 import (
@@ -69,7 +69,7 @@ class FakeGeneration:
         self.cancelled = asyncio.Event()
         self.stopped = asyncio.Event()
         self.is_ended = False
-        self._events: deque[GenerationEvent | BatonError] = deque()
+        self._events: deque[GenerationEvent | Exception] = deque()
         self._filled = asyncio.Event()
 
     def emit_events(self, *events: GenerationEvent | Exception) -> None:
@@ -320,8 +320,8 @@ async def running_frontend(
     port = GrpcServer(intake, readiness, who, ports.limits["grpc"])
     port.bind("127.0.0.1", 0)
     await port.start()
-    json_body = {"content-type": "application/json"}
-    key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
+    json_body = {b"content-type": b"application/json"}
+    key = {b"authorization": f"Bearer {api_key}".encode()} if api_key else {}
     running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
     for listener in listeners:
         await listener.listening.wait()

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend.http.app import PUBLIC_PATHS
@@ -32,8 +32,8 @@ def list_routes(app: Starlette) -> list[tuple[str, str]]:
     return [
         (method, route.path)
         for route in app.routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
+        if isinstance(route, Route | Mount)
+        for method in getattr(route, "methods", None) or ["GET"]
     ]
 
 
@@ -48,7 +48,7 @@ async def test_every_route_is_public_or_needs_the_key() -> None:
             ("GET", "//health"),
         ]:
             for authorization in WRONG_HEADERS:
-                headers = {"authorization": authorization.encode()}
+                headers = {b"authorization": authorization.encode()}
                 response = await front.http.request(method, path, headers=headers, content=b"")
                 if path in PUBLIC_PATHS:
                     assert response.status_code == 200
@@ -81,7 +81,7 @@ async def test_no_header_bypasses_the_key() -> None:
 async def test_correct_key_is_accepted() -> None:
     async with running_frontend(api_key=KEY) as front:
         for word in ("Bearer", "bearer", "BEARER"):
-            headers = {"authorization": f"{word} {KEY}".encode()}
+            headers = {b"authorization": f"{word} {KEY}".encode()}
             response = await front.http.post(
                 "/v1/completions", json={"prompt": [1]}, headers=headers
             )
@@ -119,7 +119,7 @@ async def test_grpc_needs_the_key() -> None:
 
 async def check_health(front: FrontendHarness, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(front.channel)
-    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
 
 async def test_grpc_health_follows_readiness() -> None:

@@ -71,8 +71,10 @@ async def test_content_type_parameters_are_ignored(kind: str) -> None:
 
 async def test_admin_port_refuses_non_json_bodies() -> None:
     async with running_frontend() as front:
-        body = {"content": b'{"node": "d0"}', "headers": {"content-type": "text/plain"}}
-        assert (await front.admin.post("/admin/drain", **body)).status_code == 415
+        answer = await front.admin.post(
+            "/admin/drain", content=b'{"node": "d0"}', headers={"content-type": "text/plain"}
+        )
+        assert answer.status_code == 415
         assert front.backend.drain_calls == []
 
 

@@ -23,7 +23,7 @@ from tests.integration.frontend.frontend_harness import (
     finished_event,
     running_frontend,
 )
-from tests.integration.frontend.test_openai_fields import GOOD_BODIES, sampled_requests
+from tests.integration.frontend.openai_field_tables import GOOD_BODIES, sampled_requests
 from tests.small_tokenizers import chat_tokenizer
 
 ENGINES = json.loads(

@@ -26,7 +26,7 @@ def request_body(tokens: int, *, stream: bool = True) -> dict[str, Any]:
 async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
     tmp_path: Path,
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "engine": "paced",
         "paced_step_ms": 20.0,
         "drain_timeout": 4.0,

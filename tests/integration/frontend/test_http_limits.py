@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
@@ -119,9 +121,7 @@ def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """As the event loop hands over what it has read: up to 256 KiB."""
     fed: list[int] = []
     bounded = bounded_protocol.BoundedHttpProtocol.__new__(bounded_protocol.BoundedHttpProtocol)
-    monkeypatch.setattr(
-        bounded_protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data))
-    )
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data)))
     refused: list[str] = []
     monkeypatch.setattr(
         bounded_protocol.BoundedHttpProtocol,
@@ -162,13 +162,14 @@ async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
         reader, writer = await open_raw_post(
             front, {"prompt": [1], "stream": True, "return_token_ids": True}, receive_buffer=8 << 10
         )
-        writer.transport.pause_reading()
+        transport = cast(asyncio.Transport, writer.transport)
+        transport.pause_reading()
         generation = await front.backend.generations.get()
         given = await fill_buffer(generation)
         assert (
             given < 20_000
         )  # steps of about 250 bytes: kernel buffers, one transport buffer, one bounded queue
-        writer.transport.resume_reading()
+        transport.resume_reading()
         async with asyncio.timeout(30):
             received = await reader.read()
         writer.close()

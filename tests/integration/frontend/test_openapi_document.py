@@ -14,7 +14,7 @@ from tests.integration.frontend.frontend_harness import (
     finished_event,
     running_frontend,
 )
-from tests.integration.frontend.test_openai_fields import FIELD_TABLES, GOOD_BODIES, PATHS
+from tests.integration.frontend.openai_field_tables import FIELD_TABLES, GOOD_BODIES, PATHS
 from tests.small_tokenizers import chat_tokenizer
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {"dtype": "float32", "transport": "shm", "threads": "1"}
+    settings: dict[str, Any] = {"dtype": "float32", "transport": "shm", "threads": "1"}
     made = Cluster(tmp_path_factory.mktemp("front"), model=str(model), **settings)
     async with made:
         yield made
@@ -77,7 +77,7 @@ async def streamed(http: httpx2.AsyncClient, **fields: object) -> tuple[str, lis
 
 
 async def test_choices_equal_separate_requests(http: httpx2.AsyncClient) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "prompt": PROMPT,
         "max_tokens": 6,
         "seed": 11,
@@ -102,7 +102,13 @@ async def test_echoed_logprobs_equal_the_models(http: httpx2.AsyncClient, model:
         load_reference_model(model),
     )
     prompts = [tokenizer.encode(text).ids for text in (PROMPT, "def handoff(blocks): return")]
-    fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    fields: dict[str, Any] = {
+        "prompt": prompts,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+    }
     answer = await post_request(http, **fields)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     for ids, choice in zip(prompts, answer["choices"], strict=True):
@@ -125,7 +131,13 @@ async def test_output_logprobs_equal_the_models(
     and temperature."""
     reference = load_reference_model(model)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT).ids
-    drawn = {"max_tokens": 9, "temperature": 1.4, "seed": 3, "n": 3, "frequency_penalty": 1.0}
+    drawn: dict[str, Any] = {
+        "max_tokens": 9,
+        "temperature": 1.4,
+        "seed": 3,
+        "n": 3,
+        "frequency_penalty": 1.0,
+    }
 
     def expected(tokens: list[int]) -> tuple[list[float], list[list[float]]]:
         """The log probability of each token, and those of the two best in its place."""
@@ -170,7 +182,12 @@ async def test_output_logprobs_equal_the_models(
 
 
 async def test_explain_covers_all_choices(http: httpx2.AsyncClient, cluster: Cluster) -> None:
-    fields = {"prompt": [PROMPT, "another one"], "n": 2, "max_tokens": 4, "ignore_eos": True}
+    fields: dict[str, Any] = {
+        "prompt": [PROMPT, "another one"],
+        "n": 2,
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
     response = await http.post("/v1/completions", json=fields)
     async with httpx2.AsyncClient(base_url=cluster.admin_url) as admin:
         told = (await admin.get(f"/admin/explain/{response.headers['x-baton-request-id']}")).json()
@@ -225,7 +242,7 @@ async def test_explain_finds_a_request_by_each_of_its_ids(
 
 async def test_short_streams_equal_whole_answers(http: httpx2.AsyncClient) -> None:
     for most in (1, 2, 3):
-        fields = {"prompt": PROMPT, "max_tokens": most, "temperature": 0}
+        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": most, "temperature": 0}
         answer = await post_request(http, return_token_ids=True, **fields)
         choice = answer["choices"][0]
         text, tokens, reason, usage = await streamed(http, **fields)
@@ -244,7 +261,7 @@ async def test_short_streams_equal_whole_answers(http: httpx2.AsyncClient) -> No
 
 async def test_stop_strings_cut_the_text(http: httpx2.AsyncClient, cluster: Cluster) -> None:
     """Cut out of what comes without them; the request counts as one that ended well."""
-    fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
     text = (await post_request(http, **fields))["choices"][0]["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 3]
     before = (await cluster.get_status()).counters
@@ -292,7 +309,7 @@ async def test_first_token_may_be_a_stop_token(http: httpx2.AsyncClient, model: 
     """A stop token is one that its client does not see the text of; what ends at once has no
     text."""
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(EOS_TOKEN)
-    fields = {
+    fields: dict[str, Any] = {
         "prompt": PROMPT,
         "max_tokens": 4,
         "logit_bias": {str(end): 100},

@@ -41,6 +41,7 @@ async def test_request_goes_through_prefill_and_decode(coordinator: CoordinatorH
         assert done.finish_reason is FinishReason.LENGTH
         timeline = done.timeline
         assert (timeline.prefill_node, timeline.decode_node, timeline.attempts) == ("p0", "d0", 1)
+        assert timeline.handoff is not None
         assert timeline.handoff.bytes == 4096
         stages = (
             timeline.queue,

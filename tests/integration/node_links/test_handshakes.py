@@ -12,7 +12,7 @@ from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure
 from baton.errors import ConfigError
 from coordinator.node_links.handshake_monitor import HandshakeMonitor
 from tests.integration.coordinator_harness import running_coordinator
-from tests.integration.node_links.test_node_end import FakeLinkMember
+from tests.integration.node_links.fake_link_member import FakeLinkMember
 
 
 async def failures(

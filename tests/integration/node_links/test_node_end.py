@@ -13,17 +13,18 @@ import pytest
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_stream
 from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.cluster_link.messages import NodeLeaving, NodeOrder, PoolJoinInfo
-from baton.cluster_link.report_types import NodeStats
+from baton.cluster_link.messages import NodeLeaving
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.network.cluster_certificates import coordinator_server_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage
-from baton.types import Incarnation, NodeName
+from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from tests.fault_proxy import FaultProxy
+from tests.integration.node_links.fake_link_member import (
+    FakeLinkMember,
+)
 
 TIMEOUT_SECONDS = 30.0
 SILENCE_SECONDS = 1.0  # seconds
@@ -38,27 +39,6 @@ def welcome_message(number: int) -> CoordinatorMessage:
             incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE_SECONDS
         )
     )
-
-
-class FakeLinkMember:
-    """The member that is linked."""
-
-    build_stats = NodeStats
-
-    def build_join(self) -> PoolJoinInfo:
-        return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
-
-    def __init__(self, deliver: Callable[[object], None]) -> None:
-        self._deliver = deliver
-
-    def on_joined(self, incarnation: Incarnation) -> None:
-        self._deliver(NodeJoined(incarnation))
-
-    def on_coordinator_lost(self) -> None:
-        self._deliver(CoordinatorLost())
-
-    def on_order(self, order: NodeOrder) -> None:
-        self._deliver(order)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -25,7 +26,7 @@ STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {
+    settings: dict[str, Any] = {
         "paced_prefill_us_per_token": 300.0,
         "paced_step_ms": 10.0,
         "heartbeat": 0.1,

@@ -4,6 +4,7 @@ caches stay."""
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,7 +23,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {
+    settings: dict[str, Any] = {
         "paced_prefill_us_per_token": 300.0,
         "paced_step_ms": 10.0,
         "heartbeat": 0.1,

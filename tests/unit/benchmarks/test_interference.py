@@ -43,7 +43,7 @@ def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
         )
     }
     computed = rows["interference/zmq/computed"]
-    assert (computed.value, computed.limit) == (pytest.approx(1.3), 1.2)
+    assert (computed.value, computed.limit) == pytest.approx((1.3, 1.2))
     assert rows["interference/zmq/computed_cpu"].value == pytest.approx(1.25)
     assert computed.share == pytest.approx(1.3 / 1.2)
     assert rows["interference/zmq/idle_step"].value == pytest.approx(10.0)

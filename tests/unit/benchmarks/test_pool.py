@@ -47,6 +47,7 @@ def test_hits_by_hand() -> None:
     assert replay_belady(work, 2).block_hit_ratio == pytest.approx(3 / 7), "3 is never used again"
 
 
+@pytest.mark.slow
 def test_cost_finds_no_less_than_lru_and_no_more_than_belady() -> None:
     work = TracePrompts(conversations(1, 1500))
     gained = 0.0

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -176,7 +177,7 @@ def test_status_shows_degradation_steps(
     assert "pressure 1.25, next at 1: no step available" in capsys.readouterr().out
 
 
-def ledger(**counts: int) -> common_pb2.Ledger:
+def ledger(**counts: Any) -> common_pb2.Ledger:
     return common_pb2.Ledger(node="decode-0", incarnation="i", total=10, **counts)
 
 

@@ -22,6 +22,7 @@ from baton.pb import cluster_pb2
 from baton.shared_memory import segment
 from baton.shared_memory.available_memory import AvailableMemory
 from baton.shared_memory.memory_map import HUGE_PAGE
+from baton.version import package_version
 from node_engine import probe
 from tests.models import build_model
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run
@@ -297,7 +298,7 @@ def test_the_cluster_that_answers(coordinator: FakeCoordinatorServer) -> None:
         "version 9",
         "the same version",
     )
-    coordinator.status.version = network.package_version()
+    coordinator.status.version = package_version()
     assert_finding(network.check_network(config, coordinator.endpoint)[0], "ok", "ready")
 
 
@@ -337,6 +338,7 @@ def test_doctor_exits_by_what_is_bad(
     assert all(check["fix"] for check in shown["checks"] if check["level"] != "ok")
 
 
+@pytest.mark.slow
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.run_node_probe([])
     assert found.keys() == {"torch", "triton", "gpus"}

@@ -1,6 +1,7 @@
 """`baton ratio`, against canned answers."""
 
 import json
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from tests.unit.cli.conftest import FakeCoordinatorServer, Run
 Capture = pytest.CaptureFixture[str]
 
 
-def switch(phase: str, generation: int = 4, **fields: object) -> pb.RoleSwitch:
+def switch(phase: str, generation: int = 4, **fields: Any) -> pb.RoleSwitch:
     return pb.RoleSwitch(
         node="decode-1",
         from_role="decode",
@@ -25,7 +26,7 @@ def switch(phase: str, generation: int = 4, **fields: object) -> pb.RoleSwitch:
     )
 
 
-def ratio(settled: bool, prefill: int = 3, generation: int = 4, **fields: object) -> pb.Ratio:
+def ratio(settled: bool, prefill: int = 3, generation: int = 4, **fields: Any) -> pb.Ratio:
     return pb.Ratio(
         prefill=prefill,
         decode=1,

@@ -10,9 +10,9 @@ from coordinator.explanation_codec import EXPLANATION_PACKING
 from tests.unit.baton.cluster_link.message_strategies import comparable, strategy_of
 
 
-def without_resident_tokens(prediction: LatencyPrediction | None) -> LatencyPrediction | None:
+def without_resident_tokens(prediction: LatencyPrediction) -> LatencyPrediction:
     """They are for placement alone, and are not kept."""
-    return replace(prediction, resident_tokens=0.0) if prediction else None
+    return replace(prediction, resident_tokens=0.0)
 
 
 def as_kept(explanation: RequestExplanation) -> RequestExplanation:
@@ -20,7 +20,8 @@ def as_kept(explanation: RequestExplanation) -> RequestExplanation:
         replace(
             attempt,
             prediction=without_resident_tokens(attempt.prediction),
-            rejected_prediction=without_resident_tokens(attempt.rejected_prediction),
+            rejected_prediction=attempt.rejected_prediction
+            and without_resident_tokens(attempt.rejected_prediction),
         )
         for attempt in explanation.attempts
     )

@@ -31,6 +31,7 @@ def test_alerts_fire_when_they_should(look: ExpectedAlert) -> None:
     )
 
 
+@pytest.mark.slow
 def test_promtool_accepts_the_rule_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

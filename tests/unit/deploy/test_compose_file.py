@@ -15,6 +15,7 @@ import pytest
 from baton.config.settings import FIELD_NAMES, Config
 from tests import dockerfile
 from tests.compose_file import (
+    SECRETS,
     ComposeFile,
     ComposeService,
     MissingVariable,
@@ -29,12 +30,6 @@ FILE = ROOT / "docker-compose.yml"
 EXAMPLE = ROOT / ".env.example"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 SCHEMA = ROOT / "tests" / "data" / "compose-spec" / "compose-spec.json"
-SECRETS = {
-    "BATON_API_KEY": "a" * 8,
-    "BATON_CLUSTER_TOKEN": "c" * 8,
-    "BATON_ADMIN_TOKEN": "o" * 8,
-    "GRAFANA_PASSWORD": "g" * 8,
-}
 PROFILES = ("gpu", "observability")
 MARGIN = 5.0  # seconds beside the drain: open calls, transfer plane, interpreter
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import dockerfile
-from tests.compose_file import load_compose_file
-from tests.unit.deploy.test_compose_file import SECRETS
+from tests.compose_file import SECRETS, load_compose_file
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "deploy" / "Dockerfile"
@@ -26,9 +25,9 @@ def test_dockerfile_has_the_expected_stages() -> None:
         name: stage.base for name, stage in stages.items() if stage.base in stages
     } == dict.fromkeys(TARGETS, "runtime")
     assert {stages[name].base for name in ("build", "runtime")} == {"${PYTHON_IMAGE}"}
-    assert (
-        "-slim" in re.search(r"^ARG PYTHON_IMAGE=python:(\S+)", FILE.read_text(), re.MULTILINE)[1]
-    )  # type: ignore[index]
+    python = re.search(r"^ARG PYTHON_IMAGE=python:(\S+)", FILE.read_text(), re.MULTILINE)
+    assert python is not None
+    assert "-slim" in python[1]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -12,6 +12,8 @@ import torch
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 # fp16, bf16: the query, the weights of the softmax and the result are rounded to 11 or 8 bits each.
 TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}

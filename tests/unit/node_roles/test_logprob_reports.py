@@ -12,12 +12,12 @@ from baton.errors import Cancelled
 from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
 from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
+from tests.unit.node_roles.decode_bench import DecodeBench as DecodeNode
+from tests.unit.node_roles.decode_bench import hand_over as hand_over_to
+from tests.unit.node_roles.decode_bench import run
+from tests.unit.node_roles.prefill_bench import PrefillBench as PrefillNode
 from tests.unit.node_roles.role_bench import WRITER, RoleBench
 from tests.unit.node_roles.role_bench import make_work as plain_work
-from tests.unit.node_roles.test_decode_role import DecodeBench as DecodeNode
-from tests.unit.node_roles.test_decode_role import hand_over as hand_over_to
-from tests.unit.node_roles.test_decode_role import run
-from tests.unit.node_roles.test_prefill_role import PrefillBench as PrefillNode
 
 PROMPT = tuple(range(1, 151))
 

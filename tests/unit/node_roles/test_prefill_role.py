@@ -22,23 +22,14 @@ from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.paced.paced_engine import PACED_LAYOUT
-from prefill_node.prefill_role import PrefillRole
 from tests.paced_reference import paced_reference_tokens
-from tests.unit.node_roles.role_bench import FakeOutbound, RoleBench, make_work, tokens_of
+from tests.unit.node_roles.prefill_bench import (
+    PrefillBench,
+)
+from tests.unit.node_roles.role_bench import make_work, tokens_of
 
 REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)
 LAYERS = PACED_LAYOUT.num_layers
-
-
-class PrefillBench(RoleBench):
-    def __init__(self, **sizes: int) -> None:
-        self.plane = FakeOutbound()
-        super().__init__(lambda context: PrefillRole(context, self.plane), **sizes)
-
-    def answer_aborts(self) -> None:
-        """The plane has let go of everything that it was told to."""
-        for key, error in tuple(self.plane.aborted.items()):
-            self.send_item(OutboundAborted(key, error))
 
 
 def make_ticket(work: AttemptSpec) -> Ticket:

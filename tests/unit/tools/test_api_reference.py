@@ -3,6 +3,7 @@
 from typing import cast
 
 import pytest
+from starlette.routing import Route
 
 from baton.errors import ERRORS_BY_CODE
 from coordinator.frontend.http.field_descriptions import (
@@ -63,6 +64,8 @@ def test_every_route_of_the_admin_port_is_there() -> None:
         cast(ClusterAdmin, None), cast(Readiness, None), "", cast(RejectionCounter, None)
     )
     routes = {
-        f"{method} {route.path}" for route in app.routes for method in route.methods - {"HEAD"}
-    }  # type: ignore[attr-defined]
+        f"{method} {route.path}"
+        for route in cast(list[Route], app.routes)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
     assert {path for path, _ in ADMIN_ROUTES} == {route.replace(":path}", "}") for route in routes}

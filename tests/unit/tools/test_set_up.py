@@ -90,6 +90,7 @@ def test_cluster_memory_reads_proc_status(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_demo_continues_when_memory_is_unreadable(tmp_path: Path) -> None:
     assert demo.describe_footprint([1 << 30], ()).startswith("memory: not readable (")
     assert demo.describe_footprint([], [tmp_path / "gone"]).startswith("memory: not readable (")

@@ -53,7 +53,7 @@ def attempt_specs(draw: st.DrawFn) -> AttemptSpec:
 @st.composite
 def tickets(draw: st.DrawFn) -> Ticket:
     """The segment is the decode node's own."""
-    ticket = draw(build_dataclass(Ticket))
+    ticket: Ticket = draw(build_dataclass(Ticket))
     segment = dataclasses.replace(ticket.segment, incarnation=ticket.decode_peer.incarnation)
     return dataclasses.replace(ticket, segment=segment)
 

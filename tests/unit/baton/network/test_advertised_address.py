@@ -62,7 +62,7 @@ async def test_an_address_of_ipv6_stands_in_brackets(monkeypatch: pytest.MonkeyP
         def getsockname(self) -> tuple[str, int, int, int]:
             return ("fd00::2", 4711, 0, 0)
 
-    monkeypatch.setattr(advertise.socket, "socket", Asking)
+    monkeypatch.setattr(socket, "socket", Asking)
     assert await find_own_address("::1", 50052) == "[fd00::2]"
 
 

@@ -55,6 +55,7 @@ async def test_reflection_lists_services() -> None:
     }
 
 
+@pytest.mark.slow
 async def test_watches_of_one_connection_are_bounded() -> None:
     async with (
         serving() as health,

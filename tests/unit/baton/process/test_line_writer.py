@@ -167,9 +167,13 @@ def test_a_pipe_that_nobody_reads(blocking: bool) -> None:
     lines.flush(0.0)
     assert lines.dropped_lines > 0
     with os.fdopen(reader, "rb") as pipe:
-        end = threading.Thread(
-            target=lambda: (lines.flush(_SOON), lines.write("end"), lines.close(_SOON))
-        )
+
+        def write_end() -> None:
+            lines.flush(_SOON)
+            lines.write("end")
+            lines.close(_SOON)
+
+        end = threading.Thread(target=write_end)
         end.start()
         read = iter(pipe.readline, b"end\n")
         notices = [line for line in read if line.startswith(b"dropped")]

@@ -91,6 +91,7 @@ def test_a_long_field_is_cut_and_the_line_still_json() -> None:
     assert line["reason"].endswith("(100000 characters)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
 def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
     """The lines exceed the 64 KiB that the pipe holds."""

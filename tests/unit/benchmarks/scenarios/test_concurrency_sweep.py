@@ -53,6 +53,7 @@ def test_no_point_may_hold_the_bound() -> None:
     assert find_ceiling([nothing], 1.0) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "magic"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 @pytest.mark.parametrize("bound", [None, 0.5, 0.01])
 def test_the_picture(tmp_path: Path, name: str, magic: bytes, bound: float | None) -> None:

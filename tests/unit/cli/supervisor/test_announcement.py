@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Literal
 
 import pytest
 
@@ -17,7 +18,9 @@ ENDPOINTS = Endpoints(
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("model", str), ("paced", list)])
-def test_the_body_to_try_is_one_that_the_engine_can_answer(engine: str, kind: type) -> None:
+def test_the_body_to_try_is_one_that_the_engine_can_answer(
+    engine: Literal["model", "paced"], kind: type
+) -> None:
     text = ready_announcement(
         Config(model="" if engine == "paced" else "/models/small", engine=engine), ENDPOINTS
     )

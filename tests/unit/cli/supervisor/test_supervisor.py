@@ -33,13 +33,12 @@ from tests.unit.cli.supervisor.fake_children import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def write_child_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteChildPrograms:
-    """Write the modules that the children run.
-
-    Each defaults to one that starts, and ends on SIGTERM.
-    """
+    """Write the modules that the children run. Each default starts, and ends on SIGTERM."""
 
     def write(
         coordinator: str = COORDINATOR + WAIT,
@@ -199,7 +198,7 @@ async def test_a_stopped_child_is_killed_and_replaced(
     write_child_programs: WriteChildPrograms, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moments = count(0, int(FROZEN_KILL_SECONDS))  # each check is 10 s after the last
-    monkeypatch.setattr(supervisor.clock, "monotonic_clock", lambda: float(next(moments)))
+    monkeypatch.setattr("baton.process.clock.monotonic_clock", lambda: float(next(moments)))
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
     async with cluster(config) as (started, notices):
         await started.wait_until_ready()

@@ -1,6 +1,7 @@
 """Keys, and where one may listen without them."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -113,8 +114,9 @@ def test_proxied_calls_need_the_admin_token(name: str, direct: bool) -> None:
 )
 def test_exposed_ports_need_their_key(host: str, key: str) -> None:
     check_coordinator_binds(Config())
+    exposed: dict[str, Any] = {host: "0.0.0.0"}
     with pytest.raises(ConfigError, match="or use --insecure") as caught:
-        check_coordinator_binds(Config(**{host: "0.0.0.0"}))
+        check_coordinator_binds(Config(**exposed))
     assert caught.value.param == key
-    check_coordinator_binds(Config(**{host: "0.0.0.0", key: "secret"}))
-    check_coordinator_binds(Config(**{host: "0.0.0.0", "insecure": True}))
+    check_coordinator_binds(Config(**exposed | {key: "secret"}))
+    check_coordinator_binds(Config(**exposed, insecure=True))

@@ -15,16 +15,19 @@ from coordinator.frontend.tenants_file import load_tenants, parse_tenants
 KEY = b"a long and random key"
 
 
-def tenant(name: str = "acme", key: bytes = KEY, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "keys": [f"sha256:{hash_key(key).hex()}"], **fields}
+def tenant(
+    name: str = "acme", key: bytes = KEY, *, tenant_class: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    own_class = {} if tenant_class is None else {"class": tenant_class}
+    return {"name": name, "keys": [f"sha256:{hash_key(key).hex()}"], **own_class, **fields}
 
 
 def test_parse_tenants() -> None:
     data = {
         "max_wait": {"premium": 2},
         "tenants": [
-            tenant(**{"class": "premium"}, weight=2, tokens_per_second=100),
-            tenant("jobs", b"another long key", **{"class": "batch"}, requests_per_second=0.5),
+            tenant(tenant_class="premium", weight=2, tokens_per_second=100),
+            tenant("jobs", b"another long key", tenant_class="batch", requests_per_second=0.5),
         ],
     }
     tenants = parse_tenants(data)
@@ -51,9 +54,9 @@ def test_no_reserve_without_a_premium_tenant() -> None:
         ({"tenants": [tenant(), tenant("other")]}, "a key is listed twice"),
         ({"tenants": [tenant(), tenant(key=b"x")]}, "tenant 'acme' is listed twice"),
         ({"tenants": [tenant("Acme Inc")]}, "is not a valid name"),
-        ({"tenants": [tenant(**{"class": "gold"})]}, "no class 'gold'"),
+        ({"tenants": [tenant(tenant_class="gold")]}, "no class 'gold'"),
         ({"tenants": [tenant()], "max_wait": {"gold": 1.0}}, "no class 'gold'"),
-        ({"tenants": [tenant(**{"class": "internal"})], "classes": ["internal"]}, "choose another"),
+        ({"tenants": [tenant(tenant_class="internal")], "classes": ["internal"]}, "choose another"),
         ({"tenants": [{"name": "a", "keys": ["secret"]}]}, "not a SHA-256"),
         ({"tenants": [tenant(weight=0)]}, "weight"),
         ({"tenants": [tenant(wieght=1)]}, "wieght"),
@@ -87,7 +90,7 @@ def test_only_keys_of_the_file_are_accepted() -> None:
 
 
 def test_tenants_file_allows_a_public_bind_and_excludes_api_key() -> None:
-    open_to_all = {"host": "0.0.0.0", "cluster_token": "t", "admin_token": "a"}
+    open_to_all: dict[str, Any] = {"host": "0.0.0.0", "cluster_token": "t", "admin_token": "a"}
     check_coordinator_binds(Config(tenants="file", **open_to_all))
     with pytest.raises(ConfigError, match="both set"):
         check_coordinator_binds(Config(tenants="file", api_key="k"))

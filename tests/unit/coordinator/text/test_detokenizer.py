@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from coordinator.text.detokenizer import Vocabulary
-from tests.small_tokenizers import EOS_TOKEN, byte_level_tokenizer, byte_tokens
+from tests.small_tokenizers import EOS_TOKEN, byte_level_tokenizer, byte_tokens, token_id
 
 WORDS = [
     "▁",
@@ -194,9 +194,9 @@ def test_byte_fallback_waits_for_the_end_of_its_run() -> None:
     """One bad byte turns the whole run into replacements, so none of it may be shown before."""
     backend = sentencepiece()
     detokenizer = Vocabulary(backend).create_detokenizer()
-    euro_then_bad = [backend.token_to_id(f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0xFF)]
+    euro_then_bad = [token_id(backend, f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0xFF)]
     assert [detokenizer.append_tokens([token]) for token in euro_then_bad] == [""] * 4
-    assert detokenizer.append_tokens([backend.token_to_id("a")]) == "\ufffd" * 4 + "a"
+    assert detokenizer.append_tokens([token_id(backend, "a")]) == "\ufffd" * 4 + "a"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -207,7 +207,7 @@ def test_continuation_equals_the_text_it_adds(kind: Callable[[], tokenizers.Toke
     words = (
         token
         for token in range(backend.get_vocab_size())
-        if "<0x" not in backend.id_to_token(token)
+        if "<0x" not in (backend.id_to_token(token) or "")
     )
     before = next(token for token in words if backend.decode([token]).strip().isalnum())
 
@@ -226,7 +226,7 @@ def test_continuation_equals_the_text_it_adds(kind: Callable[[], tokenizers.Toke
 
 def test_continuing_word_keeps_its_leading_space() -> None:
     backend = sentencepiece()
-    word = [backend.token_to_id("▁hello")]
+    word = [token_id(backend, "▁hello")]
     assert Vocabulary(backend).create_detokenizer().append_tokens(word) == "hello"
     assert (
         Vocabulary(backend).create_detokenizer(is_continuation=True).append_tokens(word) == " hello"
@@ -248,13 +248,13 @@ NAMES += [
 @pytest.mark.parametrize(("kind", "piece", "text"), NAMES)
 def test_token_text(kind: Callable[[], tokenizers.Tokenizer], piece: str, text: str) -> None:
     vocabulary = Vocabulary(kind())
-    assert vocabulary.token_text(kind().token_to_id(piece)) == text
+    assert vocabulary.token_text(token_id(kind(), piece)) == text
     assert vocabulary.token_text(100_000) is None
 
 
 def test_special_tokens_leave_no_text() -> None:
     detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
-    end = byte_level_tokenizer().token_to_id(EOS_TOKEN)
+    end = token_id(byte_level_tokenizer(), EOS_TOKEN)
     assert (
         detokenizer.append_tokens([end, *byte_level_tokenizer().encode("hello").ids, end])
         == "hello"

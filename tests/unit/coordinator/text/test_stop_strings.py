@@ -1,5 +1,6 @@
 """Stop strings, against the plainest search there is."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ def find_stop_naively(text: str, stops: list[str]) -> int | None:
     return min(found)[1] if found else None
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     st.lists(WORDS, min_size=1, max_size=4),

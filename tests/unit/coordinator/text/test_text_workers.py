@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -15,8 +16,7 @@ async def test_smaller_work_goes_first_and_short_work_has_its_own_lane() -> None
     await asyncio.sleep(0)
     sizes = [MAX_SHORT_BYTES * 9, MAX_SHORT_BYTES * 2, MAX_SHORT_BYTES * 5]
     later = [
-        asyncio.create_task(workers.run_work(lambda size=size: order.append(size), size))
-        for size in sizes
+        asyncio.create_task(workers.run_work(partial(order.append, size), size)) for size in sizes
     ]
     await asyncio.sleep(0)
     assert await workers.run_work(lambda: "short", MAX_SHORT_BYTES) == "short"

@@ -67,10 +67,11 @@ async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, 
 @pytest.mark.parametrize("place", ["settings", "file", "names"])
 async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(
-        place, {}
-    )
-    where = write_tokenizer_files(tmp_path, begins=True, **settings)
+    settings: dict[str, dict[str, Any]] = {
+        "settings": {"chat_template": TEMPLATE},
+        "names": {"chat_template": named},
+    }
+    where = write_tokenizer_files(tmp_path, begins=True, **settings.get(place, {}))
     if place == "file":
         (where / "chat_template.jinja").write_text(TEMPLATE)
     ours, theirs = (
@@ -85,6 +86,7 @@ async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     assert ids.count(theirs.bos_token_id) == 1
 
 
+@pytest.mark.slow
 def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     """Its import costs seconds, and brings torch."""
     where = write_tokenizer_files(tmp_path, chat_template=TEMPLATE)

@@ -13,6 +13,7 @@ from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
 from baton.pb import pool_pb2 as pb
 from baton.process.clock import monotonic_clock
+from baton.types import BlockIndex
 from kv_pool.client.connection import PoolConnection
 from kv_pool.client.publisher import Publisher, PublishJob
 from kv_pool.common.block_rows import BlockRows
@@ -57,7 +58,7 @@ class FakePoolConnection:
         self.oneway_questions.append(str(question.WhichOneof("question")))
 
     def register_hit(self, found: pb.Found) -> PoolHit:
-        return PoolHit(PoolPin(1, found.pin), tuple(found.blocks))
+        return PoolHit(PoolPin(1, found.pin), tuple(map(BlockIndex, found.blocks)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_failed_publication_does_not_end_the_thread(wrong: tuple[int, ...] | Exc
         for _ in range(2):
             assert publisher.add_request(order)
             assert ended.acquire(timeout=30)
-    assert ends == [None, PoolHit(PoolPin(1, 1), (0, 1))]
+    assert ends == [None, PoolHit(PoolPin(1, 1), (BlockIndex(0), BlockIndex(1)))]
     assert bytes(pool.rows.row(1)) == bytes(own[LAYOUT.block_bytes :])
     assert pool.num_copying == 0
     assert pool.oneway_questions == (["withdraw"] if isinstance(wrong, tuple) else [])

@@ -2,12 +2,14 @@
 
 import pytest
 
+from baton.types import BlockIndex
 from kv_pool.core.blocks.attachments import PoolClientId
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.demotion import Demotion
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.disk.load_cost import DEFAULT_COMPUTE_SECONDS, LoadCostModel
 from kv_pool.core.eviction.evictor import LruEvictor
+from kv_pool.core.index.prompt_chain import PromptChain
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 CLIENT_ID = PoolClientId("node")
@@ -121,9 +123,12 @@ def test_full_disk_is_tried_once_per_grant(monkeypatch: pytest.MonkeyPatch) -> N
     pool.memory.match_prefix(prompt, 1.0)
     tried: list[int] = []
     chain = pool.memory.index.chain
-    monkeypatch.setattr(
-        pool.memory.index, "chain", lambda block: (tried.append(block), chain(block))[1]
-    )
+
+    def count_chain(block: BlockIndex) -> PromptChain:
+        tried.append(block)
+        return chain(block)
+
+    monkeypatch.setattr(pool.memory.index, "chain", count_chain)
     for number in (1, 2):
         granted = pool.reserve_blocks(CLIENT_ID, make_block_chain(*range(20, 24)), 0, 2.0)
         assert pool.take_demotions() == ()

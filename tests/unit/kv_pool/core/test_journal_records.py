@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kv.block_hash import block_hash
+from baton.kv.block_hash import BlockHash, block_hash
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.disk.journal_records import (
     JournalEntry,
@@ -85,10 +85,10 @@ def test_any_journal_prefix_restores_the_slots_of_that_time(
             "a slot that was overwritten is what it was overwritten with"
         )
         assert (
-            block_hash(entry.parent_hash, _ids(entry.packed_tokens))
+            block_hash(BlockHash(entry.parent_hash), _ids(entry.packed_tokens))
             == entry.block_hash
             == tier.index.block_hash(entry.slot)
-        )  # type: ignore[arg-type]
+        )
         assert make_journal_entry(tier, entry.slot, entry.checksum) == entry
 
 

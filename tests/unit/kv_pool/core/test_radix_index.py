@@ -138,6 +138,7 @@ def test_chain_can_be_read_back() -> None:
     assert index.find_block(bytes(32)) is None
 
 
+@pytest.mark.slow
 def test_match_takes_logarithmic_lookups() -> None:
     class Counting(BlockHashTable):
         num_lookups = 0

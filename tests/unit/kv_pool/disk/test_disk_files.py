@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,9 @@ def file(tmp_path: Path) -> Iterator[DiskFile]:
     file.close()
 
 
-def read_slot_after_reopen(folder: Path, slot: int = 3, **changed: object) -> bytes | None:
+def read_slot_after_reopen(folder: Path, slot: int = 3, **changed: Any) -> bytes | None:
     """What a slot holds when the file is opened again; None if it was begun anew."""
-    file = open_test_file(folder, **changed)  # type: ignore[arg-type]
+    file = open_test_file(folder, **changed)
     try:
         block = memoryview(bytearray(BLOCK))
         assert file.read_slot(slot, block)
@@ -75,7 +76,7 @@ def test_written_slot_survives_reopen(filled: Path) -> None:
     ids=["model", "size", "layout"],
 )
 def test_file_of_another_model_layout_or_size_is_recreated(
-    filled: Path, changed: dict[str, object]
+    filled: Path, changed: dict[str, Any]
 ) -> None:
     assert read_slot_after_reopen(filled, **changed) is None
 

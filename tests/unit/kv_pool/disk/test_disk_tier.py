@@ -54,7 +54,7 @@ class DiskTierRig:
             return
         rows, sums = self.manager.open_pool.store.rows, []
         for number, block in enumerate(granted.blocks, granted.first_block):
-            rows.row(block)[:] = memoryview(make_block_content(tokens[: (number + 1) * SIZE]))
+            rows.row(block)[:] = memoryview(make_block_content(tokens[: (number + 1) * SIZE]).data)
             sums.append(rows.checksum(block))
         found = await self.session.seal_publication(granted.publication_id, sums)
         self.release_pin(found.pin_id)

@@ -36,12 +36,14 @@ GHOST_SCENARIO = Scenario(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a few seconds of one core; more where many share it
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_two_attempts_with_a_crash_at_any_moment(one_sided: bool) -> None:
     assert explore_all_states(replace(TWO_ATTEMPTS, is_one_sided=one_sided)) > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_one_attempt_slab_by_slab_with_any_fault_at_any_moment(one_sided: bool) -> None:
     assert explore_all_states(replace(ONE_ATTEMPT, is_one_sided=one_sided)) > 5_000

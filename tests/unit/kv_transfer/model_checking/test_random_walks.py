@@ -4,6 +4,7 @@ They have more blocks, chunks and faults, messages of many sizes, narrow windows
 acknowledgements.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -71,4 +72,4 @@ class RandomWalk(RuleBasedStateMachine):
 
 
 RandomWalk.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-TestRandomWalk = RandomWalk.TestCase
+TestRandomWalk = pytest.mark.slow(RandomWalk.TestCase)

@@ -76,7 +76,7 @@ class WorldState:
     machine_state_ids: dict[str, int] = field(default_factory=dict)  # "outbound N", "inbound N"
     announced_steps: dict[int, int] = field(default_factory=dict)  # (chunk, layer) by writer
     frames_to_decode: dict[int, tuple[FrameInFlight, ...]] = field(default_factory=dict)
-    frames_to_writer: dict[int, tuple[frames.Frame, ...]] = field(default_factory=dict)
+    frames_to_writer: dict[int, tuple[frames.FrameToWriter, ...]] = field(default_factory=dict)
     writes_in_flight: dict[int, OutgoingWrite | None] = field(default_factory=dict)
     locks: frozenset[tuple[int, str]] = frozenset()  # (fence byte, holder)
     arena: tuple[SlabTag, ...] = ()

@@ -111,6 +111,7 @@ def given(world: SchedulerCluster, node: str, since: float) -> int:
     return sum(one == node and at >= since for at, one in world.placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_node_is_retried_after_hiccup(role: str) -> None:
     """One request a second: with three nodes that is `TRIAL_SPACING` times three of them, so less
@@ -128,6 +129,7 @@ def test_node_is_retried_after_hiccup(role: str) -> None:
     assert given(world, node, 80.0) >= 0.25 * 60, "and is as good as the other since"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_slow_node_gets_few_trials(role: str) -> None:
     world, node = cluster(role)

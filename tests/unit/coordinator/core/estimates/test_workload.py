@@ -28,13 +28,12 @@ def test_rate_covers_window_or_time_since_start() -> None:
     for seconds, span, count in ((10.0, 10.0, 19), (60.0, 20.0, 40)):
         found = meter.summarize_workload(seconds, now)
         assert found is not None
-        assert (found.window_seconds, len(found.requests)) == (pytest.approx(span), count)
+        assert (found.window_seconds, len(found.requests)) == pytest.approx((span, count))
         assert found.requests_per_second == pytest.approx(count / span)
     found = meter.summarize_workload(60.0, now)
     assert found is not None
-    assert (found.prefill_tokens_per_second, found.decode_tokens_per_second) == (
-        pytest.approx(200.0),
-        pytest.approx(20.0),
+    assert (found.prefill_tokens_per_second, found.decode_tokens_per_second) == pytest.approx(
+        (200.0, 20.0)
     )
     assert meter.summarize_workload(10.0, now + HISTORY_SECONDS) is None
     assert WorkloadMeter().summarize_workload(10.0, 5.0) is None

@@ -9,6 +9,7 @@ from baton.cluster_link.messages import (
     CacheSnapshot,
     CacheSnapshotRequest,
     DecodeStarted,
+    LedgerReport,
     NodeReport,
     PrefillEnded,
 )
@@ -16,6 +17,7 @@ from baton.cluster_link.stream import decode_checked, encode_checked
 from baton.kv.block_hash import BlockHash, short_hash
 from baton.kv.cache_journal import CacheJournal
 from baton.pb import cluster_pb2 as pb
+from baton.types import NodeName
 from coordinator.core.membership.prefix_directory import SNAPSHOT_TIMEOUT_SECONDS
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
@@ -24,7 +26,7 @@ NAMES = [BlockHash(bytes([255 - number]) * 32) for number in range(4)]
 SHORT = [short_hash(name) for name in NAMES]
 
 
-def decode_reports(sent: list[pb.NodeMessage]) -> list[NodeReport | None]:
+def decode_reports(sent: list[pb.NodeMessage]) -> list[NodeReport | LedgerReport | None]:
     """As the coordinator reads them."""
     read = [decode_checked(pb.NodeMessage, encode_checked(message)) for message in sent]
     return [decode_report(message) for message in read if message is not None]
@@ -33,7 +35,7 @@ def decode_reports(sent: list[pb.NodeMessage]) -> list[NodeReport | None]:
 def test_cache_journal_wire_round_trip() -> None:
     sent: list[pb.NodeMessage] = []
     journal = CacheJournal()
-    report = CoordinatorReporter("n", lambda *report: sent.append(encode_report(*report)))
+    report = CoordinatorReporter(NodeName("n"), lambda *report: sent.append(encode_report(*report)))
     report.report_cache_changes(journal.build_snapshot(NAMES[:2], 0.0))
     journal.record_insertion(NAMES[2])
     journal.record_eviction(NAMES[0])

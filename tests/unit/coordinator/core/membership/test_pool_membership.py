@@ -238,10 +238,11 @@ def test_order_names_remote_pool_and_compute_cost() -> None:
     told = [
         order.remote_prefix for order in orders if isinstance(order, DecodeOrder | PrefillOrder)
     ]
-    assert len(told) == 2
-    assert told[0] == told[1] is not None
-    assert told[0].prefix_tokens == 40
-    assert 0 < told[0].compute_seconds_per_token < 1e-3
+    first, second = told
+    assert first is not None
+    assert first == second
+    assert first.prefix_tokens == 40
+    assert 0 < first.compute_seconds_per_token < 1e-3
 
 
 def test_remote_prefix_is_encoded_in_order() -> None:

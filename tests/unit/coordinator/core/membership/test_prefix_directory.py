@@ -2,7 +2,7 @@
 node last said, and a snapshot makes it right again."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,12 +43,12 @@ def test_match_returns_cached_blocks_of_each_node() -> None:
 def test_hashes_are_computed_only_as_far_as_they_match() -> None:
     read: list[int] = []
 
-    def names() -> list[int]:
+    def names() -> Iterator[int]:
         for name in (1, 2, 3, 4):
             read.append(name)
             yield name
 
-    assert directory(a=[1]).match_prefix(names()) == {A: 1}  # type: ignore[arg-type]
+    assert directory(a=[1]).match_prefix(names()) == {A: 1}
     assert read == [1, 2]
 
 

@@ -20,7 +20,7 @@ from coordinator.core.placement.breakers import (
 )
 from coordinator.core.placement.interface import NodeChoice, NodeView, PlacementDemand
 from coordinator.core.placement.policies import POLICIES, choose_excluding_open_breakers
-from tests.unit.coordinator.core.placement.test_prefix_aware import (
+from tests.unit.coordinator.core.placement.sample_nodes import (
     DEMAND,
     D,
     P,
@@ -174,7 +174,7 @@ class BreakersMachine(RuleBasedStateMachine):
         self.running = {attempt: pair for attempt, pair in self.running.items() if node not in pair}
         for kept in (self.probes, self.row, self.opened):
             for pair in [pair for pair in kept if node in pair]:
-                del kept[pair]  # type: ignore[attr-defined]
+                del kept[pair]
 
     @invariant()
     def kept_apart_for_a_reason_and_not_for_ever(self) -> None:

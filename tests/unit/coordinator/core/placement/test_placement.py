@@ -1,6 +1,7 @@
 """Which nodes accept a demand, and which of them the least-loaded policy chooses."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,11 @@ def test_tenant_above_share_leaves_headroom(
     attempts: int, room: int, computing: int, decode: bool, prefill: bool
 ) -> None:
     greedy = replace(BOTH, context_tokens=100, headroom_share=0.2)
-    busy = {"attempts": attempts, "pending_prefills": computing, "window_tokens": 100 * computing}
+    busy: dict[str, Any] = {
+        "attempts": attempts,
+        "pending_prefills": computing,
+        "window_tokens": 100 * computing,
+    }
     on_decode, on_prefill = (
         replace(D, free_blocks=room, total_blocks=40, **busy),
         replace(P, **busy),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
+from baton.types import AttemptKey, Incarnation, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.estimates.workload import WINDOW_SECONDS, RecentWork
 from coordinator.core.membership.node_registry import NodeMember
@@ -24,26 +24,14 @@ from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
 from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
-
-NOW = 1000.0
-P = NodeView(Incarnation("p"), PREFILL, 64, 512, 0, 0, 0, 4096, None, 0)
-D = NodeView(Incarnation("d"), DECODE, 64, 512, 0, 0, 0, 4096, None, 0)
-DEMAND = PlacementDemand(
-    context_tokens=1024,
-    blocks=65,
-    needs_prefill=True,
-    needs_decode=True,
-    expected_output_tokens=100.0,
+from tests.unit.coordinator.core.placement.sample_nodes import (
+    DEMAND,
+    NOW,
+    D,
+    P,
+    named_view,
+    placement_context,
 )
-
-
-def placement_context(now: float = NOW) -> PlacementContext:
-    return PlacementContext(now, CostModel(), 1.0, token_bytes=1024)
-
-
-def named_view(view: NodeView, name: str, **changes: object) -> NodeView:
-    named = replace(view, incarnation=Incarnation(name), name=NodeName(name))
-    return replace(named, **changes)  # type: ignore[arg-type]
 
 
 def choose(demand: PlacementDemand, *nodes: NodeView) -> NodeChoice:
@@ -239,13 +227,13 @@ def test_thousand_simultaneous_requests_are_spread(name: str) -> None:
         choice = policy.choose_nodes(demand, place, seen)
         assert choice is not None
         expected = predict_latency(demand, choice, place, seen)
-        for node in (choice.prefill, choice.decode):
-            assert node is not None
-            taken[node] += 1
-            seconds = expected.prefill_seconds if node == choice.prefill else 0.0
+        for chosen in (choice.prefill, choice.decode):
+            assert chosen is not None
+            taken[chosen] += 1
+            seconds = expected.prefill_seconds if chosen == choice.prefill else 0.0
             key = AttemptKey(RequestId(f"r{number}"), 1, 0)
             loads.add_leg(
-                node, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW
+                chosen, key, 64, 5, seconds=seconds, resident=expected.resident_tokens, now=NOW
             )
     assert (sum(taken.values()), len(taken)) == (2000, 16)
     assert max(taken[node.incarnation] for node in nodes if node.info.role is DECODE) <= 1.5 * 125

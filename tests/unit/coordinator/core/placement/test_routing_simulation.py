@@ -10,6 +10,8 @@ from simulator.prefill_routing import (
     ideal_hit_rate,
 )
 
+pytestmark = pytest.mark.slow
+
 NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
 
 

@@ -4,6 +4,8 @@ How requests fare is tested in test_planner_loads.py and test_auto_ratio_simulat
 
 import random
 
+import pytest
+
 from baton.role_split import RoleSplit
 from baton.slo import Slo
 from coordinator.core.estimates.workload import RequestShape, StageSeconds, WorkloadMeter
@@ -16,7 +18,7 @@ from coordinator.core.ratio.planner import (
     RatioPlanner,
     _TrialSplit,
 )
-from tests.unit.coordinator.core.ratio.test_split_forecast import EIGHT, NODE_PROFILE, SLO
+from tests.unit.coordinator.core.ratio.sample_profile import EIGHT, NODE_PROFILE, SLO
 
 PROMPTS, ANSWERS = (7.0, RequestShape(680, 16.0)), (13.0, RequestShape(115, 120.0))
 
@@ -115,6 +117,7 @@ def test_ratio_stays_when_no_split_is_better() -> None:
     assert helm.planner.reason.startswith("missed, and no split is predicted to do much better")
 
 
+@pytest.mark.slow
 def test_lasting_load_phases_are_followed() -> None:
     helm = PlannerHarness(RoleSplit(4, 4))
     seen = []

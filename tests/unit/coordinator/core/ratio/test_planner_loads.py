@@ -8,6 +8,8 @@ from baton.role_split import RoleSplit
 from benchmarks.scenarios.ratio_workloads import RATIO_WORKLOADS, SWINGING_LOADS, OfferedLoad
 from tests.unit.coordinator.core.ratio.planned_cluster import LoadPhases, PlannedCluster
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 SEEDS = ("one", "two", "three")
 

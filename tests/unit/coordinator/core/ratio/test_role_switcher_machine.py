@@ -3,12 +3,13 @@ first role, probes that fail, requests all the while. Whatever happens, no reque
 wrongly, changes of role never take the last node in service of a role that the target has, and in
 the end the nodes are as asked."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.types import RequestId, Role
+from baton.types import NodeName, RequestId, Role
 from coordinator.core.common.effects import FinishedResult
 from coordinator.core.ratio.role_switch import RoleSwitchPhase
 from simulator.decode_batch import SIMULATED_TOKEN
@@ -102,7 +103,7 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
             ) | self.cluster.names_in_service(Role.DECODE)
         assert all(
             name in brain.role_switcher.pending
-            for name in NAMES
+            for name in map(NodeName, NAMES)
             if name in brain.node_registry.switching_drains
         )
 
@@ -154,4 +155,4 @@ class RoleSwitcherMachine(RuleBasedStateMachine):
 
 
 RoleSwitcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestRoleSwitcher = RoleSwitcherMachine.TestCase
+TestRoleSwitcher = pytest.mark.slow(RoleSwitcherMachine.TestCase)

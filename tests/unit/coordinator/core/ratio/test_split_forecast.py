@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.online_fit import OnlineLinearFit
 from baton.role_split import RoleSplit
 from baton.slo import Slo
-from coordinator.core.estimates.cost_model import NodeCosts
 from coordinator.core.estimates.workload import RequestShape, WorkloadSummary
 from coordinator.core.ratio.advisor import choose_split, compute_advice
 from coordinator.core.ratio.split_forecast import NodeProfile, SplitForecaster
-
-# 1 ms for each prompt token; a step takes 20 ms, and 1 ms for each sequence
-COSTS = NodeCosts(OnlineLinearFit((0.0, 1.024, 0.0)), OnlineLinearFit((0.02, 0.001, 0.0)))
-NODE_PROFILE = NodeProfile(COSTS, max_num_seqs=16, cache_tokens=65536, transfer_costs=(0.005, 0.0))
-SLO = Slo(1.5, 0.032)
-EIGHT = [RoleSplit(prefill, 8 - prefill) for prefill in range(1, 8)]
+from tests.unit.coordinator.core.ratio.sample_profile import (
+    COSTS,
+    EIGHT,
+    NODE_PROFILE,
+    SLO,
+)
 
 
 def make_workload(
@@ -82,6 +80,7 @@ def test_burstiness_raises_tail_ttft() -> None:
     assert lumpy.slo_attainment < even.slo_attainment
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     rate=st.floats(1e-3, 1e4),

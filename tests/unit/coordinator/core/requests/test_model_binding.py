@@ -105,7 +105,7 @@ def test_node_orders_carry_model_digest_of_admission(world: BrainHarness) -> Non
     stream_first_token(world, p0, d0)
     world.lose_node(d0)
     d1 = world.join_node("d1", DECODE)
-    orders = [
+    orders: list[PrefillOrder | DecodeOrder] = [
         *world.messages_to(p0, PrefillOrder),
         *world.messages_to(d0, DecodeOrder),
         *world.messages_to(d1, DecodeOrder),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.cluster_link.messages import DecodeOrder, PrefillOrder
 from baton.errors import Overloaded, ServiceUnavailable
 from coordinator.core.admission.tenants import Tenant, TenantTable
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS
@@ -30,7 +31,7 @@ def test_unserved_requests_are_refunded_in_full() -> None:
         assert isinstance(world.end_error(request), ServiceUnavailable)
     world.join_node("d0", DECODE)
     world.submit(prompt=PROMPT, standing=standing)
-    assert world.messages_to(prefill, object), "served as if nothing had been"
+    assert world.messages_to(prefill, PrefillOrder), "served as if nothing had been"
 
 
 def test_requests_expired_in_queue_are_refunded_tokens_only() -> None:
@@ -43,7 +44,7 @@ def test_requests_expired_in_queue_are_refunded_tokens_only() -> None:
         request = world.submit(prompt=PROMPT, timeout=1.0, standing=standing)
         world.advance(1.0)
         assert world.end_error(request).code == "deadline_exceeded"
-    assert len(world.messages_to(decode, object)) == 1
+    assert len(world.messages_to(decode, DecodeOrder)) == 1
     account = world.brain.parts.placement.admission._accounts[LIMITED.name]
     assert account.token_bucket is not None
     assert account.token_bucket.level > 0.9 * LIMITED.token_burst

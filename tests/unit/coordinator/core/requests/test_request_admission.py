@@ -162,4 +162,6 @@ def test_auto_uses_prefill_nodes_while_there_are_any() -> None:
     assert world.messages_to(d0, DecodeOrder)[-1].kv_writer is None
     p0 = world.join_node("p0", PREFILL)
     world.submit()
-    assert world.messages_to(d0, DecodeOrder)[-1].kv_writer.incarnation == p0
+    writer = world.messages_to(d0, DecodeOrder)[-1].kv_writer
+    assert writer is not None
+    assert writer.incarnation == p0

@@ -38,11 +38,10 @@ def test_both_legs_are_sent_at_once_and_ticket_goes_to_prefill_node(
     world: BrainHarness, p0: Incarnation, d0: Incarnation
 ) -> None:
     request = world.submit()
-    (submit,), (prefill,) = (
-        world.messages_to(d0, DecodeOrder),
-        world.messages_to(p0, PrefillOrder),
-    )
+    (submit,) = world.messages_to(d0, DecodeOrder)
+    (prefill,) = world.messages_to(p0, PrefillOrder)
     assert submit.work == prefill.work
+    assert submit.kv_writer is not None
     assert submit.kv_writer.incarnation == p0
     assert not prefill.needs_no_decode
     assert submit.work.request.timeout_seconds == 60.0
@@ -65,6 +64,7 @@ def test_request_is_served_from_submission_to_its_last_token(
     assert world.emitted_tokens(request) == [7, 8, 9]
     end = world.end_event(request)
     assert end.result == FinishedResult(FinishReason.LENGTH, 0)
+    assert end.timeline.handoff is not None
     assert end.timeline.handoff.bytes == 10
     assert world.count_placed() == 0
     assert world.messages_to(p0, CancelOrder) == []
@@ -245,7 +245,8 @@ def test_node_death_requeues_request_with_emitted_tokens(moment: str) -> None:
             world.report_token(d0, key, 0)
         new = world.join_node("p1", PREFILL) if victim == "p" else world.join_node("d1", DECODE)
         world.lose_node(p0 if victim == "p" else d0)
-        work = (world.messages_to(new, PrefillOrder) or world.messages_to(new, DecodeOrder))[0].work
+        kind: type[PrefillOrder | DecodeOrder] = PrefillOrder if victim == "p" else DecodeOrder
+        work = world.messages_to(new, kind)[0].work
         assert list(work.emitted_token_ids) == world.emitted_tokens(request)
         assert work.key.attempt_number == 2
         assert len(work.request.prompt_token_ids) == 20
@@ -296,6 +297,7 @@ def test_handoff_report_counts_after_request_end(
     assert world.brain.counters.handoffs == {("committed", "shm"): 1}
     timeline = world.brain.parts.ended_requests.timelines.get(request)
     assert timeline is not None
+    assert timeline.handoff is not None
     assert timeline.handoff.bytes == 10
 
 

@@ -4,6 +4,7 @@ Nodes answer late, twice, wrongly or for others; they die, are drained and retur
 cancel; deadlines pass."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -131,7 +132,10 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
         def act() -> None:
             self.expected_requests[RequestId(f"r{self.world._requests + 1}")] = asked
             choice = 0 if after is None else 1
-            scores = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
+            scores: dict[str, Any] = {
+                "logprobs": asked.logprobs,
+                "prompt_logprobs": asked.prompt_logprobs,
+            }
             try:
                 self.world.submit(
                     asked.prompt, asked.max_tokens, timeout, after=after, choice=choice, **scores

@@ -224,6 +224,7 @@ def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None
     assert world.explain_request(waiting).attempts[-1].probe
 
 
+@pytest.mark.slow
 def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
     """Nor do refusals, failed steps and stale messages, which say nothing about the link."""
     p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)

@@ -12,8 +12,13 @@ from baton.types import SamplingParams
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.paced.costs import PacedCosts
-from tests.unit.node_engine.core.scheduling.test_scheduler import unshared_prompt
-from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work
+from tests.unit.node_engine.core.stepped_node import (
+    BLOCK,
+    SteppedNode,
+    expected_tokens,
+    make_work,
+    unshared_prompt,
+)
 
 COSTS = PacedCosts(
     prefill_us_per_token=50.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0

@@ -6,6 +6,7 @@ Preempted jobs are placed again, as the coordinator would, with the tokens that 
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -58,6 +59,7 @@ class TrackedJob:
         self.tokens.append(token)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     sizes=st.lists(
@@ -106,6 +108,7 @@ def test_every_job_ends_once_with_its_tokens(
     assert not node.scheduler.sequences
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12),
@@ -327,4 +330,4 @@ class TwoNodes(RuleBasedStateMachine):
 
 
 TwoNodes.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
-TestTwoNodes = TwoNodes.TestCase
+TestTwoNodes = pytest.mark.slow(TwoNodes.TestCase)

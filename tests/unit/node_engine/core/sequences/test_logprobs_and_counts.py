@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import AttemptSpec, TicketId
+from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -47,7 +47,7 @@ def prompt_scores(
 def check_prompt_scores(found: list[PromptLogprobsComputed], work: AttemptSpec, top: int) -> None:
     """Every token of the prompt but the first, in order, without a gap."""
     wanted = paced_reference_logprobs(work.request.prompt_token_ids, top, VOCAB)
-    scores = []
+    scores: list[TokenLogprobs] = []
     for each in found:
         assert each.first_position == len(scores) + 1
         scores += each.logprobs

@@ -177,7 +177,7 @@ def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
 )
 def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig("linear", 1e6, 2.5)
-    theirs = LlamaConfig(**spelling).rope_parameters
+    theirs: Any = LlamaConfig(**spelling).rope_parameters
     assert (theirs["rope_type"], theirs["rope_theta"], theirs["factor"]) == ("linear", 1e6, 2.5)
 
 

@@ -176,6 +176,7 @@ def test_arguments_that_cannot_be_served_are_named(
         load_model_engine(original, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_node_starts_without_transformers() -> None:
     """It takes three seconds to import, in every process."""
     code = "import sys, node_engine.model.model_engine; sys.exit('transformers' in sys.modules)"

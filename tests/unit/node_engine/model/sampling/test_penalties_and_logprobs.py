@@ -114,9 +114,9 @@ def test_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
     """After the temperature, as vLLM has it."""
     logits = logits_of(1)
     params = replace(DRAWN, min_p=min_p)
-    kept = MinPLogitsWarper(min_p)(
-        torch.zeros(1, 1, dtype=torch.long), logits / params.temperature
-    )[0].isfinite()
+    kept = MinPLogitsWarper(min_p)(torch.LongTensor([[0]]), logits / params.temperature)[
+        0
+    ].isfinite()
     drawn = {
         draw_token(logits[0].numpy(), SampleSpec(params, 0, position)) for position in range(2000)
     }

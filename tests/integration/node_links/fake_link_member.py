@@ -1,0 +1,30 @@
+"""A member of the cluster that only records what its link delivers."""
+
+from collections.abc import Callable
+
+from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.cluster_link.report_types import NodeStats
+from baton.kv.kv_layout import KVLayout
+from baton.types import Incarnation, NodeName
+from node_engine.core.node_commands import CoordinatorLost, NodeJoined
+
+
+class FakeLinkMember:
+    """The member that is linked."""
+
+    build_stats = NodeStats
+
+    def build_join(self) -> PoolJoinInfo:
+        return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
+
+    def __init__(self, deliver: Callable[[object], None]) -> None:
+        self._deliver = deliver
+
+    def on_joined(self, incarnation: Incarnation) -> None:
+        self._deliver(NodeJoined(incarnation))
+
+    def on_coordinator_lost(self) -> None:
+        self._deliver(CoordinatorLost())
+
+    def on_order(self, order: NodeOrder) -> None:
+        self._deliver(order)
