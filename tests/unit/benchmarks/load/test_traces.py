@@ -123,9 +123,9 @@ def test_what_a_cache_can_save(mooncake: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no trace"),
+        ("", "is not a trace"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("a,b,c\n1,2,3\n", "is no trace"),
+        ("a,b,c\n1,2,3\n", "is not a trace"),
         ('{"timestamp": 1}\n', "line 1: .*input_length"),
         (
             '{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n',
