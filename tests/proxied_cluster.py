@@ -67,13 +67,10 @@ class ProxiedCluster(Cluster):
         self.proxies: dict[str, FaultProxy] = {}
         self._seed = seed
         self._listen: list[socket.socket] = []
-        self._node_settings: dict[str, dict[str, object]] = {
-            name: dict((per_node or {}).get(name, {})) for name in self.node_names
-        }
         self._other_model = dict(other_model or {"paced_vocab_size": 31999})
         super().__init__(
             folder,
-            per_node=self._node_settings,
+            per_node={name: (per_node or {}).get(name, {}) for name in self.node_names},
             held_back=(*self.process_names, MISMATCHED_NODE),
             also={MISMATCHED_NODE: "decode-0"},
             wait_ready=False,
@@ -108,13 +105,13 @@ class ProxiedCluster(Cluster):
     async def _proxy_node(self, node: str) -> None:
         host, _, port = self.endpoints.cluster.rpartition(":")
         up = await self._open_proxy(f"{node} -> {child_specs.COORDINATOR}", (host, int(port)))
-        self._node_settings[node]["coordinator"] = _format_address(up.address)
+        self.per_node[node]["coordinator"] = _format_address(up.address)
         if node.startswith(Role.DECODE.value):
             held = ports.reserve_port("127.0.0.1", 0, "--listen")
             self._listen.append(held)
             listen: Address = held.getsockname()
             across = await self._open_proxy(f"prefill -> {node}", listen)
-            self._node_settings[node] |= {
+            self.per_node[node] |= {
                 "listen": _format_address(listen),
                 "advertise": _format_address(across.address),
             }
@@ -129,7 +126,7 @@ class ProxiedCluster(Cluster):
 
     def node_settings(self, node: str) -> dict[str, object]:
         """The settings that this node alone is started with."""
-        return self._node_settings[node]
+        return self.per_node[node]
 
     def is_running(self, name: str) -> bool:
         return name in self.get_pids()
