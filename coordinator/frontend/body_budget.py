@@ -29,6 +29,7 @@ MAX_WAIT_SECONDS = 1.0  # how long a body waits for room
 STALL_SECONDS = 0.5  # without a byte for so long, a body gives way to one that waits
 DISPLACE_SECONDS = 2.0  # a body that arrives for so long gives way, stalled or not
 ARRIVAL_RATE = 64 << 20  # bytes per second of all bodies of one kind, beyond small ones
+UNPACED_BODY_BYTES = 512 << 10  # bodies up to this size are read without pauses
 ARRIVAL_BURST_SECONDS = 0.05  # of ARRIVAL_RATE that may arrive without a pause
 _SWEEP_INTERVAL_SECONDS = 0.05  # between two searches for overdue bodies, while others wait
 _MAX_DISPLACED_PER_SWEEP = 64  # bodies
@@ -70,7 +71,7 @@ class IncomingBody:
         """
         more = size - self.charged_bytes
         await self.budget.grow_body(self, size)
-        if more > 0:
+        if more > 0 and size > UNPACED_BODY_BYTES:
             await self.budget.pace_arrival(self, more)
 
     def is_overdue(self, now: float) -> bool:

@@ -236,6 +236,7 @@ async def test_bodies_that_arrive_too_fast_are_read_with_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(body_budget, "ARRIVAL_RATE", 0.001)
+    monkeypatch.setattr(body_budget, "UNPACED_BODY_BYTES", 0)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
     room = BodyBudget("bodies", 3, 100)
     async with room.reserve_body(1) as first, room.reserve_body(1) as second:
