@@ -23,14 +23,13 @@ from baton.limits import (
     MAX_GRPC_BODIES_PER_CONNECTION,
     MAX_SMALL_BODY_BYTES,
 )
+from coordinator.frontend.arrival_pacer import ArrivalPacer
 from coordinator.frontend.decoding_pacer import DecodingPacer
 
 MAX_WAIT_SECONDS = 1.0  # how long a body waits for room
-STALL_SECONDS = 0.5  # without a byte for so long, a body gives way to one that waits
+STALL_SECONDS = 0.5  # without MIN_PROGRESS_BYTES for so long, a body gives way to one that waits
+MIN_PROGRESS_BYTES = 4 << 10
 DISPLACE_SECONDS = 2.0  # a body that arrives for so long gives way, stalled or not
-ARRIVAL_RATE = 64 << 20  # bytes per second of all bodies of one kind, beyond small ones
-UNPACED_BODY_BYTES = 512 << 10  # bodies up to this size are read without pauses
-ARRIVAL_BURST_SECONDS = 0.05  # of ARRIVAL_RATE that may arrive without a pause
 _SWEEP_INTERVAL_SECONDS = 0.05  # between two searches for overdue bodies, while others wait
 _MAX_DISPLACED_PER_SWEEP = 64  # bodies
 _RETRY_SECONDS = 1.0  # after which a refused client may try again
@@ -44,7 +43,8 @@ class IncomingBody:
     client: str  # address of the client, or name of the gRPC peer
     charged_bytes: int
     started_at: float  # seconds on the event loop's clock
-    last_received_at: float
+    progressed_at: float  # when the last MIN_PROGRESS_BYTES were complete
+    progress_bytes: int = 0  # received by then
     timer: asyncio.Timeout | None = None  # the reader's timer, until the body is complete
     is_displaced: bool = False
     is_waiting: bool = False
@@ -71,7 +71,7 @@ class IncomingBody:
         """
         more = size - self.charged_bytes
         await self.budget.grow_body(self, size)
-        if more > 0 and size > UNPACED_BODY_BYTES:
+        if size > MAX_SMALL_BODY_BYTES and more > 0:
             await self.budget.pace_arrival(self, more)
 
     def is_overdue(self, now: float) -> bool:
@@ -81,7 +81,7 @@ class IncomingBody:
         """
         if self.timer is None:
             return False
-        stalled = not self.is_waiting and now - self.last_received_at >= STALL_SECONDS
+        stalled = not self.is_waiting and now - self.progressed_at >= STALL_SECONDS
         return stalled or now - self.started_at >= DISPLACE_SECONDS
 
     def displaced_error(self) -> Overloaded:
@@ -116,6 +116,7 @@ class BodyBudget:
         """`description` names the kind in error messages."""
         self.description = description
         self.pacer = pacer or DecodingPacer()
+        self._arrival_pacer = ArrivalPacer()
         self.used_bytes = 0
         self._max_bodies = max_bodies
         self._max_bytes = max_bytes
@@ -127,7 +128,6 @@ class BodyBudget:
         self._waiting_to_grow: deque[_BodyWaiter] = deque()
         self._waiting_to_enter: dict[str, deque[_BodyWaiter]] = {}  # by client
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._arrived_until = 0.0  # when ARRIVAL_RATE would have let in all that has arrived
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -152,7 +152,8 @@ class BodyBudget:
     async def grow_body(self, body: IncomingBody, size: int) -> None:
         """See `IncomingBody.grow_to`."""
         loop, more = asyncio.get_running_loop(), size - body.charged_bytes
-        body.last_received_at = loop.time()
+        if size - body.progress_bytes >= MIN_PROGRESS_BYTES:
+            body.progressed_at, body.progress_bytes = loop.time(), size
         if more <= 0 or body.is_displaced:
             return
         if not self._waiting_to_grow and self._make_room(more, growing=body):
@@ -163,24 +164,16 @@ class BodyBudget:
             await self._wait_for_room(_BodyWaiter(body.client, more, loop.create_future(), body))
         finally:
             body.is_waiting = False
-            body.last_received_at = loop.time()
+            body.progressed_at = loop.time()
 
-    async def pace_arrival(self, body: IncomingBody, size: int) -> None:
-        """Pause before the next read if bodies arrive faster than ARRIVAL_RATE.
-
-        Reading takes the event loop about 1 ms per MiB: many large bodies at once would delay every
-        other request. The transport stops reading meanwhile, so TCP slows the senders down.
-        """
-        loop = asyncio.get_running_loop()
-        pause = self._arrived_until - loop.time() - ARRIVAL_BURST_SECONDS
-        self._arrived_until = max(self._arrived_until, loop.time()) + size / ARRIVAL_RATE
-        if pause > 0:
-            body.is_waiting = True
-            try:
-                await asyncio.sleep(pause)
-            finally:
-                body.is_waiting = False
-                body.last_received_at = loop.time()
+    async def pace_arrival(self, body: IncomingBody, new_bytes: int) -> None:
+        """Return when more of a large body may be read, after `new_bytes`."""
+        body.is_waiting = True
+        try:
+            await self._arrival_pacer.wait_turn(body.charged_bytes, new_bytes)
+        finally:
+            body.is_waiting = False
+            body.progressed_at = asyncio.get_running_loop().time()
 
     def _fits(self, size: int, client: str | None) -> bool:
         """`client` is None for more bytes of a body that has room already."""
@@ -215,7 +208,7 @@ class BodyBudget:
         return heapq.nsmallest(
             _MAX_DISPLACED_PER_SWEEP,
             overdue,
-            lambda body: (-self._bodies_per_client[body.client], body.last_received_at),
+            lambda body: (-self._bodies_per_client[body.client], body.progressed_at),
         )
 
     def _displace(self, body: IncomingBody) -> None:
@@ -267,7 +260,7 @@ class BodyBudget:
 
     def _add_body(self, size: int, client: str) -> IncomingBody:
         now = asyncio.get_running_loop().time()
-        body = IncomingBody(self, client, size, started_at=now, last_received_at=now)
+        body = IncomingBody(self, client, size, started_at=now, progressed_at=now)
         self._bodies[body] = None
         self._bodies_per_client[client] += 1
         self.used_bytes += size

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from baton.errors import Overloaded
-from coordinator.frontend import body_budget
+from coordinator.frontend import arrival_pacer, body_budget
 from coordinator.frontend.body_budget import BodyBudget, BodyBudgets, IncomingBody
 
 
@@ -232,22 +232,33 @@ async def test_large_and_small_bodies_have_separate_budgets() -> None:
     assert len({id(bodies.get_budget(1)), id(bodies.get_budget(None)), id(bodies.grpc_budget)}) == 3
 
 
-async def test_bodies_that_arrive_too_fast_are_read_with_pauses(
+async def test_large_bodies_that_arrive_too_fast_are_read_with_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body_budget, "ARRIVAL_RATE", 0.001)
-    monkeypatch.setattr(body_budget, "UNPACED_BODY_BYTES", 0)
+    monkeypatch.setattr(body_budget, "MAX_SMALL_BODY_BYTES", 10)
     monkeypatch.setattr(body_budget, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(arrival_pacer, "ARRIVAL_RATE", 0.001)
     room = BodyBudget("bodies", 3, 100)
-    async with room.reserve_body(1) as first, room.reserve_body(1) as second:
-        second.start_reading(asyncio.timeout(60))
-        await first.grow_to(50)
-        paused = asyncio.create_task(second.grow_to(2))
+    async with room.reserve_body(1) as small, room.reserve_body(1) as large:
+        large.start_reading(asyncio.timeout(60))
+        await small.grow_to(10)
+        paused = asyncio.create_task(large.grow_to(11))
         await asyncio.sleep(0)
-        assert second.is_waiting
-        assert not second.is_overdue(second.started_at + 1.0), "a paused body has not stalled"
-        async with room.reserve_body(1):
-            pass  # a body that arrived in one piece does not wait
+        assert large.is_waiting
+        assert not large.is_overdue(large.started_at + 1.0), "a paused body has not stalled"
         paused.cancel()
         await asyncio.gather(paused, return_exceptions=True)
-        assert not second.is_waiting
+        assert not large.is_waiting
+
+
+async def test_single_bytes_are_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "MIN_PROGRESS_BYTES", 10)
+    room = BodyBudget("bodies", 1, 100)
+    async with room.reserve_body(1) as body:
+        body.start_reading(asyncio.timeout(60))
+        body.progressed_at -= body_budget.STALL_SECONDS
+        for size in range(2, 10):
+            await body.grow_to(size)
+            assert body.is_overdue(asyncio.get_running_loop().time())
+        await body.grow_to(10)
+        assert not body.is_overdue(body.progressed_at)
