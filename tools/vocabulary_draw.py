@@ -2,8 +2,9 @@
 
 It draws first lines of public docstrings, each after the name of what it documents, public names
 and log lines. Somebody who knows the field, but not this code, should understand nearly all of them
-without opening a file. The commit's hash seeds the draw, so that anyone can repeat it and nobody
-can choose it.
+without opening another file: `--context` shows what stands around each of them in its own file, the
+definitions that enclose it with their docstrings and the lines next to it. The commit's hash seeds
+the draw, so that anyone can repeat it and nobody can choose it.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ PRODUCT = (
     "prefill_node",
 )
 SAMPLE_SIZE = 20  # of each kind
+LINES_BEFORE, LINES_AFTER = 4, 8  # of an item, in its context
 KINDS = ("docstring", "name", "log line")
 _LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -154,14 +156,48 @@ def draw_sample(sources: dict[str, str], seed: str) -> list[VocabularyItem]:
     return sample
 
 
-def format_sample(sample: list[VocabularyItem], *, answers: bool) -> str:
-    """A numbered list, under a title for each kind; `answers` adds where each item is from."""
+def read_context(source: str, line: int) -> str:
+    """The headers and docstrings of the definitions around a line, and the lines next to it."""
+    lines = source.splitlines()
+    shown: set[int] = set(
+        range(max(1, line - LINES_BEFORE), min(len(lines), line + LINES_AFTER) + 1)
+    )
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module) or (
+            isinstance(node, _Definition) and node.lineno <= line <= (node.end_lineno or 0)
+        ):
+            shown.update(_header_lines(node))
+    context, last = [], 0
+    for number in sorted(shown):
+        if last and number > last + 1:
+            context.append("        ...")
+        context.append(f"        {lines[number - 1]}".rstrip())
+        last = number
+    return "\n".join(context)
+
+
+def _header_lines(node: ast.Module | _Definition) -> range:
+    """The numbers of the lines from `def` or `class` to the end of the docstring."""
+    first, statement = getattr(node, "lineno", 1), node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    return range(first, (statement.end_lineno or 0) + 1 if has_docstring else statement.lineno)
+
+
+def format_sample(
+    sample: list[VocabularyItem], *, answers: bool, sources: Mapping[str, str] | None = None
+) -> str:
+    """A numbered list, under a title for each kind.
+
+    `answers` adds where each item is from; `sources`, files by path, adds what stands around it.
+    """
     lines = []
     for number, item in enumerate(sample, 1):
         if number == 1 or item.kind != sample[number - 2].kind:
             lines.append(f"\n{item.kind}s")
         origin = f"    [{item.path}:{item.line}]" if answers else ""
         lines.append(f"{number:3} {item.text}{origin}")
+        if sources is not None:
+            lines += [read_context(sources[item.path], item.line), ""]
     return "\n".join(lines).lstrip() + "\n"
 
 
@@ -169,11 +205,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.vocabulary_draw", description=__doc__)
     parser.add_argument("--commit", default="HEAD", help="draw from this commit, by its hash")
     parser.add_argument("--answers", action="store_true", help="say where each item is from")
+    parser.add_argument("--context", action="store_true", help="show what stands around each item")
     options = parser.parse_args()
     command = ["git", "rev-parse", "--verify", f"{options.commit}^{{commit}}"]
     commit = subprocess.check_output(command, cwd=ROOT, text=True).strip()
-    sample = draw_sample(read_sources(commit), commit)
-    sys.stdout.write(f"commit {commit}\n" + format_sample(sample, answers=options.answers))
+    sources = read_sources(commit)
+    listing = format_sample(
+        draw_sample(sources, commit),
+        answers=options.answers,
+        sources=sources if options.context else None,
+    )
+    sys.stdout.write(f"commit {commit}\n{listing}")
 
 
 if __name__ == "__main__":

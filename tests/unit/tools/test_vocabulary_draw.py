@@ -6,6 +6,7 @@ from tools.vocabulary_draw import (
     collect_items,
     draw_sample,
     format_sample,
+    read_context,
     read_sources,
 )
 
@@ -68,3 +69,11 @@ def test_answers_alone_name_files() -> None:
     assert "queue.py" not in questions
     assert all("core/queue.py:" in line for line in answers.splitlines() if line[:1] == " ")
     assert len(questions.splitlines()) == len(answers.splitlines())
+
+
+def test_the_context_of_an_item_is_what_stands_around_it_in_its_file() -> None:
+    (field,) = (item for item in collect_items("core/queue.py", SOURCE) if "field" in item.text)
+    context = [line.strip() for line in read_context(SOURCE, field.line).splitlines()]
+    assert context[0] == '"""About queues.'
+    assert SOURCE.splitlines()[field.line - 1].strip() in context
+    assert any(line.startswith("class Queue") for line in context)
