@@ -103,7 +103,7 @@ class ConnectionGuard:
             except OSError as error:
                 _log.error(
                     "cannot enforce connection limits",
-                    folder=_DESCRIPTOR_FOLDER,
+                    descriptor_folder=_DESCRIPTOR_FOLDER,
                     reason=error.strerror,
                 )
                 return

@@ -17,7 +17,7 @@ import structlog
 from baton.errors import BatonError
 from baton.process.line_writer import DescriptorSink, LineSink, LineWriter
 
-_MAX_FRAMES = 8  # innermost frames in the field `places`
+_MAX_FRAMES = 8  # innermost frames in the field `traceback`
 _WITHHELD_FIELDS = frozenset(
     {
         "body",
@@ -84,9 +84,8 @@ class _SafeRenderer:
         try:
             return self._renderer(logger, method, event)
         except Exception as error:
-            return (
-                f'{{"event": "a log line could not be rendered", "kind": "{type(error).__name__}"}}'
-            )
+            name = type(error).__name__
+            return f'{{"event": "a log line could not be rendered", "error_type": "{name}"}}'
 
 
 class _LineWriterLogger:
@@ -138,7 +137,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
-def get_traceback_places(error: BaseException) -> list[str]:
+def get_traceback_frames(error: BaseException) -> list[str]:
     """Return the frames of a traceback as "file:line function", innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
     return [
@@ -155,7 +154,7 @@ def get_error_fields(error: BaseException) -> dict[str, Any]:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     ours = {"reason": error.message} if isinstance(error, BatonError) else {}
-    return {"kind": type(error).__name__, "places": get_traceback_places(error), **ours}
+    return {"error_type": type(error).__name__, "traceback": get_traceback_frames(error), **ours}
 
 
 def get_dropped_lines() -> int:

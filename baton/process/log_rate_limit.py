@@ -32,14 +32,14 @@ class RateLimitedLogger:
         self._kinds: dict[str, _LineBucket] = {}
 
     def log_event(
-        self, log_method: Callable[..., Any], event: str, *, per: str = "", **fields: Any
+        self, log_method: Callable[..., Any], event: str, *, rate_limit_key: str = "", **fields: Any
     ) -> None:
         """Call `log_method(event, **fields)`, unless its kind has used up its rate.
 
-        Lines of equal `event` and `per` are of one kind.
+        Lines of equal `event` and `rate_limit_key` are of one kind.
         """
         with self._lock:
-            left_out = self._admit(f"{event} {per}")
+            left_out = self._admit(f"{event} {rate_limit_key}")
         if left_out is None:
             return
         if left_out:

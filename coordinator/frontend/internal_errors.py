@@ -14,5 +14,7 @@ def to_internal_error(error: Exception) -> BatonError:
     The message is not logged, because it may quote a prompt.
     """
     described = log.get_error_fields(error)
-    _limited.log_event(_log.error, "internal error", per=described["kind"], **described)
+    _limited.log_event(
+        _log.error, "internal error", rate_limit_key=described["error_type"], **described
+    )
     return BatonError("internal error: the coordinator's log has more")

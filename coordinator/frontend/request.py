@@ -203,7 +203,9 @@ class RejectionCounter:
         except RequestRejected as error:
             self._count(error, tenant_class)
             # neither message nor field name: both may quote the client
-            _limited.log_event(_log.info, "request rejected", per=error.code, code=error.code)
+            _limited.log_event(
+                _log.info, "request rejected", rate_limit_key=error.code, code=error.code
+            )
             raise
 
 

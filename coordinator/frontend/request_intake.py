@@ -38,7 +38,7 @@ _log = log.get_logger("front")
 
 
 class RequestIntake:
-    """One per coordinator, shared by HTTP and gRPC."""
+    """Checks and tokenizes requests and submits them to the backend, for both HTTP and gRPC."""
 
     def __init__(
         self,

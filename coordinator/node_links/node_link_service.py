@@ -58,7 +58,9 @@ class NodeStream:
 
     def send_order(self, order: NodeOrder | LinkControl) -> None:
         if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
-            _log.error("send queue to a node full, closing its stream", unsent=MAX_UNSENT_MESSAGES)
+            _log.error(
+                "send queue to a node full, closing its stream", unsent_messages=MAX_UNSENT_MESSAGES
+            )
             self.close()
         if not self.closed.is_set():
             self._outbox.append(order)

@@ -15,7 +15,10 @@ _RATE_SETTING = "pool_publish_rate"
 
 
 class NodePoolContext(Protocol):
-    """What a pool client needs of its node; `own_arena` is the arena, mapped in `address_space`."""
+    """What a pool client needs of its node.
+
+    `own_arena` is the node's own KV arena, mapped in `address_space`.
+    """
 
     @property
     def config(self) -> NodeConfig: ...

@@ -98,8 +98,8 @@ class PoolClient:
                 except Exception as error:  # a bug ends this attachment, not the later ones
                     self._log.error(
                         "pool client failed",
-                        kind=type(error).__name__,
-                        places=log.get_traceback_places(error),
+                        error_type=type(error).__name__,
+                        traceback=log.get_traceback_frames(error),
                     )
                     self._redial_seconds = self._redial_backoff.delay_after_refusal()
                 await asyncio.sleep(self._redial_seconds)  # the delay of a redial, not polling

@@ -119,8 +119,8 @@ class Publisher:
             except Exception as error:  # a bug fails this publication, not the later ones
                 self._log.error(
                     "block publication failed",
-                    kind=type(error).__name__,
-                    places=log.get_traceback_places(error),
+                    error_type=type(error).__name__,
+                    traceback=log.get_traceback_frames(error),
                 )
                 self._conclude_job(job, None)
             finally:

@@ -143,8 +143,8 @@ class DiskIOThread:
             except Exception as error:  # a bug disables the disk; no reader waits for ever
                 log.get_logger("pool").error(
                     "disk i/o thread failed",
-                    kind=type(error).__name__,
-                    places=log.get_traceback_places(error),
+                    error_type=type(error).__name__,
+                    traceback=log.get_traceback_frames(error),
                 )
                 self._fail(OSError(errno.EIO, f"{type(error).__name__} in the disk thread"))
 

@@ -170,8 +170,8 @@ class BlockLoader:
         except Exception as error:
             log.get_logger("pool").error(
                 "block source failed",
-                kind=type(error).__name__,
-                places=log.get_traceback_places(error),
+                error_type=type(error).__name__,
+                traceback=log.get_traceback_frames(error),
             )
         finally:
             plan.on_done()

@@ -159,7 +159,8 @@ class _ClientStream:
             self._answers.put_nowait(pb.PoolAnswer(id=question_id, **answer))
         except asyncio.QueueFull:
             log.get_logger("pool").error(
-                "send queue to a node full, closing its stream", client_id=self._session.client_id
+                "send queue to a pool client full, closing its stream",
+                client_id=self._session.client_id,
             )
             self._stop_requested.set()
 
@@ -220,8 +221,8 @@ class _ClientStream:
             # The stream is closed, because the node would wait for the answer for ever.
             log.get_logger("pool").error(
                 "pool request failed",
-                kind=type(error).__name__,
-                places=log.get_traceback_places(error),
+                error_type=type(error).__name__,
+                traceback=log.get_traceback_frames(error),
             )
             self._stop_requested.set()
 

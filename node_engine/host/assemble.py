@@ -292,7 +292,8 @@ def make_pool_lookups(
     pool_connector: PoolConnector,
     inbox: ComputeInbox[NodeCommand | object],
 ) -> PoolLookups:
-    """What looks a command's prefix up before the compute thread gets the command."""
+    """Build what looks up each order's prefix in the shared pool, before the compute thread
+    receives the order."""
     return PoolLookups(
         pool_client,
         root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),

@@ -56,7 +56,7 @@ def mix(values: Longs) -> Longs:
 
 
 def mix_int(value: int) -> int:
-    """`mix` of one value."""
+    """Mix the bits of one 64-bit integer, as `mix` does for arrays."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK

@@ -64,7 +64,10 @@ class DegradationController:
         self.sample_due_at = -math.inf  # when `apply_sample` is to be called
 
     def next_sample_at(self, *, waiting: bool) -> float | None:
-        """Return when the next sample is due, if requests wait or a step is taken."""
+        """Return when the pressure is to be sampled next; None while there is no need to.
+
+        It is sampled while requests wait or a degradation step is active.
+        """
         if not waiting and not self.active_steps:
             return None
         return self.sample_due_at if self.sample_due_at > -math.inf else None

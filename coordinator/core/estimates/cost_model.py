@@ -45,7 +45,7 @@ class TrialClock:
     """The moment of a report, in seconds and in number of computed requests."""
 
     now: float
-    request_count: int  # requests computed so far
+    computed_requests: int  # number of requests computed so far
     trial_spacing: int  # least number of requests between two trials of the same estimate
 
 
@@ -115,7 +115,7 @@ class KeyedFits(Generic[FitKey]):
             key, estimate = next(iter(self._fits.items()))
             age, passed = (
                 clock.now - estimate.last_seen.now,
-                clock.request_count - estimate.last_seen.request_count,
+                clock.computed_requests - estimate.last_seen.computed_requests,
             )
             if age < STALE_AFTER_SECONDS or passed < clock.trial_spacing:
                 return

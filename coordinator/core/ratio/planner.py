@@ -59,7 +59,8 @@ class ClusterSnapshot:
     switching_nodes: int  # of these, nodes that are switching
     candidate_splits: Sequence[RoleSplit]
     node_profile: NodeProfile
-    queued_requests: Sequence[tuple[float, RequestShape]] = ()  # with their arrival times
+    # Arrival time in seconds, and shape, of each request that waits.
+    queued_requests: Sequence[tuple[float, RequestShape]] = ()
 
 
 @dataclass(slots=True)

@@ -43,11 +43,11 @@ class ReuseModel:
         self._num_found_blocks = 0
 
     def record_entries(self, reuse_class: int, count: int = 1) -> None:
-        """Count `count` blocks that enter a class."""
+        """Count `count` blocks that are cached with this reuse class."""
         self._entry_counts[reuse_class] += count
 
     def remove_entry(self, reuse_class: int) -> None:
-        """Undo the entry of a block that was put in the wrong class."""
+        """Undo `record_entries` for a block that was given the wrong reuse class."""
         self._entry_counts[reuse_class] = max(0.0, self._entry_counts[reuse_class] - 1)
 
     def record_reuse(self, reuse_class: int, age: float) -> None:

@@ -13,15 +13,15 @@ def test_flood_is_limited_and_suppressed_lines_are_counted() -> None:
         logged.append((event, fields))
 
     for _ in range(1000):
-        log.log_event(say, "refused", per="invalid_request", code="invalid_request")
+        log.log_event(say, "refused", rate_limit_key="invalid_request", code="invalid_request")
     assert logged == [("refused", {"code": "invalid_request"})] * DEFAULT_BURST
     log.log_event(
-        say, "refused", per="queue_full", code="queue_full"
+        say, "refused", rate_limit_key="queue_full", code="queue_full"
     )  # another kind has an allowance of its own
     assert len(logged) == DEFAULT_BURST + 1
     now = 1.5
     for _ in range(3):
-        log.log_event(say, "refused", per="invalid_request", code="invalid_request")
+        log.log_event(say, "refused", rate_limit_key="invalid_request", code="invalid_request")
     assert logged[DEFAULT_BURST + 1 :] == [
         ("refused", {"code": "invalid_request", "left_out": 1000 - DEFAULT_BURST})
     ]
