@@ -22,7 +22,7 @@ from baton.types import BlockIndex, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 
 HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"
@@ -73,7 +73,7 @@ def measure_engine(command: str, threads: int = 1, rounds: int = 5) -> list[Resu
     return rows
 
 
-def _load_engine(folder: Path, threads: int) -> ModelEngine:
+def _load_engine(folder: Path, threads: int) -> BaseEngine:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": _HIDDEN,
@@ -101,7 +101,7 @@ def _make_slice(sequence: int, count: int, start: int) -> SequenceSlice:
     )
 
 
-def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
+def _measure_step(engine: BaseEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
     """Return the seconds of the step and of its matrix products at the rate of one packed layer."""
     tokens, sampled = batch.num_tokens, len(batch.slices)
     layers, last = _matrix_products(tokens), _matrix_products(sampled)

@@ -248,6 +248,8 @@ class DecodeRole(BaseRole):
         try:
             with failpoint("decode.commit"):
                 token = self._check_first_token(work, seal)
+                sequence = self._scheduler.sequences.require_sequence(key)
+                self._context.engine.load_blocks(sequence.reserved_blocks)
                 outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
                 self._plane.commit_ticket(ticket)
         except BatonError as error:

@@ -25,6 +25,10 @@ class LayerAnnouncer:
     plane: OutboundPlane
     ranges: Sequence[BlockRange]
 
+    @property
+    def blocks(self) -> Sequence[BlockIndex]:
+        return [block for completed in self.ranges for block in completed.blocks]
+
     def __call__(self, layer: int) -> None:
         self._announce_layer(layer)
         self._hold_until_landed(layer)

@@ -30,13 +30,14 @@ from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
 from baton.shared_memory import segment as segments
-from baton.types import NodeName, Role, mint_id
+from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
 from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
@@ -155,6 +156,7 @@ def make_role_context(
         block_pool,
         scheduler,
         inbox.put,
+        save_blocks=engine.save_blocks,
         in_place=arena.reads_pool_in_place,
         copy_seconds=arena.seconds_per_block_copy,
     )
@@ -182,8 +184,21 @@ def make_scheduler(
         SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len),
         engine.eos_token_ids,
         PREEMPTION_POLICIES[config.preemption](),
-        copy_pool_blocks=arena.pool_block_copier,
+        copy_pool_blocks=make_pool_block_copier(engine, arena),
     )
+
+
+def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | None:
+    """What copies blocks of the shared pool into own ones; None if they are read in place."""
+    copy_blocks = arena.pool_block_copier
+    if copy_blocks is None:
+        return None
+
+    def copy_and_load(copies: Sequence[tuple[BlockIndex, BlockIndex]]) -> None:
+        copy_blocks(copies)
+        engine.load_blocks([target for _, target in copies])
+
+    return copy_and_load
 
 
 def build_engine(config: NodeConfig) -> Engine:
@@ -207,6 +222,7 @@ def _build_model_engine(config: NodeConfig) -> Engine:
         load_format=config.load_format,
         choose_kernels=choose_kernels,
         sampler=choose_sampler(),
+        max_num_seqs=config.max_num_seqs,
     )
 
 

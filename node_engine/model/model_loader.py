@@ -10,12 +10,14 @@ from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.model.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
-from node_engine.model.model_engine import TORCH_DTYPES, ModelEngine, Sampler
+from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 
+DEFAULT_MAX_NUM_SEQS = 256  # sequences of the largest decode step that is captured
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -32,11 +34,14 @@ def load_model_engine(
     load_format: LoadFormat = "auto",
     choose_kernels: Callable[[torch.device], TorchKernels] = kernels_for,
     sampler: Sampler = sample_tokens,
-) -> ModelEngine:
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+    uses_graphs: bool = True,
+) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
-    `threads` is torch's intra-op thread count; None leaves it unchanged. Raises ConfigError
-    that names what in the folder or in the arguments cannot be served.
+    `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
+    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`. Raises ConfigError that
+    names what in the folder or in the arguments cannot be served.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -54,16 +59,46 @@ def load_model_engine(
     with torch.inference_mode():
         read_weights = _build_dummy if load_format == "dummy" else load_weights
         weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
+        longest = _resolve_length(max_model_len, config)
+        if where.type == "cuda":
+            return _build_gpu_engine(
+                config,
+                weights,
+                kernels,
+                layout,
+                where,
+                longest,
+                max_num_seqs=max_num_seqs,
+                uses_graphs=uses_graphs,
+            )
         model = Transformer(config, weights, kernels)
-    return ModelEngine(
+    return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+
+
+def _build_gpu_engine(
+    config: ModelConfig,
+    weights: ModelWeights,
+    kernels: TorchKernels,
+    layout: KVLayout,
+    device: torch.device,
+    max_model_len: int,
+    *,
+    max_num_seqs: int,
+    uses_graphs: bool,
+) -> BaseEngine:
+    from node_engine.model.gpu.fused_transformer import FusedTransformer  # imports triton
+    from node_engine.model.gpu.gpu_engine import GpuEngine
+
+    return GpuEngine(
         config,
-        model,
+        FusedTransformer(config, weights, max_model_len),
         kernels,
         layout,
-        where,
-        _resolve_length(max_model_len, config),
+        device,
+        max_model_len,
         weights.digest,
-        sampler,
+        max_num_seqs=max_num_seqs,
+        uses_graphs=uses_graphs,
     )
 
 

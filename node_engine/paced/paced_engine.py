@@ -35,7 +35,7 @@ from baton.errors import ConfigError
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import TokenLogprobs
+from baton.types import BlockIndex, TokenLogprobs
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
@@ -143,6 +143,12 @@ class PacedEngine:
         self._kv = np.frombuffer(arena, np.uint32, reach * layout.block_bytes // 4).reshape(shape)
         self._max_sequences = num_blocks  # a live sequence has at least one block
         self._next_positions.clear()
+
+    def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+        """Steps compute in the arena itself."""
+
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+        """Steps compute in the arena itself."""
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

@@ -70,10 +70,12 @@ class PoolConnector:
         scheduler: Scheduler,
         emit: Callable[[object], None],
         *,
+        save_blocks: Callable[[tuple[BlockIndex, ...]], None] = lambda _: None,
         in_place: bool = True,
         copy_seconds: float = 0.0,
     ) -> None:
-        """`emit` puts a PublicationEnded on the compute thread's inbox.
+        """`emit` puts a PublicationEnded on the compute thread's inbox. `save_blocks` makes the
+        arena have what was computed for some blocks (`Engine.save_blocks`).
 
         `in_place`: the engine reads the pool's blocks where they are; otherwise they are copied,
         which takes `copy_seconds` per block, and block tables keep own blocks.
@@ -82,6 +84,7 @@ class PoolConnector:
         self._block_pool = pool
         self._scheduler = scheduler
         self._emit = emit
+        self._save_blocks = save_blocks
         self._can_read_in_place = in_place
         self.copy_cost_model = CopyCostModel(copy_seconds)
         self._publication_numbers = count(1)
@@ -128,6 +131,7 @@ class PoolConnector:
         pins = tuple(pin.acquire() for pin in sequence.pool_use.pins)
         self._block_pool.share_blocks(sources, label)
         sequence.is_publishing = True
+        self._save_blocks(sources)
         first = end - len(sources)
         request = PublishRequest(
             sequence.chain.root_hash,

@@ -20,7 +20,7 @@ from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
@@ -143,7 +143,7 @@ def test_kv_write_equals_the_cpu_reference(kind: str) -> None:
     assert torch.equal(there.cpu(), twin)
 
 
-def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int) -> list[int]:
+def generate(engine: BaseEngine, prompt: Sequence[int], count: int, chunk: int) -> list[int]:
     """Greedy tokens: the prompt in chunks, then one token a step, in blocks in reverse order."""
     size = engine.layout.block_size
     table = [BlockIndex(block) for block in reversed(range(-(-(len(prompt) + count) // size)))]

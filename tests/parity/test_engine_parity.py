@@ -21,12 +21,13 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
+from node_engine.model.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.forward_batch import ForwardBatchBuilder
 from node_engine.model.loading.weights import load_weights
-from node_engine.model.model_engine import ModelEngine
 from node_engine.model.model_loader import load_model_engine
 from node_engine.model.transformer import Transformer
+from tests.layer_callbacks import FunctionCallback
 from tests.models import (
     FamilyName,
     StablePrompt,
@@ -49,7 +50,7 @@ class ParityCase:
     folder: Path
     reference: PreTrainedModel
     prompts: list[StablePrompt]
-    engine: ModelEngine
+    engine: BaseEngine
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
@@ -115,7 +116,7 @@ class ShuffledBlocks:
 
 
 def run_step(
-    engine: ModelEngine,
+    engine: BaseEngine,
     runs: Sequence[SequenceRun],
     limits: Sequence[int | None],
     on_layer: LayerCallback | None = None,
@@ -128,7 +129,7 @@ def run_step(
 
 
 def run_to_end(
-    engine: ModelEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None
+    engine: BaseEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None
 ) -> None:
     """Step all runs together until each has its tokens."""
     while running := [run for run in runs if len(run.output_tokens) < run.params.max_tokens]:
@@ -225,9 +226,12 @@ def test_each_layer_is_in_the_arena_when_it_is_announced(
     def on_layer(layer: int) -> None:
         announced.append(arena[:, layer].clone())
         assert len(announced) == layer + 1
-        assert torch.equal(arena[:, layer + 1 :], before[:, layer + 1 :])
+        if case.engine.device == "cpu":  # a GPU may be further than the copies to the arena
+            assert torch.equal(arena[:, layer + 1 :], before[:, layer + 1 :])
 
-    run_step(case.engine, [decoding, prefilling], [None, 80], on_layer)
+    blocks_read = [*decoding.blocks, *prefilling.blocks]
+    callback = FunctionCallback(on_layer, blocks_read)
+    run_step(case.engine, [decoding, prefilling], [None, 80], callback)
     assert len(announced) == layers
     written = [decoding.blocks[0], *prefilling.blocks[:5]]
     for layer, slabs in enumerate(announced):

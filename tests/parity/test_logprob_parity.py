@@ -1,4 +1,4 @@
-"""Scores and penalties of a whole node (scheduler and ModelEngine) against transformers, in fp32:
+"""Scores and penalties of a whole node (scheduler and BaseEngine) against transformers, in fp32:
 in chunks, batched with others, resumed, and as choices of one prompt."""
 
 from collections import Counter
@@ -21,7 +21,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 @dataclass
 class ScoredModel:
-    engine: ModelEngine
+    engine: BaseEngine
     reference: PreTrainedModel
 
     def reference_logits(self, tokens: tuple[int, ...]) -> torch.Tensor:  # [tokens, vocab]
@@ -52,7 +52,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class ScoringNode:
     """A scheduler over a cold cache."""
 
-    engine: ModelEngine
+    engine: BaseEngine
     max_batched_tokens: int = 64
     outcomes: list[SequenceOutcome] = field(default_factory=list)
 

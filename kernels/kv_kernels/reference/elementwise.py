@@ -19,6 +19,7 @@ class RMSNorm:
         weight: torch.Tensor,  # [width], or [heads, width] with one weight per head
         eps: float,
     ) -> None:
+        self.weight = weight
         width = weight.shape[-1]
         self._scaled_eps = torch.tensor(math.sqrt(width * eps), device=weight.device)
         self._weight = weight.to(torch.float32) * math.sqrt(width)

@@ -1,14 +1,23 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.kv.kv_layout import KVLayout
 from baton.models.model_identity import ModelIdentity
+from baton.types import BlockIndex
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 
-# Called with a layer number when the KV of that layer is in the arena for every slice of the step.
-LayerCallback = Callable[[int], None]
+
+class LayerCallback(Protocol):
+    """Receives the number of each layer of a step whose KV is in the arena."""
+
+    @property
+    def blocks(self) -> Sequence[BlockIndex]:
+        """The blocks that are read in the arena once the callback was called."""
+        ...
+
+    def __call__(self, layer: int) -> None: ...
 
 
 class DeviceLost(Exception):
@@ -48,6 +57,20 @@ class Engine(Protocol):
         """Use `arena` as cache memory: `num_blocks * layout.block_bytes` writable bytes.
 
         Blocks after these are read only if a block table or a copy names them, and never written.
+        """
+        ...
+
+    def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+        """Compute with what others have written to these blocks of the arena, from now on.
+
+        An engine that computes in the arena itself has nothing to do.
+        """
+        ...
+
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+        """Return when the arena has what was computed for these blocks, so that others can read it.
+
+        Raises what `run` raises.
         """
         ...
 

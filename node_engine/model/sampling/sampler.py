@@ -52,7 +52,7 @@ def sample_tokens(
 
     Raises NodeFailed if a row has no finite maximum.
     """
-    special = [row for row, spec in enumerate(specs) if _needs_extra_steps(spec)]
+    special = [row for row, spec in enumerate(specs) if needs_extra_steps(spec)]
     if not special:
         return [SliceResult(token) for token in _pick_tokens(logits, specs)]
     scored = [row for row in special if specs[row].params.logprobs is not None]
@@ -65,7 +65,7 @@ def sample_tokens(
     return [SliceResult(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
 
-def _needs_extra_steps(spec: SampleSpec) -> bool:
+def needs_extra_steps(spec: SampleSpec) -> bool:
     """Whether a row needs more than temperature and filters; other rows skip the extra work."""
     params = spec.params
     return (

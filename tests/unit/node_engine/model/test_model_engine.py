@@ -1,4 +1,4 @@
-"""What ModelEngine does besides the arithmetic: errors, copies, progress. The arithmetic is in
+"""What BaseEngine does besides the arithmetic: errors, copies, progress. The arithmetic is in
 tests/parity."""
 
 import io
@@ -19,7 +19,7 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.model.model_engine import ModelEngine
+from node_engine.model.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 
@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path) -> ModelEngine:
+def engine(folder: Path) -> BaseEngine:
     return load_model_engine(folder)
 
 
-def bound(engine: ModelEngine) -> bytearray:
+def bound(engine: BaseEngine) -> bytearray:
     memory = bytearray(BLOCKS * engine.layout.block_bytes)
     engine.bind_cache(memoryview(memory), BLOCKS)
     return memory
@@ -57,12 +57,12 @@ def test_engine_properties_match_the_model_folder(folder: Path) -> None:
     assert engine.eos_token_ids == ()
 
 
-def test_run_before_bind_cache_is_refused(engine: ModelEngine) -> None:
+def test_run_before_bind_cache_is_refused(engine: BaseEngine) -> None:
     with pytest.raises(RuntimeError, match="before bind"):
         engine.run(STEP)
 
 
-def test_step_of_block_copies_alone(engine: ModelEngine) -> None:
+def test_step_of_block_copies_alone(engine: BaseEngine) -> None:
     memory = bound(engine)
     engine.run(STEP)
     size = engine.layout.block_bytes
@@ -72,7 +72,7 @@ def test_step_of_block_copies_alone(engine: ModelEngine) -> None:
     assert bytes(memory[:size]) == block
 
 
-def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
+def test_unsampled_slices_return_no_token(engine: BaseEngine) -> None:
     bound(engine)
     slice_ = STEP.slices[0]
     silent = SequenceSlice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
@@ -94,7 +94,7 @@ def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
     ],
 )
 def test_torch_out_of_memory_becomes_out_of_memory(
-    engine: ModelEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
+    engine: BaseEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound(engine)
 
@@ -107,7 +107,7 @@ def test_torch_out_of_memory_becomes_out_of_memory(
 
 
 def test_lost_device_is_not_a_failed_step(
-    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound(engine)
 
@@ -120,7 +120,7 @@ def test_lost_device_is_not_a_failed_step(
 
 
 def test_lost_device_is_not_a_config_error(
-    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: the device is lost")
@@ -130,7 +130,7 @@ def test_lost_device_is_not_a_config_error(
         bound(engine)
 
 
-def test_other_torch_errors_are_not_translated(engine: ModelEngine) -> None:
+def test_other_torch_errors_are_not_translated(engine: BaseEngine) -> None:
     bound(engine)
     beyond = SequenceSlice(SequenceId(1), (10**6,), 0, [BlockIndex(0)], None)
     with pytest.raises(IndexError):
@@ -150,7 +150,7 @@ def test_weight_loading_shows_progress_on_a_terminal(
 
 
 def test_pinning_failure_names_the_remedy(
-    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
         raise MemoryPinError(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")

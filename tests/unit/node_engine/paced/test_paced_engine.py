@@ -24,6 +24,7 @@ from node_engine.core.step.step_batch import (
 )
 from node_engine.paced.costs import ZERO_COSTS, PacedCosts
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+from tests.layer_callbacks import FunctionCallback
 from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 from tests.unit.node_engine.core.stepped_node import VOCAB, SteppedNode, expected_tokens, make_work
 from tests.unit.node_engine.paced.paced_bench import PROMPT, SIZE, PacedBench
@@ -249,7 +250,9 @@ def test_time_is_spread_over_the_layers() -> None:
     bench = PacedBench(16)
     layers: list[tuple[int, float]] = []
     chunk = SequenceSlice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
-    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (
+    assert engine.run(
+        StepBatch((chunk,)), FunctionCallback(lambda layer: layers.append((layer, clock.now)))
+    ) == (
         SliceResult(),
     )
     total = 100e-6 + 32 * 10e-6
@@ -275,7 +278,7 @@ def test_own_step_time_is_subtracted_from_the_wait() -> None:
     engine.bind_cache(memoryview(bytearray(PACED_LAYOUT.block_bytes)), 1)
     engine.run(
         StepBatch((SequenceSlice(SequenceId(0), (1,), 0, [BlockIndex(0)], None),)),
-        lambda layer: clock.advance(1.5),
+        FunctionCallback(lambda layer: clock.advance(1.5)),
     )
     assert waits == [1.0, 0.5], "the calls back took the time of the last two layers"
 
@@ -288,7 +291,7 @@ def test_kv_of_a_layer_is_there_when_it_is_announced() -> None:
     def on_layer(layer: int) -> None:
         written.append([any(bench.arena[each * slab : (each + 1) * slab]) for each in range(4)])
 
-    bench.engine.run(StepBatch((bench.slice(PROMPT[:16], 0),)), on_layer)
+    bench.engine.run(StepBatch((bench.slice(PROMPT[:16], 0),)), FunctionCallback(on_layer))
     assert written == [[number <= layer for number in range(4)] for layer in range(4)]
 
 

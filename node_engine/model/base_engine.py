@@ -1,0 +1,167 @@
+"""What all engines over a Hugging Face model have in common: what they are, and their bounds."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from baton.errors import ConfigError, OutOfMemory
+from baton.kv.kv_layout import KVLayout
+from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
+from baton.types import BlockIndex, TokenLogprobs
+from kv_kernels.reference.host_memory import MemoryPinError
+from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.core.step.engine import DeviceLost, LayerCallback
+from node_engine.core.step.step_batch import PromptLogprobsSpec, SliceResult, StepBatch
+from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class BaseEngine(ABC):
+    """An `Engine` over one model: what does not depend on its device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: TorchKernels,
+        layout: KVLayout,
+        device: torch.device,
+        max_model_len: int,
+        digest: bytes,
+    ) -> None:
+        self._config = config
+        self._kernels = kernels
+        self._layout = layout
+        self._device = device
+        self._max_model_len = max_model_len
+        self._digest = digest
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._config.eos_token_ids
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def model_digest(self) -> bytes:
+        return self._digest
+
+    @property
+    def model_identity(self) -> ModelIdentity:
+        config, dtype = self._config, self._layout.dtype
+        digest = self._digest.hex()
+        return ModelIdentity(
+            NATIVE_IMPLEMENTATION,
+            digest,
+            dtype,
+            UNQUANTIZED,
+            self._layout,
+            config.vocab_size,
+            config.eos_token_ids,
+        )
+
+    @property
+    def device(self) -> str:
+        """The resolved device, for logs."""
+        return self._device.type
+
+    @property
+    @abstractmethod
+    def can_read_pool_in_place(self) -> bool: ...
+    @abstractmethod
+    def bind_cache(self, arena: memoryview, num_blocks: int) -> None: ...
+    @abstractmethod
+    def load_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
+    @abstractmethod
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
+    @abstractmethod
+    def warm_up(
+        self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None: ...
+    @abstractmethod
+    def run(
+        self, batch: StepBatch, on_layer: LayerCallback | None = None
+    ) -> tuple[SliceResult, ...]: ...
+
+    def _wrap_host_memory(
+        self, arena: memoryview, num_blocks: int, *, may_be_longer: bool
+    ) -> torch.Tensor:
+        """The arena as a tensor [blocks, layers, 2, kv_heads, block_size, dim] for kernels.
+
+        Raises ValueError if it is read-only, too short or not whole blocks, ConfigError if the GPU
+        cannot use it, and DeviceLost if the GPU has failed.
+        """
+        layout = self._layout
+        reach, rest = divmod(arena.nbytes, layout.block_bytes)
+        if (
+            arena.readonly
+            or rest
+            or reach < num_blocks
+            or (reach > num_blocks and not may_be_longer)
+        ):
+            raise ValueError(
+                f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks"
+                f" need {num_blocks * layout.block_bytes} writable bytes"
+            )
+        try:
+            with translate_device_errors():
+                memory = self._kernels.memory_as_tensor(arena, TORCH_DTYPES[layout.dtype])
+        except MemoryPinError as error:
+            raise ConfigError(
+                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs"
+                f" like {DEFAULT_SEGMENT_FOLDER}: choose one with --segment-dir; or allow the"
+                " process more locked memory (ulimit -l)"
+            ) from error
+        return memory.view(
+            reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
+        )
+
+
+def score_prompt_rows(
+    hidden: torch.Tensor,  # [rows, hidden], from the first scored row on
+    spec: PromptLogprobsSpec,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+) -> tuple[TokenLogprobs, ...]:
+    """Score prompt tokens, a bounded number of rows at a time, to bound memory."""
+    targets = spec.target_token_ids
+    rows_at_once = compute_rows_at_once(vocab_size)
+    found: list[TokenLogprobs] = []
+    for begin in range(0, len(targets), rows_at_once):
+        chunk = targets[begin : begin + rows_at_once]
+        logits = compute_logits(hidden[begin:][: len(chunk)])
+        found += compute_logprobs(logits.float(), chunk, [spec.top_logprobs] * len(chunk))
+    return tuple(found)
+
+
+@contextmanager
+def translate_device_errors() -> Iterator[None]:
+    """Translate torch's errors: memory exhausted to OutOfMemory, a failed GPU to DeviceLost."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the device has no memory left for this step: {error}: lower --max-batched-tokens"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceLost(str(error)) from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"no memory left for this step: {error}: lower --max-batched-tokens"
+        ) from error

@@ -1,0 +1,304 @@
+"""The inputs of a step on a GPU: everything that kernels read, packed into one array of words.
+
+One array means one copy from the host. Its parts have fixed places for a given StepShape, so that
+a captured graph finds them again; the block tables follow at the end, one after another.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.types import BlockIndex
+from kv_kernels.triton.prefill_attention import PrefillChunk, list_query_tiles
+from kv_kernels.triton.sampling import SamplingRows
+from node_engine.core.step.step_batch import (
+    PromptLogprobsSpec,
+    SampleSpec,
+    SequenceId,
+    SequenceSlice,
+    StepBatch,
+)
+
+Words = npt.NDArray[np.int32]
+_MAX_CACHED_TABLES = 4096  # block tables of sequences, most of them ended
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Numbers that determine where the parts of the inputs are."""
+
+    tokens: int
+    decode_rows: int  # slices of one token: the first rows of the step
+    sampled_rows: int  # rows that are computed to the end
+    draws: int  # rows from whose logits a token is drawn
+    tiles: int  # of queries of prefill chunks
+
+    def list_parts(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of words of each part, in order. Seeds are first: they are 64-bit."""
+        return (
+            ("seeds", 2 * self.draws),
+            ("temperatures", self.draws),
+            ("log_min_ps", self.draws),
+            ("top_ks", self.draws),
+            ("top_ps", self.draws),
+            ("draw_positions", self.draws),
+            ("choices", self.draws),
+            ("drawn_rows", self.draws),
+            ("token_ids", self.tokens),
+            ("positions", self.tokens),
+            ("slots", self.tokens),
+            ("decode_lengths", self.decode_rows),
+            ("decode_starts", self.decode_rows),
+            ("sampled_rows", self.sampled_rows),
+            ("sampled_lengths", self.sampled_rows),
+            ("sampled_starts", self.sampled_rows),
+            ("tiles", 4 * self.tiles),
+        )
+
+    @property
+    def num_words(self) -> int:
+        """Words before the block tables."""
+        return sum(words for _, words in self.list_parts())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """The parts of a packed array on the device. All are int32 unless stated otherwise."""
+
+    shape: StepShape
+    sampling: SamplingRows
+    drawn_rows: torch.Tensor  # [draws], of the sampled rows
+    token_ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [tokens], block * block_size + place in the block
+    decode_lengths: torch.Tensor  # [decode_rows], tokens in the cache after the step
+    decode_starts: torch.Tensor  # [decode_rows], first entry of the row's block table
+    sampled_rows: torch.Tensor  # [sampled_rows], of the step's rows
+    sampled_lengths: torch.Tensor  # [sampled_rows], as decode_lengths
+    sampled_starts: torch.Tensor  # [sampled_rows]
+    tiles: torch.Tensor  # [tiles, 4], as attend_chunks takes them
+    tables: torch.Tensor  # [entries]
+
+    @staticmethod
+    def unpack(words: torch.Tensor, shape: StepShape) -> "DeviceInputs":
+        """Views of the parts of `words`, int32 [n]."""
+        parts: dict[str, torch.Tensor] = {}
+        begin = 0
+        for name, length in shape.list_parts():
+            parts[name] = words[begin : begin + length]
+            begin += length
+        sampling = SamplingRows(
+            temperature=parts["temperatures"].view(torch.float32),
+            log_min_p=parts["log_min_ps"].view(torch.float32),
+            top_k=parts["top_ks"],
+            top_p=parts["top_ps"].view(torch.float32),
+            seed=parts["seeds"].view(torch.int64),
+            position=parts["draw_positions"],
+            choice=parts["choices"],
+        )
+        return DeviceInputs(
+            shape=shape,
+            sampling=sampling,
+            drawn_rows=parts["drawn_rows"],
+            token_ids=parts["token_ids"],
+            positions=parts["positions"],
+            slots=parts["slots"],
+            decode_lengths=parts["decode_lengths"],
+            decode_starts=parts["decode_starts"],
+            sampled_rows=parts["sampled_rows"],
+            sampled_lengths=parts["sampled_lengths"],
+            sampled_starts=parts["sampled_starts"],
+            tiles=parts["tiles"].view(-1, 4),
+            tables=words[begin:],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows whose next token is known and scored."""
+
+    first_row: int  # of the sampled rows
+    logprobs_spec: PromptLogprobsSpec
+    slice_index: int  # of their slice in the StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The packed inputs of a step, and what the host needs to read its results."""
+
+    shape: StepShape
+    words: Words  # parts and block tables
+    sample_specs: tuple[SampleSpec, ...]  # one for each draw
+    drawn_slice_indices: tuple[int, ...]  # the slice of the StepBatch of each draw
+    scored_rows: tuple[ScoredRows, ...]
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every row is a decode slice that is sampled: what a graph can compute."""
+        shape = self.shape
+        return shape.tokens == shape.decode_rows == shape.draws and not self.scored_rows
+
+
+class BlockTableCache:
+    """Block tables as arrays. Only entries that changed since the last step are converted."""
+
+    def __init__(self) -> None:
+        self._tables: dict[SequenceId, tuple[list[BlockIndex], Words]] = {}
+
+    def get_table(self, slice_: SequenceSlice, num_blocks: int) -> Words:
+        """The first `num_blocks` entries of the slice's block table, int32."""
+        if len(self._tables) > _MAX_CACHED_TABLES:
+            self._tables.clear()
+        wanted = list(slice_.block_table[:num_blocks])
+        known, table = self._tables.get(slice_.sequence_id, ([], np.zeros(0, np.int32)))
+        same = min(len(known), len(wanted))
+        if known[:same] != wanted[:same]:
+            same = 0
+        if len(wanted) > len(table):
+            table = np.resize(table, max(64, 2 * len(wanted)))
+        if same < len(wanted):
+            table[same : len(wanted)] = wanted[same:]
+        if len(wanted) > len(known) or same == 0:
+            self._tables[slice_.sequence_id] = wanted, table
+        return table[: len(wanted)]
+
+
+class StepInputsBuilder:
+    """Packs the inputs of steps over one cache."""
+
+    def __init__(self, block_size: int, scratch_block: int) -> None:
+        """`scratch_block` is where padding rows write; no sequence has it."""
+        self._block_size = block_size
+        self._scratch_slot = scratch_block * block_size
+        self._tables = BlockTableCache()
+
+    def build_inputs(self, batch: StepBatch, decode_rows: int | None = None) -> StepInputs:
+        """Pack a step. With `decode_rows`, pad a step of decode slices alone to so many rows.
+
+        Raises ValueError for an empty slice or a block table that is too short.
+        """
+        order = sorted(range(len(batch.slices)), key=lambda i: len(batch.slices[i].token_ids) > 1)
+        slices = [batch.slices[i] for i in order]
+        tables = [self._get_table(slice_) for slice_ in slices]
+        starts = np.cumsum([0, *(len(table) for table in tables)])
+        ends = np.cumsum([len(slice_.token_ids) for slice_ in slices])
+        decoding = sum(len(slice_.token_ids) == 1 for slice_ in slices)
+        drawn = [i for i, slice_ in enumerate(slices) if slice_.sample_spec is not None]
+        scored = any(slice_.logprobs_spec is not None for slice_ in slices)
+        specs = tuple(slices[i].sample_spec for i in drawn)
+        parts = self._pack_rows(slices, tables)
+        parts |= _pack_sampling([spec for spec in specs if spec is not None])
+        lengths = np.array([s.start + len(s.token_ids) for s in slices])
+        parts["decode_lengths"], parts["decode_starts"] = lengths[:decoding], starts[:decoding]
+        if scored:  # every row is computed to the end
+            parts["sampled_rows"] = np.arange(ends[-1])
+            parts["drawn_rows"] = ends[drawn] - 1
+            parts["sampled_lengths"] = parts["sampled_starts"] = np.zeros(ends[-1], np.int64)
+        else:
+            parts["sampled_rows"] = ends[drawn] - 1
+            parts["drawn_rows"] = np.arange(len(drawn))
+            parts["sampled_lengths"], parts["sampled_starts"] = lengths[drawn], starts[drawn]
+        parts["tiles"] = list_query_tiles(
+            [
+                PrefillChunk(int(end) - len(s.token_ids), len(s.token_ids), s.start, int(start))
+                for s, end, start in zip(slices, ends, starts, strict=False)
+                if len(s.token_ids) > 1
+            ]
+        ).reshape(-1)
+        rows = len(slices) if decode_rows is None else decode_rows
+        shape = StepShape(
+            tokens=int(ends[-1]) if decode_rows is None else rows,
+            decode_rows=decoding if decode_rows is None else rows,
+            sampled_rows=len(parts["sampled_rows"]) if decode_rows is None else rows,
+            draws=len(drawn) if decode_rows is None else rows,
+            tiles=len(parts["tiles"]) // 4,
+        )
+        return StepInputs(
+            shape,
+            self._join_parts(shape, parts, tables),
+            tuple(spec for spec in specs if spec is not None),
+            tuple(order[i] for i in drawn),
+            tuple(
+                ScoredRows(int(end) - len(slice_.token_ids), slice_.logprobs_spec, place)
+                for place, slice_, end in zip(order, slices, ends, strict=True)
+                if slice_.logprobs_spec is not None
+            ),
+        )
+
+    def _get_table(self, slice_: SequenceSlice) -> Words:
+        length = slice_.start + len(slice_.token_ids)
+        blocks = -(-length // self._block_size)
+        if not slice_.token_ids or len(slice_.block_table) < blocks:
+            raise ValueError(
+                f"sequence {slice_.sequence_id}: {len(slice_.token_ids)} tokens from position"
+                f" {slice_.start} in {len(slice_.block_table)} blocks of {self._block_size}"
+            )
+        return self._tables.get_table(slice_, blocks)
+
+    def _pack_rows(
+        self, slices: Sequence[SequenceSlice], tables: Sequence[Words]
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Tokens, positions and slots of all rows."""
+        size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for slice_, table in zip(slices, tables, strict=True):
+            tokens += slice_.token_ids
+            if len(slice_.token_ids) == 1:
+                positions.append(slice_.start)
+                slots.append(int(table[slice_.start // size]) * size + slice_.start % size)
+            else:
+                place = np.arange(slice_.start, slice_.start + len(slice_.token_ids))
+                positions += place.tolist()
+                slots += (table[place // size] * size + place % size).tolist()
+        return {
+            "token_ids": np.array(tokens, np.int32),
+            "positions": np.array(positions, np.int32),
+            "slots": np.array(slots, np.int32),
+        }
+
+    def _join_parts(
+        self,
+        shape: StepShape,
+        parts: dict[str, npt.NDArray[np.generic]],
+        tables: Sequence[Words],
+    ) -> Words:
+        words = np.zeros(shape.num_words + sum(len(table) for table in tables), np.int32)
+        begin = 0
+        for name, length in shape.list_parts():
+            part = parts[name]
+            target = words[begin : begin + length]
+            if len(part) < length and name == "slots":  # padding rows write here
+                target[:] = self._scratch_slot
+            target[: len(part)] = part
+            begin += length
+        if tables:
+            np.concatenate(tables, out=words[begin:])
+        return words
+
+
+def _pack_sampling(specs: Sequence[SampleSpec]) -> dict[str, npt.NDArray[np.generic]]:
+    """Parameters of the draws. Floats keep their bits; rows of padding are greedy."""
+    params = [spec.params for spec in specs]
+
+    def floats(values: list[float]) -> npt.NDArray[np.generic]:
+        return np.array(values, np.float32).view(np.int32)
+
+    seeds = np.array([param.seed & _SEED_MASK for param in params], np.uint64)
+    return {
+        "seeds": seeds.view(np.int32),
+        "temperatures": floats([param.temperature for param in params]),
+        "log_min_ps": floats(
+            [math.log(param.min_p) if param.min_p > 0.0 else -math.inf for param in params]
+        ),
+        "top_ks": np.array([param.top_k for param in params], np.int32),
+        "top_ps": floats([param.top_p for param in params]),
+        "draw_positions": np.array([spec.position for spec in specs], np.int32),
+        "choices": np.array([spec.choice_index for spec in specs], np.int32),
+    }

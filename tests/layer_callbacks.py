@@ -1,0 +1,17 @@
+"""Layer callbacks for steps that tests run themselves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.types import BlockIndex
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCallback:
+    """A LayerCallback that calls a function."""
+
+    function: Callable[[int], object]
+    blocks: Sequence[BlockIndex] = ()
+
+    def __call__(self, layer: int) -> None:
+        self.function(layer)
