@@ -61,7 +61,7 @@ from node_engine.core.sequences.outcomes import (
     SequenceOutcome,
     TokenEmitted,
 )
-from node_engine.core.sequences.sequence import Sequence
+from node_engine.core.sequences.sequence import Sequence, SequenceState
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
@@ -248,7 +248,9 @@ class DecodeRole(BaseRole):
         try:
             with failpoint("decode.commit"):
                 token = self._check_first_token(work, seal)
-                sequence = self._scheduler.sequences.require_sequence(key)
+                sequence = self._scheduler.sequences.require_sequence(
+                    key, SequenceState.AWAITING_KV
+                )
                 self._context.engine.load_blocks(sequence.reserved_blocks)
                 outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
                 self._plane.commit_ticket(ticket)

@@ -252,9 +252,7 @@ def test_time_is_spread_over_the_layers() -> None:
     chunk = SequenceSlice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
     assert engine.run(
         StepBatch((chunk,)), FunctionCallback(lambda layer: layers.append((layer, clock.now)))
-    ) == (
-        SliceResult(),
-    )
+    ) == (SliceResult(),)
     total = 100e-6 + 32 * 10e-6
     assert [layer for layer, _ in layers] == [0, 1, 2, 3]
     assert [now for _, now in layers] == pytest.approx(
