@@ -1,8 +1,10 @@
-"""`kernels`: paged decode attention, relative to this device's memory copy rate in the same run.
+"""`kernels`: attention and writes of KV, relative to this device's own rates in the same run.
 
 Decode reads every key and value of its contexts once, and little else. So the bytes of KV per
 second, as a share of what a plain copy moves (reads and writes), say how close the kernel is to the
-memory's limit. On a GPU this is the Triton kernel, on a CPU the torch kernel with one thread.
+memory's limit; likewise for the rotation of queries and keys with the write of KV. Prefill is bound
+by arithmetic: its limit is the rate of a large product of matrices. On a GPU these are the Triton
+kernels, replayed in CUDA graphs as in decode steps, and on a CPU the torch kernels with one thread.
 """
 
 import argparse
@@ -14,14 +16,21 @@ import torch
 from rich.console import Console
 
 from benchmarks.figures.report import ResultRow, make_row, print_rows
-from kv_kernels.dispatch import kernels_for
+from kv_kernels.reference import attention, elementwise, paged_cache
 from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from node_engine.model.config.rope import compute_angles
 
-HELP = "paged decode attention against this device's rate of copying"
+HELP = "paged attention and writes of KV against this device's rates of copying and arithmetic"
 KV_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 16
+HEADS = KV_HEADS * GROUP
 BATCHES = {"cuda": (1, 16, 64, 256), "cpu": (1, 4, 16)}
+PROMPTS = {"cuda": (512, 2048, 8192), "cpu": (512,)}  # tokens
+WRITES = {"cuda": (1, 64, 2048), "cpu": (1, 64)}  # tokens of a step
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes: beyond the caches
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
+
+Call = Callable[[], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,41 +54,147 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
 def measure_kernels(
     device: torch.device, context: int, rounds: int, command: str
 ) -> list[ResultRow]:
+    copied, multiplied = _copy_rate(device, rounds), _product_rate(device, rounds)
+    rows = [
+        make_row("attention/copy", copied / 1e9, "GB/s", command),
+        make_row("attention/product", multiplied / 1e12, "TFLOP/s", command),
+    ]
+    for batch in BATCHES[device.type]:
+        rate = _decode_rate(device, batch, context, rounds) / 1e9
+        name = f"attention/decode_{context}_batch_{batch}"
+        rows.append(make_row(name, rate, "GB/s", command, copied / 1e9))
+    for tokens in PROMPTS[device.type]:
+        rate = _prefill_rate(device, tokens, rounds) / 1e12
+        name = f"attention/prefill_{tokens}"
+        rows.append(make_row(name, rate, "TFLOP/s", command, multiplied / 1e12))
+    for tokens in WRITES[device.type]:
+        rate = _write_rate(device, tokens, rounds) / 1e9
+        name = f"attention/rotate_and_write_{tokens}"
+        rows.append(make_row(name, rate, "GB/s", command, copied / 1e9))
+    return rows
+
+
+def _copy_rate(device: torch.device, rounds: int) -> float:
+    """Return bytes per second, read and written."""
     source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, rounds)
-    rows = [make_row("attention/copy", copied / 1e9, "GB/s", command)]
-    for batch in BATCHES[device.type]:
-        rate = _decode_rate(device, batch, context, rounds)
-        rows.append(
-            make_row(
-                f"attention/decode_{context}_batch_{batch}",
-                rate / 1e9,
-                "GB/s",
-                command,
-                copied / 1e9,
-            )
-        )
-    return rows
+    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, rounds)
+
+
+def _product_rate(device: torch.device, rounds: int) -> float:
+    """Return operations per second of a product of bf16 matrices."""
+    size = _MATRIX_SIZE[device.type]
+    left, right = _randn(device, size, size), _randn(device, size, size)
+    out = torch.empty_like(left)
+    return 2 * size**3 / _median_seconds(lambda: torch.mm(left, right, out=out), device, rounds)
 
 
 def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) -> float:
     """Return bytes of KV (bf16) per second; the blocks of each sequence are scattered."""
     blocks = context // BLOCK_SIZE
-    arena = torch.randn(batch * blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM, device=device).to(
-        torch.bfloat16
-    )
-    order = torch.randperm(batch * blocks).reshape(batch, blocks).numpy()
-    contexts = [AttentionContext(order[number], context) for number in range(batch)]
-    parts = kernels_for(device).plan_decode(PagedCache.from_arena(arena), contexts, torch.bfloat16)
-    query = torch.randn(batch, KV_HEADS * GROUP, DIM, device=device).to(torch.bfloat16)
+    cache = _make_cache(device, batch * blocks)
+    tables = torch.randperm(batch * blocks).reshape(batch, blocks)
+    query = _randn(device, batch, HEADS, DIM)
+    call = _plan_decode(cache, tables, blocks * BLOCK_SIZE, query)
+    if device.type == "cuda":
+        call = _capture(call)
+    return cache.arena.nbytes / _median_seconds(call, device, rounds)
+
+
+def _plan_decode(cache: PagedCache, tables: torch.Tensor, length: int, query: torch.Tensor) -> Call:
+    batch, blocks = tables.shape
     out = torch.empty_like(query)
-    return arena.nbytes / _median_seconds(
-        lambda: [part(query, 0, out) for part in parts], device, rounds
+    if query.device.type == "cpu":
+        contexts = [AttentionContext(table.numpy(), length) for table in tables]
+        parts = attention.plan_decode(cache, contexts, query.dtype)
+        return lambda: [part(query, 0, out) for part in parts]
+    from kv_kernels.triton.split_decode import SplitDecode
+    from node_engine.model.gpu.fused_transformer import choose_splits
+
+    decode = SplitDecode.allocate(
+        tables.flatten().to(query.device, torch.int32),
+        torch.arange(0, batch * blocks, blocks, dtype=torch.int32, device=query.device),
+        torch.full((batch,), length, dtype=torch.int32, device=query.device),
+        HEADS,
+        DIM,
+        choose_splits(batch, KV_HEADS),
     )
+    return lambda: decode.attend(query, cache, 0, None, out)
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _prefill_rate(device: torch.device, tokens: int, rounds: int) -> float:
+    """Return operations per second of causal attention of one prompt, in one chunk."""
+    blocks = -(-tokens // BLOCK_SIZE)
+    query = _randn(device, tokens, HEADS, DIM)
+    call = _plan_prefill(_make_cache(device, blocks), torch.randperm(blocks), query)
+    operations = 4 * HEADS * DIM * tokens * (tokens + 1) // 2
+    return operations / _median_seconds(call, device, rounds)
+
+
+def _plan_prefill(cache: PagedCache, table: torch.Tensor, query: torch.Tensor) -> Call:
+    tokens, out = len(query), torch.empty_like(query)
+    if query.device.type == "cpu":
+        mask = attention.causal_mask(tokens, query.dtype, query.device)
+        context = AttentionContext(table.numpy(), tokens)
+        part = attention.plan_prefill(cache, 0, tokens, context, mask)
+        return lambda: part(query, 0, out)
+    from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
+
+    tables = table.to(query.device, torch.int32)
+    tiles = torch.from_numpy(list_query_tiles([PrefillChunk(0, tokens, 0, 0)])).to(query.device)
+    return lambda: attend_chunks(query, cache, 0, tables, tiles, None, out)
+
+
+def _write_rate(device: torch.device, tokens: int, rounds: int) -> float:
+    """Return bytes per second of rotating queries and keys and writing KV, read and written."""
+    cache = _make_cache(device, -(-tokens // BLOCK_SIZE))
+    qkv = _randn(device, tokens, HEADS + 2 * KV_HEADS, DIM)
+    cos, sin = compute_angles(
+        torch.rand(DIM // 2, device=device), torch.arange(tokens, device=device), qkv.dtype
+    )
+    slots = torch.randperm(len(cache.arena) * BLOCK_SIZE)[:tokens]
+    call = _plan_write(cache, qkv, cos, sin, slots)
+    if device.type == "cuda":
+        call = _capture(call)
+    return 2 * qkv.nbytes / _median_seconds(call, device, rounds)
+
+
+def _plan_write(
+    cache: PagedCache, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
+) -> Call:
+    if qkv.device.type == "cpu":
+        places = SlotMapping(slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+
+        def rotate_and_write() -> None:
+            elementwise.rotary_(qkv[:, : HEADS + KV_HEADS], cos, sin)
+            paged_cache.write_kv(qkv[:, HEADS:], cache, 0, places)
+
+        return rotate_and_write
+    from kv_kernels.triton.layer_ops import rotate_and_write_kv
+
+    flat = slots.to(qkv.device, torch.int32)
+    return lambda: rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, flat)
+
+
+def _randn(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(torch.bfloat16)
+
+
+def _make_cache(device: torch.device, blocks: int) -> PagedCache:
+    return PagedCache.from_arena(_randn(device, blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM))
+
+
+def _capture(call: Call) -> Call:
+    """Capture the launches of a call in a CUDA graph, after they were compiled."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _median_seconds(call: Call, device: torch.device, rounds: int) -> float:
     """Return the median seconds of a call after a warm-up, by events on a GPU's stream."""
     for _ in range(3):
         call()
@@ -98,7 +213,7 @@ def _median_seconds(call: Callable[[], object], device: torch.device, rounds: in
     return seconds
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(call: Call) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started

@@ -1,7 +1,8 @@
-"""The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped,
-loudly, without one."""
+"""The kernels and the engine on an NVIDIA GPU, against their twins on CPUs; skipped without one."""
 
+import gc
 import mmap
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,135 +13,146 @@ import torch
 from baton.errors import ConfigError
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels import fused_prefill as causal_chunk
-from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
-from kv_kernels.triton import decode_attention as triton_decode
-from kv_kernels.triton import kv_write as triton_write
+from kv_kernels.reference.host_memory import memory_as_cuda_tensor
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
+from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_to_end
+
+pytest.importorskip("triton")
+
+from node_engine.model.gpu.decode_graphs import DecodeGraphs, StepOutput
+from node_engine.model.gpu.fused_transformer import choose_splits
+from node_engine.model.gpu.step_inputs import StepInputs
+from tests.gpu import engine_comparisons
+from tests.gpu import kernel_comparisons as compare
+from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU here"),
 ]
+CUDA = torch.device("cuda")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-# (kv_heads, heads per kv_head, dim, block_size, context lengths, window)
-SHAPES = {
-    "grouped": (2, 7, 64, 16, (5, 1024, 1, 777), None),
-    "several splits": (8, 4, 128, 16, (4099, 2, 33), None),
-    "odd sizes": (1, 1, 24, 6, (11,), None),
-    "windowed": (8, 4, 128, 16, (4099, 600, 517, 516, 33), 517),
+LLAMA_8B = AttentionShape(8, 4, 128, 16)
+DECODE_CASES: dict[str, tuple[AttentionShape, tuple[int, ...]]] = {
+    "grouped": (AttentionShape(2, 7, 64, 16), (5, 1024, 1, 777)),
+    "several splits": (LLAMA_8B, (4099, 2, 33)),
+    "one sequence": (LLAMA_8B, (9000,)),
+    "padding": (LLAMA_8B, (700, 0, 33, 0)),
+    "odd sizes": (AttentionShape(1, 1, 24, 6), (11,)),
+    "windowed": (AttentionShape(8, 4, 128, 16, window=517), (4099, 600, 517, 516, 33)),
 }
+PREFILL_CASES: dict[str, tuple[AttentionShape, tuple[tuple[int, int], ...]]] = {
+    "one chunk": (LLAMA_8B, ((0, 1024),)),
+    "behind a prefix": (LLAMA_8B, ((1536, 512),)),
+    "several chunks": (LLAMA_8B, ((0, 5), (9, 130), (2000, 1), (300, 257))),
+    "ungrouped": (AttentionShape(2, 1, 64, 16), ((0, 300), (236, 64), (299, 1))),
+    "odd sizes": (AttentionShape(1, 3, 24, 6), ((0, 70), (77, 200))),
+    "windowed": (AttentionShape(2, 4, 64, 16, window=517), ((0, 700), (1500, 400), (4000, 3))),
+    "short window": (AttentionShape(2, 4, 64, 16, window=22), ((0, 150), (300, 140))),
+}
+MANY_BLOCKS = 36_000  # of 64 Ki elements: more than 2^31 elements
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_paged_decode_equals_the_cpu_reference(shape: str, kind: str) -> None:
-    kv_heads, group, dim, block_size, lengths, window = SHAPES[shape]
-    dtype = getattr(torch, kind)
-    generator = torch.Generator().manual_seed(0)
-    widths = [-(-length // block_size) for length in lengths]
-    arena = torch.randn(sum(widths), 2, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
-    order = torch.randperm(sum(widths), generator=generator)
-    blocks = [part.numpy() for part in order.split(widths)]
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    wholes = [AttentionContext(blocks[i], lengths[i]) for i in longest_first]
-    contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
-    query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
-    exact = torch.zeros(query.shape)
-    for part in attention.plan_decode(
-        PagedCache.from_arena(arena.float()), contexts, torch.float32
-    ):
-        part(query.float(), 1, exact)
-    out = torch.full(query.shape, torch.nan, dtype=dtype, device="cuda")
-    for part in triton_decode.plan_decode(PagedCache.from_arena(arena.cuda()), contexts, dtype):
-        part(query.cuda(), 1, out)
-    assert float((out.cpu().float() - exact).abs().max()) < TOLERANCE[kind]
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_paged_decode_equals_the_cpu_reference(case: str, kind: str) -> None:
+    shape, lengths = DECODE_CASES[case]
+    for splits in (1, 3, choose_splits(len(lengths), shape.kv_heads)):
+        error = compare.measure_decode_error(shape, lengths, splits, getattr(torch, kind), CUDA)
+        assert error < TOLERANCE[kind], splits
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_chunked_prefill_equals_the_cpu_reference(case: str, kind: str) -> None:
+    shape, chunks = PREFILL_CASES[case]
+    error = compare.measure_prefill_error(shape, chunks, getattr(torch, kind), CUDA)
+    assert error < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("window", [None, 22])
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_prefill_chunk_may_start_at_any_offset(kind: str, window: int | None) -> None:
-    """Masks are slices: their rows begin at any multiple of two bytes."""
-    dtype = getattr(torch, kind)
-    generator = torch.Generator().manual_seed(2)
-    arena = torch.randn(6, 2, 2, 2, 16, 32, generator=generator).to(dtype)
-    query = torch.randn(96, 4, 32, generator=generator).to(dtype)
-    mask = attention.causal_mask if window is None else attention.window_mask
-    reach = 96 if window is None else window
-    blocks = torch.arange(6).numpy()
+    shape = AttentionShape(2, 2, 32, 16, window)
     for start in range(20):
-        for count in (1, 16 - start % 16, 32 - start % 16, 61):
-            context = AttentionContext(blocks, start + count)
+        counts = (1, 16 - start % 16, 32 - start % 16, 61)
+        error = compare.measure_prefill_error(
+            shape, [(start, count) for count in counts], getattr(torch, kind), CUDA
+        )
+        assert error < TOLERANCE[kind], start
 
-            def attend(
-                cache: torch.Tensor, queries: torch.Tensor, *, of: AttentionContext, count: int
-            ) -> torch.Tensor:
-                made = mask(reach, queries.dtype, queries.device)
-                part = causal_chunk.plan_fused_prefill(
-                    PagedCache.from_arena(cache), 0, count, of, made
-                )
-                out = torch.full(
-                    queries.shape, torch.nan, dtype=queries.dtype, device=queries.device
-                )
-                part(queries, 1, out)
-                return out.cpu().float()[:count]
 
-            exact = attend(arena.float(), query.float(), of=context, count=count)
-            there = attend(arena.cuda(), query.cuda(), of=context, count=count)
-            assert float((there - exact).abs().max()) < TOLERANCE[kind], (start, count)
+def test_attention_reads_blocks_beyond_two_billion_elements() -> None:
+    decode = compare.measure_decode_error(
+        LLAMA_8B, (700, 33), 3, torch.bfloat16, CUDA, first_block=MANY_BLOCKS
+    )
+    prefill = compare.measure_prefill_error(
+        LLAMA_8B, ((0, 130), (300, 70)), torch.bfloat16, CUDA, first_block=MANY_BLOCKS
+    )
+    assert decode < TOLERANCE["bfloat16"]
+    assert prefill < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("count", [300, 64, 1])
-def test_a_chunk_in_one_call_equals_its_tiles(kind: str, group: int, count: int) -> None:
-    dtype = getattr(torch, kind)
-    generator = torch.Generator().manual_seed(3)
-    cache = PagedCache.from_arena(
-        torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda()
-    )
-    query = torch.randn(count, 2 * group, 64, generator=generator).to(dtype).cuda()
-    context, mask = (
-        AttentionContext(torch.arange(19).numpy(), 300),
-        attention.causal_mask(300, dtype, query.device),
-    )
-    tiles, once = torch.empty_like(query), torch.empty_like(query)
-    attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
-    part = causal_chunk.plan_fused_prefill(cache, 0, count, context, mask)
-    assert isinstance(part, causal_chunk.FusedPrefillAttention)
-    part(query, 1, once)
-    assert float((once.float() - tiles.float()).abs().max()) < TOLERANCE[kind]
-
-
-def test_cudnn_attention_is_off_once_the_kernels_are_chosen() -> None:
-    kernels_for(torch.device("cuda"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [LLAMA_8B, AttentionShape(2, 7, 64, 16), AttentionShape(1, 3, 24, 6)],
+    ids=["8B", "grouped by 7", "odd sizes"],
+)
+def test_rotated_queries_and_written_kv_equal_the_cpu_reference(
+    shape: AttentionShape, qk_norm: bool, kind: str
+) -> None:
+    error = compare.measure_rotation_error(shape, 50, getattr(torch, kind), CUDA, qk_norm=qk_norm)
+    assert error < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-def test_kv_write_equals_the_cpu_reference(kind: str) -> None:
+@pytest.mark.parametrize(("tokens", "width"), [(1, 4096), (300, 4096), (7, 896), (3, 37)])
+def test_norm_and_gate_equal_the_cpu_reference(tokens: int, width: int, kind: str) -> None:
     dtype = getattr(torch, kind)
-    generator = torch.Generator().manual_seed(1)
-    arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
-    twin = arena.clone()
-    kv = torch.randn(3, 4, 12, generator=generator).to(dtype)
-    slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
-    there = arena.cuda()
-    triton_write.write_kv(
-        kv.cuda(),
-        PagedCache.from_arena(there),
-        1,
-        SlotMapping(slots.blocks.cuda(), slots.offsets.cuda()),
-    )
-    paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
-    assert torch.equal(there.cpu(), twin)
+    for residual in (False, True):
+        error = compare.measure_norm_error(tokens, width, dtype, CUDA, residual=residual)
+        assert error < TOLERANCE[kind]
+    assert compare.measure_silu_error(tokens, 3 * width, dtype, CUDA) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("name", SAMPLING_FILTERS)
+def test_draws_equal_those_on_the_cpu(name: str, kind: str) -> None:
+    for vocab, rows in ((1000, 64), (128_256, 24)):
+        assert not compare.count_different_draws(
+            SAMPLING_FILTERS[name], vocab, rows, getattr(torch, kind), CUDA
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_finite_maximum_are_reported(temperature: float) -> None:
+    intact, *damaged = compare.sample_damaged_rows(CUDA, temperature)
+    assert intact >= 0
+    assert damaged == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("layer", [None, 0, 3])
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_block_copies_between_gpu_and_host_change_nothing_else(
+    kind: str, layer: int | None
+) -> None:
+    dtype = getattr(torch, kind)
+    shape = (6, 4, 2, 8, 16, 128)
+    device = torch.empty(shape, dtype=dtype, device=CUDA)
+    memory = mmap.mmap(-1, device.nbytes)
+    host = memory_as_cuda_tensor(memoryview(memory), dtype).view(shape)
+    assert compare.check_block_copies(device, host, layer)
+    assert compare.check_block_copies(host, device, layer)
+
+
+def load_gpu_engine(folder: Path) -> BaseEngine:
+    return load_model_engine(folder, dtype="float32", device="cuda")
 
 
 def generate(engine: BaseEngine, prompt: Sequence[int], count: int, chunk: int) -> list[int]:
@@ -164,11 +176,121 @@ def generate(engine: BaseEngine, prompt: Sequence[int], count: int, chunk: int) 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
 def test_gpu_tokens_equal_transformers(family: FamilyName, tmp_path: Path) -> None:
     folder = build_model(family, tmp_path)
-    engine = load_model_engine(folder, dtype="float32", device="cuda")
-    blocks = 64
-    engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
-    for wanted in find_stable_prompts(folder, (1, 17, 130, 257), 24):
-        assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.reference_tokens)
+    engine = load_gpu_engine(folder)
+    engine_comparisons.bind_engine(engine)
+    prompts = find_stable_prompts(folder, (1, 17, 130, 257), 24)
+    wanted = [list(stable.reference_tokens) for stable in prompts]
+    for stable in prompts:
+        assert generate(engine, stable.prompt, 24, chunk=64) == list(stable.reference_tokens)
+    together = engine_comparisons.generate_in_chunks(
+        engine, [stable.prompt for stable in prompts], 24
+    )
+    assert together == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "mixed"])
+def test_decode_continues_from_announced_layers(family: FamilyName, tmp_path: Path) -> None:
+    folder = build_model(family, tmp_path)
+    for stable in find_stable_prompts(folder, (16, 130), 12):
+        tokens = engine_comparisons.generate_after_handoff(
+            load_gpu_engine(folder), load_gpu_engine(folder), stable.prompt, 12
+        )
+        assert tokens == list(stable.reference_tokens)
+
+
+def test_saved_blocks_equal_announced_ones(tmp_path: Path) -> None:
+    folder = build_model("qwen3", tmp_path)
+    prompt = [place * 7 % 512 for place in range(75)]
+    assert engine_comparisons.saves_what_it_announces(lambda: load_gpu_engine(folder), prompt)
+
+
+@pytest.mark.parametrize("family", ["mixed", "qwen3"])
+def test_special_rows_equal_those_of_the_cpu_engine(family: FamilyName, tmp_path: Path) -> None:
+    folder = build_model(family, tmp_path)
+    engines = load_gpu_engine(folder), load_model_engine(folder, dtype="float32", device="cpu")
+    for engine in engines:
+        engine_comparisons.bind_engine(engine)
+    (tokens, logprobs), (wanted_tokens, wanted_logprobs) = map(
+        engine_comparisons.run_special_rows, engines
+    )
+    assert tokens == wanted_tokens
+    assert logprobs == pytest.approx(wanted_logprobs, abs=1e-3)
+
+
+def test_copied_block_continues_the_prefix(tmp_path: Path) -> None:
+    folder = build_model("llama", tmp_path)
+    engine = load_gpu_engine(folder)
+    engine_comparisons.bind_engine(engine)
+    (stable,) = find_stable_prompts(folder, (16,), 12)
+    tokens = engine_comparisons.generate_in_a_copied_block(engine, stable.prompt, 12)
+    assert tokens == list(stable.reference_tokens)
+
+
+def test_damaged_cache_is_reported(tmp_path: Path) -> None:
+    engine = load_gpu_engine(build_model("llama", tmp_path))
+    engine_comparisons.bind_engine(engine)
+    assert engine_comparisons.reports_damaged_cache(engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_graphs_change_no_token(
+    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches shrink from one sequence more than the largest graph has, to one."""
+    folder = build_model("mixed", tmp_path)
+    prompts = find_stable_prompts(folder, (50, 1, 33, 17, 9), 24)
+    replayed: set[int] = set()
+    replay = DecodeGraphs.replay
+
+    def watch_replay(graphs: DecodeGraphs, bucket: int, inputs: StepInputs) -> StepOutput:
+        replayed.add(bucket)
+        return replay(graphs, bucket, inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", watch_replay)
+    answers = []
+    for uses_graphs in (False, True):
+        engine = load_model_engine(
+            folder, dtype="float32", device="cuda", max_num_seqs=4, uses_graphs=uses_graphs
+        )
+        engine_comparisons.bind_engine(engine)
+        engine.warm_up(256)
+        assert not replayed
+        blocks = ShuffledBlocks(engine_comparisons.NUM_BLOCKS)
+        runs = [
+            SequenceRun(
+                stable.prompt,
+                blocks.allocate_blocks(len(stable.prompt) + 24),
+                SamplingParams(4 * (place + 2), temperature, top_p=0.95, seed=place),
+            )
+            for place, stable in enumerate(prompts)
+        ]
+        run_to_end(engine, runs)
+        answers.append([run.output_tokens for run in runs])
+    assert answers[0] == answers[1]
+    assert replayed == {1, 2, 4}
+    if not temperature:
+        assert answers[0] == [
+            list(stable.reference_tokens[: 4 * (place + 2)]) for place, stable in enumerate(prompts)
+        ]
+
+
+def test_cache_beyond_free_device_memory_is_refused(tmp_path: Path) -> None:
+    engine = load_gpu_engine(build_model("llama", tmp_path))
+    blocks = (256 << 20) // engine.layout.block_bytes
+    needed = (blocks + 1) * engine.layout.block_bytes
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    others = torch.empty(free - (128 << 20), dtype=torch.uint8, device=CUDA)
+    refused, accepted = (
+        memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)) for _ in range(2)
+    )
+    reason = f"needs {needed} bytes on the GPU and [0-9]+ of {total} are free"
+    with pytest.raises(ConfigError, match=f"{reason}.*{re.escape('lower --kv-memory')}"):
+        engine.bind_cache(refused, blocks)
+    del others
+    engine.bind_cache(accepted, blocks)
+    assert len(generate(engine, (1, 2, 3), 4, chunk=2)) == 4
 
 
 @pytest.fixture
@@ -185,7 +307,7 @@ def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path, segments: Path)
 
 
 def test_unpinnable_memory_is_reported_with_a_fix(tmp_path: Path) -> None:
-    engine = load_model_engine(build_model("llama", tmp_path), dtype="float32", device="cuda")
+    engine = load_gpu_engine(build_model("llama", tmp_path))
     size = 64 * engine.layout.block_bytes
     file = tmp_path / "mapped"
     file.write_bytes(bytes(size))

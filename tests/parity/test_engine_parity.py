@@ -2,8 +2,7 @@
 blocks."""
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,10 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.paged_cache import PagedCache
-from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
     SampleSpec,
     SequenceId,
     SequenceSlice,
-    SliceResult,
     StepBatch,
 )
 from node_engine.model.base_engine import BaseEngine
@@ -35,11 +32,17 @@ from tests.models import (
     find_stable_prompts,
     load_reference_model,
 )
+from tests.sequence_runs import (
+    GREEDY,
+    NEW_TOKENS,
+    NUM_BLOCKS,
+    SequenceRun,
+    ShuffledBlocks,
+    run_step,
+    run_to_end,
+)
 
 LENGTHS = (1, 15, 16, 17, 33, 130, 257)
-NEW_TOKENS = 48
-BLOCKS = 256
-GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 CPU = torch.device("cpu")
 
 
@@ -65,75 +68,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def memory(case: ParityCase) -> bytearray:
     """A bound arena full of NaN: whoever reads what nobody wrote is found out."""
-    memory = bytearray(b"\xff" * (BLOCKS * case.engine.layout.block_bytes))
-    case.engine.bind_cache(memoryview(memory), BLOCKS)
+    memory = bytearray(b"\xff" * (NUM_BLOCKS * case.engine.layout.block_bytes))
+    case.engine.bind_cache(memoryview(memory), NUM_BLOCKS)
     return memory
-
-
-@dataclass
-class SequenceRun:
-    """A sequence on its way: what is computed, and where its KV lies."""
-
-    prompt: tuple[int, ...]
-    blocks: list[BlockIndex]
-    params: SamplingParams = GREEDY
-    choice: int = 0
-    computed_tokens: int = 0
-    output_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.output_tokens)
-
-    def next_slice(self, limit: int | None = None) -> SequenceSlice:
-        """The next `limit` tokens that have no KV yet; the last of them is sampled."""
-        context = self.context
-        end = len(context) if limit is None else min(len(context), self.computed_tokens + limit)
-        spec = SampleSpec(self.params, self.choice, end) if end == len(context) else None
-        return SequenceSlice(
-            SequenceId(id(self)),
-            context[self.computed_tokens : end],
-            self.computed_tokens,
-            self.blocks,
-            spec,
-        )
-
-    def apply_result(self, slice_: SequenceSlice, made: SliceResult) -> None:
-        self.computed_tokens += len(slice_.token_ids)
-        assert (made.token_id is None) == (slice_.sample_spec is None)
-        if made.token_id is not None:
-            self.output_tokens.append(made.token_id)
-
-
-class ShuffledBlocks:
-    """Hands out shuffled blocks, so that nothing works by being adjacent."""
-
-    def __init__(self) -> None:
-        self._free = random.Random(0).sample(range(BLOCKS), BLOCKS)
-
-    def allocate_blocks(self, tokens: int) -> list[BlockIndex]:
-        return [BlockIndex(self._free.pop()) for _ in range(-(-tokens // 16))]
-
-
-def run_step(
-    engine: BaseEngine,
-    runs: Sequence[SequenceRun],
-    limits: Sequence[int | None],
-    on_layer: LayerCallback | None = None,
-) -> None:
-    slices = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
-    for run, slice_, made in zip(
-        runs, slices, engine.run(StepBatch(tuple(slices)), on_layer), strict=True
-    ):
-        run.apply_result(slice_, made)
-
-
-def run_to_end(
-    engine: BaseEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None
-) -> None:
-    """Step all runs together until each has its tokens."""
-    while running := [run for run in runs if len(run.output_tokens) < run.params.max_tokens]:
-        run_step(engine, running, [next(limits) if limits else None for _ in running])
 
 
 @pytest.mark.usefixtures("memory")
@@ -220,7 +157,7 @@ def test_each_layer_is_in_the_arena_when_it_is_announced(
     run_step(case.engine, [decoding], [None])
     prefilling = SequenceRun(case.prompts[-1].prompt, blocks.allocate_blocks(300))
     layers = case.engine.layout.num_layers
-    arena = torch.frombuffer(memory, dtype=torch.int32).view(BLOCKS, layers, -1)
+    arena = torch.frombuffer(memory, dtype=torch.int32).view(NUM_BLOCKS, layers, -1)
     before, announced = arena.clone(), []
 
     def on_layer(layer: int) -> None:

@@ -47,7 +47,7 @@ class ModelNode:
         self.pool = BlockPool(BLOCKS, layout.block_size, lambda: 0.0)
         limits = SchedulerLimits(4, 64, 2048)
         self.scheduler = Scheduler(
-            self.pool, limits, copy_pool_blocks=None if in_place else self.copies.copy_blocks
+            self.pool, limits, copy_pool_blocks=None if in_place else self._copy_pool_blocks
         )
         self.num_released = 0
 
@@ -82,13 +82,19 @@ class ModelNode:
         )
         mine = self.pool.find_own_suffix(chain, blocks + (1 if partial else 0))
         places = [BlockIndex(self.first_pool_block + number) for number in range(len(mine))]
+        self.engine.save_blocks(mine)
         self.copies.copy_blocks(list(zip(mine, places, strict=True)))
         for block in map(BlockIndex, range(BLOCKS)):
             if block in self.pool.prefix_index:
                 self.pool.unindex_block(block)
         self.arena.view[:] = bytes(len(self.arena.view))
+        self.engine.load_blocks([BlockIndex(block) for block in range(BLOCKS)])
         beginning = PartialHit(places[blocks], partial) if partial else None
         return PoolPrefix(tuple(places[:blocks]), beginning, RefCountedPin(self._release))
+
+    def _copy_pool_blocks(self, copies: Sequence[tuple[BlockIndex, BlockIndex]]) -> None:
+        self.copies.copy_blocks(copies)
+        self.engine.load_blocks([target for _, target in copies])
 
     def _release(self) -> None:
         self.num_released += 1

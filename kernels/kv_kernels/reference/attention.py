@@ -155,15 +155,6 @@ def window_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.
     return mask.add_(torch.full_like(mask, -math.inf).tril_(-1)).to(device)
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [queries, keys] with rows aligned to the 16 bytes that CUDA's kernels read at a time.
-
-    torch checks the length of rows, but not where the rows of a slice begin, and a misaligned read
-    makes the GPU unusable for the process."""
-    misaligned = mask.data_ptr() % 16 or mask.stride(0) * mask.element_size() % 16
-    return mask.clone() if mask.is_cuda and misaligned else mask
-
-
 @dataclass(frozen=True, slots=True)
 class TiledPrefillAttention:
     """Causal attention of one chunk over its paged prefix and itself.
@@ -188,9 +179,9 @@ class TiledPrefillAttention:
                 query[first:last].transpose(0, 1)[None],
                 key[:, :, begin:end],
                 value[:, :, begin:end],
-                attn_mask=_aligned(
-                    self.mask[: last - first, reach - position + begin : reach - position + end]
-                ),
+                attn_mask=self.mask[
+                    : last - first, reach - position + begin : reach - position + end
+                ],
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             out[first:last].copy_(attended[0].transpose(0, 1))

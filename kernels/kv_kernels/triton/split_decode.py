@@ -111,12 +111,12 @@ def _combine_kernel(
     split_ok, dim_ok = split < splits, dim < DIM
     peaks = tl.load(stats + (cell * splits + split) * 2, mask=split_ok, other=float("-inf"))
     totals = tl.load(stats + (cell * splits + split) * 2 + 1, mask=split_ok, other=0.0)
-    used = totals > 0.0
+    used = totals != 0.0  # NaN counts: a damaged cache must not go unnoticed
     share = tl.where(used, tl.exp2(peaks - tl.max(peaks, 0)), 0.0)
     rows = (cell * splits + split)[:, None] * DIM + dim[None, :]
     parts = tl.load(sums + rows, mask=used[:, None] & dim_ok[None, :], other=0.0)
     total = tl.sum(totals * share, 0)
-    joined = tl.sum(parts * share[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    joined = tl.sum(parts * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + cell * DIM + dim, joined.to(out.dtype.element_ty), mask=dim_ok)
 
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.reference import attention
 from kv_kernels.reference.attention import (
     AttentionContext,
     PaddedDecodeAttention,
-    TiledPrefillAttention,
     causal_mask,
     clip_to_window,
     plan_decode,
@@ -110,21 +108,15 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
     ]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = causal_mask(256, dtype, torch.device("cpu"))
-    for plan in (plan_prefill, plan_fused_prefill):
-        out.fill_(torch.nan)
-        part = plan(cache, 2, count, context, mask)
-        assert type(part) is (
-            FusedPrefillAttention if plan is plan_fused_prefill else TiledPrefillAttention
-        )
-        part(query, LAYER, out)
-        torch.testing.assert_close(
-            out[2:-1].double(),
-            dense_attention(query[2:-1], cache, context),
-            atol=TOLERANCE[dtype],
-            rtol=0.0,
-        )
-        assert out[:2].isnan().all()
-        assert out[-1].isnan().all()
+    plan_prefill(cache, 2, count, context, mask)(query, LAYER, out)
+    torch.testing.assert_close(
+        out[2:-1].double(),
+        dense_attention(query[2:-1], cache, context),
+        atol=TOLERANCE[dtype],
+        rtol=0.0,
+    )
+    assert out[:2].isnan().all()
+    assert out[-1].isnan().all()
 
 
 def poison_outside_window(
@@ -166,10 +158,8 @@ def test_windowed_prefill_reads_the_window_alone(
     seen = poison_outside_window(cache, context, window, count)
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = window_mask(window, dtype, torch.device("cpu"))
-    for plan in (plan_prefill, plan_fused_prefill):
-        out.fill_(torch.nan)
-        plan(cache, 0, count, seen, mask)(query, LAYER, out)
-        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
+    plan_prefill(cache, 0, count, seen, mask)(query, LAYER, out)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
 def test_a_sequence_reads_only_its_own_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Runs the Triton kernels in Triton's interpreter and prints their largest errors as JSON.
+"""Runs the Triton kernels in Triton's interpreter and prints their errors as JSON.
 
 It is a program of its own, because TRITON_INTERPRET must be set before a kernel is defined and then
 holds for the whole process.
@@ -10,97 +10,75 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np
 import torch
 
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
-from kv_kernels.triton import decode_attention, kv_write
+from tests.gpu import kernel_comparisons as compare
+from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
-KINDS = ("float32", "float16", "bfloat16")
-# kv_heads, heads per kv_head, dim, block_size, context lengths, window
-Shape = tuple[int, int, int, int, tuple[int, ...], int | None]
-SHAPES: dict[str, Shape] = {
-    "grouped": (2, 3, 16, 4, (5, 8, 1), None),
-    "several splits": (1, 2, 16, 1, (decode_attention.PAGES_PER_SPLIT + 3, 2), None),
-    "odd sizes": (1, 1, 24, 6, (11,), None),
-    "windowed": (2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
-    "windowed over splits": (
-        1,
-        1,
-        16,
-        2,
-        (50, 3),
-        2 * decode_attention.PAGES_PER_SPLIT + 3,
-    ),
+CPU = torch.device("cpu")
+KINDS = ("float32", "bfloat16")
+DECODE_CASES: dict[str, tuple[AttentionShape, tuple[int, ...], int]] = {
+    "grouped": (AttentionShape(2, 3, 16, 4), (5, 8, 1, 0, 70), 1),
+    "several splits": (AttentionShape(1, 2, 16, 16), (0, 200, 2, 130), 3),
+    "more splits than tokens": (AttentionShape(1, 1, 16, 1), (3, 66), 8),
+    "odd sizes": (AttentionShape(1, 1, 24, 6), (11, 70), 2),
+    "windowed": (AttentionShape(2, 2, 16, 4, window=7), (21, 11, 10, 8, 7, 3), 1),
+    "windowed over splits": (AttentionShape(1, 1, 16, 2, window=70), (210, 100, 0, 3), 3),
+}
+PREFILL_CASES: dict[str, tuple[AttentionShape, tuple[tuple[int, int], ...]]] = {
+    "several chunks": (AttentionShape(2, 2, 16, 4), ((0, 5), (9, 130), (300, 1))),
+    "odd sizes": (AttentionShape(1, 3, 24, 6), ((0, 70), (77, 200))),
+    "windowed": (AttentionShape(2, 1, 32, 16, window=33), ((0, 150), (300, 140), (500, 3))),
+    "long window": (AttentionShape(1, 1, 16, 16, window=150), ((100, 260),)),
+}
+ROTATIONS = {
+    "grouped": (AttentionShape(2, 2, 16, 4), False),
+    "odd sizes": (AttentionShape(1, 3, 24, 6), False),
+    "QK norm": (AttentionShape(2, 3, 12, 4), True),
 }
 
 
-def max_decode_error(
-    kv_heads: int,
-    group: int,
-    dim: int,
-    block_size: int,
-    lengths: tuple[int, ...],
-    window: int | None,
-    kind: str,
-) -> float:
-    """Largest difference between the Triton kernel and the torch reference in fp32."""
-    generator = torch.Generator().manual_seed(0)
+def measure_errors(kind: str) -> dict[str, float]:
+    """Errors of all kernels in one dtype."""
     dtype = getattr(torch, kind)
-    widths = [-(-length // block_size) for length in lengths]
-    arena = torch.randn(sum(widths) + 1, 2, 2, kv_heads, block_size, dim, generator=generator).to(
-        dtype
-    )
-    order = torch.randperm(sum(widths), generator=generator).numpy()
-    blocks = np.split(order, np.cumsum(widths)[:-1])
-    wholes = [AttentionContext(b, length) for b, length in zip(blocks, lengths, strict=True)]
-    contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
-    query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[
-        :, :-1
-    ]
-    exact = torch.zeros(query.shape)
-    longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
-    reference = attention.plan_decode(
-        PagedCache.from_arena(arena.float()), [contexts[i] for i in longest_first], torch.float32
-    )
-    for part in reference:
-        part(query[longest_first].float(), 1, exact)
-    # Slots that no query sees may hold anything.
-    for whole, context in zip(wholes, contexts, strict=True):
-        arena[context.block_table[-1], :, :, :, (context.length - 1) % block_size + 1 :] = torch.nan
-        arena[context.block_table[0], :, :, :, : context.hidden_tokens] = torch.nan
-        arena[whole.block_table[: -len(context.block_table)]] = torch.nan
-    out = torch.full(query.shape, torch.nan, dtype=dtype)
-    for part in decode_attention.plan_decode(
-        PagedCache.from_arena(arena), contexts, dtype, upcast=True
-    ):
-        part(query, 1, out)
-    return float((out[longest_first].float() - exact).abs().max())
-
-
-def max_write_error(kind: str) -> float:
-    """Largest difference between the arenas that the Triton write and the reference leave."""
-    dtype = getattr(torch, kind)
-    generator = torch.Generator().manual_seed(1)
-    arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
-    expected = arena.clone()
-    kv = torch.randn(3, 5, 12, generator=generator).to(dtype)[:, 1:]
-    slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
-    kv_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
-    paged_cache.write_kv(kv, PagedCache.from_arena(expected), 1, slots)
-    return float((arena.float() - expected.float()).abs().max())
+    errors = {
+        f"norm with residual {kind}": compare.measure_norm_error(5, 48, dtype, CPU, residual=True),
+        f"norm alone {kind}": compare.measure_norm_error(2, 37, dtype, CPU, residual=False),
+        f"silu {kind}": compare.measure_silu_error(3, 1100, dtype, CPU),
+    }
+    for name, (shape, qk_norm) in ROTATIONS.items():
+        errors[f"rotation {name} {kind}"] = compare.measure_rotation_error(
+            shape, 9, dtype, CPU, qk_norm=qk_norm
+        )
+    for name, (shape, lengths, splits) in DECODE_CASES.items():
+        errors[f"decode {name} {kind}"] = compare.measure_decode_error(
+            shape, lengths, splits, dtype, CPU
+        )
+    for name, (shape, chunks) in PREFILL_CASES.items():
+        errors[f"prefill {name} {kind}"] = compare.measure_prefill_error(shape, chunks, dtype, CPU)
+    return errors
 
 
 def main() -> None:
-    errors = {
-        f"decode {name} {kind}": max_decode_error(*shape, kind)
-        for name, shape in SHAPES.items()
-        for kind in KINDS
-    }
-    errors |= {f"write {kind}": max_write_error(kind) for kind in KINDS}
-    json.dump(errors, sys.stdout)
+    results: dict[str, object] = {}
+    for kind in KINDS:
+        results |= measure_errors(kind)
+        source = torch.empty(6, 3, 2, 2, 4, 10, dtype=getattr(torch, kind))
+        for layer in (None, 2):
+            results[f"copy of layer {layer} {kind}"] = compare.check_block_copies(
+                source, torch.empty_like(source), layer
+            )
+    for name, params in SAMPLING_FILTERS.items():
+        results[f"draws {name}"] = compare.count_different_draws(
+            params, 1000, 8, torch.float32, CPU
+        )
+    # More logits than the kernel processes at a time.
+    results["draws long"] = compare.count_different_draws(
+        SAMPLING_FILTERS["all filters"], 4700, 3, torch.bfloat16, CPU
+    )
+    for temperature in (0.0, 1.0):
+        results[f"damaged {temperature}"] = compare.sample_damaged_rows(CPU, temperature)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

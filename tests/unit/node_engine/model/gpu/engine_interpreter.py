@@ -1,0 +1,95 @@
+"""Runs GpuEngine on the CPU, in Triton's interpreter, and prints what it computes as JSON.
+
+Standard input has, for each model, its folder, prompts, and how many tokens to generate. It is a
+program of its own, because TRITON_INTERPRET must be set before a kernel is defined and then holds
+for the whole process.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from pathlib import Path
+
+import torch
+
+from baton.kv.kv_layout import KVLayout
+from kv_kernels.reference import linear
+from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.model.config.model_config import load_model_config
+from node_engine.model.gpu import fused_transformer
+from node_engine.model.gpu.fused_transformer import FusedTransformer
+from node_engine.model.gpu.gpu_engine import GpuEngine
+from node_engine.model.loading.weights import load_weights
+from node_engine.model.model_loader import load_model_engine
+from tests.gpu import engine_comparisons as compare
+
+CPU = torch.device("cpu")
+MAX_MODEL_LEN = 256
+# A program of a split takes milliseconds, whether it has work or not.
+fused_transformer._DECODE_PROGRAMS = 8
+
+
+class InterpretedKernels(TorchKernels):
+    """The reference, with linear layers as a GPU has them."""
+
+    make_linear = staticmethod(linear.PlainLinear)
+
+
+def build_engine(folder: Path) -> GpuEngine:
+    config, kernels = load_model_config(folder), InterpretedKernels()
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
+    with torch.inference_mode():
+        weights = load_weights(folder, config, torch.float32, CPU, kernels)
+        model = FusedTransformer(config, weights, MAX_MODEL_LEN, upcast=True)
+    return GpuEngine(
+        config,
+        model,
+        kernels,
+        layout,
+        CPU,
+        MAX_MODEL_LEN,
+        weights.digest,
+        max_num_seqs=8,
+        uses_graphs=False,
+    )
+
+
+def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
+    """Everything but the plain tokens; the last prompt is the longest."""
+    engine, reference = build_engine(folder), load_model_engine(folder, device="cpu")
+    results: dict[str, object] = {
+        "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
+        "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
+    }
+    compare.bind_engine(engine)
+    compare.bind_engine(reference)
+    results["is_damage_reported"] = compare.reports_damaged_cache(engine)
+    results["special"] = compare.run_special_rows(engine)
+    results["wanted_special"] = compare.run_special_rows(reference)
+    engine.warm_up(max_batched_tokens=4)
+    results["copied"] = compare.generate_in_a_copied_block(
+        engine, next(prompt for prompt in prompts if len(prompt) == 16), count
+    )
+    return results
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results: dict[str, object] = {}
+    models = json.load(sys.stdin)
+    for name, model in models.items():
+        engine = build_engine(Path(model["folder"]))
+        compare.bind_engine(engine)
+        results[f"{name} tokens"] = compare.generate_in_chunks(
+            engine, model["prompts"], model["count"]
+        )
+    name, model = next(iter(models.items()))
+    results |= compare_all(Path(model["folder"]), model["prompts"], model["count"])
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
