@@ -8,7 +8,7 @@ from baton.kv.kv_layout import KVLayout
 from baton.types import BlockIndex
 from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SampleSpec, SliceResult, StepBatch
 from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
 from node_engine.model.config.model_config import ModelConfig
@@ -42,8 +42,8 @@ class ModelEngine(BaseEngine):
         self._num_blocks = 0
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        return True
+    def cache_limits(self) -> CacheLimits:
+        return CacheLimits()
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Use `arena` as cache memory; see Engine.bind_cache.

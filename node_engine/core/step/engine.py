@@ -1,6 +1,7 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.kv.kv_layout import KVLayout
@@ -18,6 +19,17 @@ class LayerCallback(Protocol):
         ...
 
     def __call__(self, layer: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What an engine can use as its KV cache."""
+
+    # Whether it can read blocks outside the arena, in the mapped shared pool. If so, `bind_cache`
+    # may get memory that is longer than the arena.
+    reads_pool_in_place: bool = True
+    # Bytes of KV blocks that its device has room for now; None if it computes in the arena itself.
+    device_bytes: int | None = None
 
 
 class DeviceLost(Exception):
@@ -46,12 +58,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        """Whether the engine can read blocks outside the arena, in the mapped shared pool.
-
-        If so, `bind_cache` may get memory that is longer than the arena.
-        """
-        ...
+    def cache_limits(self) -> CacheLimits: ...
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Use `arena` as cache memory: `num_blocks * layout.block_bytes` writable bytes.

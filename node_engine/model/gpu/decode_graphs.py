@@ -4,16 +4,21 @@ A captured step is launched by one call, whatever the number of its kernels. It 
 fixed addresses, which are filled by one copy before, and pads the batch to the bucket's size.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
+from baton.process import log
 from kv_kernels.reference.paged_cache import PagedCache
 from kv_kernels.triton.sampling import sample_rows
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepShape
 
+_MAX_TABLE_ENTRIES = 1 << 22  # of the block tables of all sequences of a step: 16 MiB
 _WARM_UP_RUNS = 2  # before a capture: compile kernels, choose algorithms of products
 
 
@@ -108,3 +113,36 @@ class DecodeGraphs:
         assert hidden is not None
         logits = self._model.compute_logits(hidden)
         return StepOutput(logits, sample_rows(logits, inputs.sampling))
+
+
+def capture_decode_graphs(
+    model: FusedTransformer,
+    cache: PagedCache,
+    max_rows: int,
+    max_table_entries: int,
+    is_wanted: Callable[[], bool],
+) -> DecodeGraphs | None:
+    """Capture steps of up to `max_rows` sequences, with a progress bar if stderr is a terminal.
+
+    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
+    """
+    graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
+    buckets = list_buckets(max_rows)
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task("capturing CUDA graphs", total=len(buckets))
+
+    def on_captured(_: int) -> bool:
+        bar.advance(task)
+        return is_wanted()
+
+    try:
+        with bar, torch.inference_mode():
+            graphs.capture(buckets, on_captured)
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        reason = str(error).partition("\n")[0]
+        log.get_logger("engine").warning(
+            "cuda graphs not captured, decode steps are slower", reason=reason
+        )
+        return None
+    return graphs

@@ -30,8 +30,12 @@ OnLayerWritten = Callable[
 
 
 def choose_splits(rows: int, kv_heads: int) -> int:
-    """Number of programs that share the context of one sequence and KV head."""
-    return max(1, min(_MAX_SPLITS, _DECODE_PROGRAMS // max(1, rows * kv_heads)))
+    """Number of programs that share the context of one sequence and KV head.
+
+    A power of two, because each number is compiled by itself: captured graphs have all of them.
+    """
+    splits = max(1, min(_MAX_SPLITS, _DECODE_PROGRAMS // max(1, rows * kv_heads)))
+    return 1 << splits.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,28 @@
 """GpuEngine: runs a model on an NVIDIA GPU, with the KV cache in device memory."""
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from baton.errors import NodeFailed
 from baton.kv.kv_layout import KVLayout
-from baton.process import log
 from baton.types import BlockIndex
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.sampling import sample_rows
-from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
 from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, StepOutput, list_buckets
-from node_engine.model.gpu.device_cache import DeviceCache
+from node_engine.model.gpu.decode_graphs import (
+    DecodeGraphs,
+    StepOutput,
+    capture_decode_graphs,
+)
+from node_engine.model.gpu.device_cache import DeviceCache, measure_room_for_cache
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepInputsBuilder
 from node_engine.model.sampling.sampler import needs_extra_steps, sample_tokens
 from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
-
-_MAX_TABLE_ENTRIES = 1 << 22  # of the block tables of all sequences of a step: 16 MiB
 
 
 class GpuEngine(BaseEngine):
@@ -40,23 +38,20 @@ class GpuEngine(BaseEngine):
         max_model_len: int,
         digest: bytes,
         *,
-        max_num_seqs: int,
-        uses_graphs: bool,
+        max_graph_rows: int,
     ) -> None:
-        """`max_num_seqs`: of the largest decode step that is captured in a graph."""
+        """`max_graph_rows`: sequences of the largest decode step that is captured; 0 for none."""
         super().__init__(config, kernels, layout, device, max_model_len, digest)
         self._model = model
-        self._max_num_seqs = max_num_seqs
-        self._uses_graphs = uses_graphs
+        self._max_graph_rows = max_graph_rows
         self._memory: DeviceCache | None = None
         self._inputs_builder: StepInputsBuilder | None = None
         self._graphs: DecodeGraphs | None = None
-        self._log = log.get_logger("engine")
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        """False: the pool is in host memory."""
-        return False
+    def cache_limits(self) -> CacheLimits:
+        """The pool is in host memory, which the GPU's kernels do not read."""
+        return CacheLimits(False, measure_room_for_cache(self._device, self._config))
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Allocate the device arena, and pin `arena`, its copy in the host; see Engine.bind_cache.
@@ -93,34 +88,11 @@ class GpuEngine(BaseEngine):
             if not is_wanted():
                 return
             self.run(step)
-        if self._uses_graphs:
-            self._graphs = self._capture_graphs(memory, is_wanted)
-
-    def _capture_graphs(
-        self, memory: DeviceCache, is_wanted: Callable[[], bool]
-    ) -> DecodeGraphs | None:
-        """None, with a warning, if the device cannot capture graphs."""
-        entries = self._max_num_seqs * self._layout.count_blocks(self._max_model_len)
-        graphs = DecodeGraphs(self._model, memory.cache, min(entries, _MAX_TABLE_ENTRIES))
-        buckets = list_buckets(self._max_num_seqs)
-        progress = Progress(
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        )
-        try:
-            with progress, torch.inference_mode():
-                bar = progress.add_task("capturing CUDA graphs", total=len(buckets))
-
-                def on_captured(_: int) -> bool:
-                    progress.advance(bar)
-                    return is_wanted()
-
-                graphs.capture(buckets, on_captured)
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            reason = str(error).partition("\n")[0]
-            self._log.warning("cuda graphs not captured, decode steps are slower", reason=reason)
-            return None
-        return graphs
+        if self._max_graph_rows:
+            tables = self._max_graph_rows * self._layout.count_blocks(self._max_model_len)
+            self._graphs = capture_decode_graphs(
+                self._model, memory.cache, self._max_graph_rows, tables, is_wanted
+            )
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
