@@ -45,6 +45,7 @@ from coordinator.core.common.effects import (
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
+from coordinator.node_links.change_log import log_change, log_role_switch
 from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
 
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
@@ -230,9 +231,9 @@ class Dispatcher:
             case MemberLost():
                 self._drop_member(effect)
             case AttemptReplaced() | BreakerChanged():
-                _log_change(effect)
+                log_change(effect)
             case DegradationChanged() | RatioChanged():
-                _log_change(effect)
+                log_change(effect)
                 self.notify_cluster_change()
 
     def _push_tokens(self, emitted: EmitTokens) -> None:
@@ -280,20 +281,7 @@ class Dispatcher:
         )
 
     def _report_role_switch(self, switch: RoleSwitchReport) -> None:
-        seconds = {
-            "drain": switch.drain_seconds,
-            "switch": switch.switch_seconds,
-            "probe": switch.probe_seconds,
-        }
-        roles = f"{switch.source_role.value} to {switch.target_role.value}"
-        _log.info(
-            "role switch ended",
-            node=switch.node,
-            roles=roles,
-            outcome=switch.outcome,
-            why=switch.detail,
-            **seconds,
-        )
+        log_role_switch(switch)
         for callback in self.on_role_switch:
             callback(switch)
         self.notify_cluster_change()
@@ -312,25 +300,3 @@ class Dispatcher:
     def _on_timer(self) -> None:
         self._timer = None
         self.apply_effects(self.brain.tick(self.clock()))
-
-
-def _log_change(
-    effect: AttemptReplaced | BreakerChanged | DegradationChanged | RatioChanged,
-) -> None:
-    match effect:
-        case AttemptReplaced(key, reason):
-            _log.info(
-                "attempt replaced",
-                request=key.request_id,
-                attempt=key.attempt_number,
-                reason=reason,
-            )
-        case BreakerChanged(prefill, decode, state):
-            _log.warning(
-                "circuit breaker changed", state=state.value, prefill=prefill, decode=decode
-            )
-        case DegradationChanged(step, taken, pressure):
-            event = "service degraded" if taken else "service restored"
-            _log.warning(event, step=step, pressure=pressure)
-        case RatioChanged(target, reason):
-            _log.info("ratio changed", target=str(target), why=reason)

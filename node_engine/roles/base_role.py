@@ -75,8 +75,9 @@ class BaseRole(ABC):
     def close(self) -> None:
         self._transfer_plane.close()
 
-    @abstractmethod
-    def preview_command(self, command: NodeCommand) -> None: ...
+    def preview_command(self, command: NodeCommand) -> None:
+        """Unless a role says otherwise, commands wait until the step in progress has ended."""
+        return
 
     def handle_item(self, item: NodeCommand | object) -> None:
         match item:

@@ -32,8 +32,7 @@ from node_engine.core.sequences.sequence import (
 )
 from node_engine.core.step.step_batch import SequenceId
 
-WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
-RUNNING, HANDING_OFF = SequenceState.RUNNING, SequenceState.HANDING_OFF
+HANDING_OFF = SequenceState.HANDING_OFF
 NEARLY_DONE_TOKENS = 8  # waiting for so few tokens is cheaper than a recompute
 
 

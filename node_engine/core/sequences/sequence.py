@@ -33,7 +33,6 @@ from node_engine.core.step.step_batch import (
     SequenceId,
     SequenceSlice,
     TokenCounts,
-    has_penalties,
 )
 
 
@@ -141,7 +140,7 @@ class Sequence:
         self.context_len = len(request.prompt_token_ids) + len(self.work.emitted_token_ids)
         self.priority_level = request.principal.priority_level
         self.tenant_class = request.principal.tenant_class
-        self.has_penalties = has_penalties(request.sampling)
+        self.has_penalties = request.sampling.has_penalties
         self.needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self.num_reusable_tokens = 0 if self.needs_prompt_logprobs else self.context_len - 1
 
