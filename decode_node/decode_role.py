@@ -28,7 +28,7 @@ from baton.cluster_link.messages import (
     PrefillOrder,
 )
 from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeLost
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.process.failpoints import failpoint
 from baton.types import (
     AttemptKey,

@@ -13,17 +13,21 @@ import contextlib
 from collections.abc import Callable
 
 from baton.errors import BatonError, PeerUnreachable, ShuttingDown
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.types import mint_id
-from kv_pool.client.attachment import POOL_MISS, PoolAttachment, SegmentMappings
-from kv_pool.client.connection import PoolConnection
+from kv_pool.client.connection import (
+    POOL_MISS,
+    PoolAttachment,
+    PoolConnection,
+    PoolStream,
+    SegmentMappings,
+)
 from kv_pool.client.prefix_lookup import PrefixLookup, make_lookup_question
 from kv_pool.client.publisher import Publisher, PublishJob
-from kv_pool.client.stream import PoolStream
 from kv_pool.common.grpc_link import PoolDialer
 from kv_pool.common.protocol import (
     ATTACH_TIMEOUT_SECONDS,
@@ -118,7 +122,7 @@ class PoolClient:
         token_seconds: float | None = None,
         remote_prefix: RemotePrefix | None = None,
     ) -> None:
-        """Look up the longest prefix of a prompt (see kv_pool/core/index/prompt_chain.py).
+        """Look up the longest prefix of a prompt (see kv_pool/core/index/radix_index.py).
 
         `token_seconds` is the time in which this node computes a token of a prompt, None if
         unknown; `remote_prefix` names another host's pool that may have a longer one. `on_result`

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from baton.cluster_link.pb_conversion import remote_prefix_to_pb
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.kv.pool_types import PoolHit, RemotePrefix
 from baton.pb.pool_pb2 import Chain, FindPrefix, PoolAnswer, PoolQuestion
-from kv_pool.client.attachment import POOL_MISS
-from kv_pool.client.connection import PoolConnection
+from kv_pool.client.connection import POOL_MISS, PoolConnection
 from kv_pool.common.protocol import MAX_LOAD_WAIT_SECONDS
 
 _AnswerFuture = asyncio.Future[PoolAnswer]

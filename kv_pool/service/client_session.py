@@ -16,10 +16,9 @@ from kv_pool.core.blocks.attachments import (
     PublicationGrant,
     PublicationId,
 )
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.memory.block_loader import PendingBlocks
-from kv_pool.service.open_pool import OpenPool
-from kv_pool.service.requests import PrefixQuery
+from kv_pool.core.index.radix_index import PromptChain
+from kv_pool.memory.pending_blocks import PendingBlocks
+from kv_pool.service.open_pool import OpenPool, PrefixQuery
 
 _MAX_UNFINISHED_PUBLICATIONS = 16  # of one attachment
 

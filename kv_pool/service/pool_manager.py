@@ -24,8 +24,7 @@ from kv_pool.core.eviction.policies import EvictorFactory
 from kv_pool.disk.mount import DiskSettings
 from kv_pool.memory.segment_store import make_store
 from kv_pool.service.client_session import PoolClientSession
-from kv_pool.service.open_pool import OpenPool
-from kv_pool.service.requests import AttachRequest
+from kv_pool.service.open_pool import AttachRequest, OpenPool
 
 
 class PoolManager:

@@ -35,15 +35,13 @@ from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import SchedulerLimits
-from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
+from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
-from node_engine.host.compute_thread import ComputeInbox, ComputeThread
+from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
-from node_engine.host.role_switch import RoleFactory, SwitchableRole
 from node_engine.paced.costs import PacedCosts
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_kernels.reference.attention import AttentionOp
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference.paged_attention import AttentionOp, PagedCache, SlotMapping
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import PromptLogprobsSpec, SampleSpec

@@ -32,7 +32,7 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     TicketOrder,
 )
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
+from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import AttemptKey, BlockIndex, Incarnation

@@ -14,9 +14,9 @@ from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels import fused_prefill as causal_chunk
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import paged_attention as attention
+from kv_kernels.reference import paged_attention as paged_cache
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch

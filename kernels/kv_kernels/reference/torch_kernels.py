@@ -1,6 +1,8 @@
 """The kernels in plain torch: the reference of every other implementation, and what a CPU runs."""
 
-from kv_kernels.reference import attention, elementwise, host_memory, linear, paged_cache
+from kv_kernels.reference import elementwise, host_memory, linear
+from kv_kernels.reference import paged_attention as attention
+from kv_kernels.reference import paged_attention as paged_cache
 
 
 class TorchKernels:

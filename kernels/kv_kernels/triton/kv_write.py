@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference.paged_attention import PagedCache, SlotMapping
 
 
 # grid: [tokens, 2 * kv_heads]

@@ -10,10 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
-from node_engine.core.scheduling.capacity import AdmissionEstimate, CapacityRefusal, NodeCapacity
-from node_engine.core.scheduling.preemption import Preemptor
+from node_engine.core.blocks.block_records import BlockLedgerError
+from node_engine.core.scheduling.capacity import (
+    AdmissionEstimate,
+    CapacityRefusal,
+    NodeCapacity,
+    Preemptor,
+)
 from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
 
 # Copies whole blocks: pairs of source and destination.

@@ -23,9 +23,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.kv.block_hash import HashChain
+from baton.kv.blocks import HashChain
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, FinishReason, SamplingParams, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError
+from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,

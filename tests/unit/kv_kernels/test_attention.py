@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
-from kv_kernels.reference import attention
-from kv_kernels.reference.attention import (
+from kv_kernels.reference import paged_attention as attention
+from kv_kernels.reference.paged_attention import (
     AttentionContext,
     PaddedDecodeAttention,
+    PagedCache,
     TiledPrefillAttention,
     causal_mask,
     clip_to_window,
@@ -18,7 +19,6 @@ from kv_kernels.reference.attention import (
     plan_prefill,
     window_mask,
 )
-from kv_kernels.reference.paged_cache import PagedCache
 
 LAYER = 1
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -13,9 +13,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import paged_attention as attention
+from kv_kernels.reference import paged_attention as paged_cache
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention, kv_write
 
 KINDS = ("float32", "float16", "bfloat16")

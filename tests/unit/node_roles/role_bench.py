@@ -29,8 +29,8 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.plane import SealInfo
-from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
