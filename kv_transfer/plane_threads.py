@@ -1,12 +1,8 @@
-"""The thread of a plane: it waits for commands, messages and deadlines, and sleeps otherwise.
+"""The two sides of the transfer plane, as the nodes call them, and the thread of each.
 
-Prefill's side of the transfer plane, as the node calls it.
-
-`SenderLoop` does the work, on the plane's own thread.
-
-Decode's side of the transfer plane, as the node calls it.
-
-`ReceiverLoop` does the work, on the plane's own thread.
+`KVSender` is prefill's side and `KVReceiver` is decode's. Their loops, `SenderLoop` and
+`ReceiverLoop`, do the work on the plane's own thread: it waits for commands, messages and
+deadlines, and sleeps otherwise.
 """
 
 import os
@@ -38,7 +34,6 @@ from kv_transfer.core.send_queue import ReadySlabs
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.sender_loop import LayerWaiter, SenderLoop
 from kv_transfer.transports.links import DecodeLink, EventFd, PeerLinks, Pollable, TransferDialer
-from kv_transfer.transports.shm_arena import PeerArenas
 
 _MAX_WAIT_SECONDS = 3600.0  # poll takes no infinite deadline
 
@@ -195,9 +190,8 @@ class KVSender:
         self._clock = clock
         self._loop = SenderLoop(
             copier=copier,
-            shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
+            layout=layout,
             links=PeerLinks(dialers),
-            arenas=PeerArenas(settings.segment_folder, layout),
             host_id=host_id,
             settings=settings,
             incarnation=incarnation,

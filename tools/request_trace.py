@@ -112,7 +112,7 @@ async def send_requests(console: Console, *, has_pool: bool) -> list[float]:
     from benchmarks.clusters.local_cluster import start_local_cluster
     from benchmarks.clusters.random_models import DEMO_SHAPE
 
-    settings = {} if has_pool else {"pool_memory": NO_POOL}
+    settings: dict[str, Any] = {} if has_pool else {"pool_memory": NO_POOL}
     sent = []
     async with (
         start_local_cluster(

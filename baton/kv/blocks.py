@@ -1,11 +1,8 @@
-"""Geometry of the KV cache. Two nodes may exchange KV only if their layouts are equal.
+"""Blocks of KV cache: their layout in memory, and the hashes that identify their contents.
 
-BlockHash: identifies a full KV block and the whole prefix before it, equal in every process.
-
-SHA-256 is chained over typed, length-prefixed fields, so that two different inputs never have the
-same encoding.
-
-The block hashes of a growing token list, each computed once and on demand.
+Two nodes may exchange KV only if their layouts are equal. A BlockHash identifies a full block and
+the whole prefix before it, equal in every process: SHA-256 is chained over typed, length-prefixed
+fields, so that two different inputs never have the same encoding.
 """
 
 import hashlib

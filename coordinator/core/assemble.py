@@ -87,7 +87,11 @@ class BrainParts:
 
     def _add_request_inputs(self) -> None:
         self.request_admitter = RequestAdmitter(
-            self.table, self.placement, self.counters, self.settings
+            self.table,
+            self.placement,
+            self.counters,
+            max_queue=self.settings.max_queue,
+            degraded_max_tokens=self.settings.degraded_max_tokens,
         )
         starter = AttemptStarter(
             self.registry,

@@ -1,8 +1,7 @@
-"""The stream of one request's events, from the dispatcher to its reader.
+"""The shell around the brain: carries out its effects and keeps its timer, on one event loop.
 
-The shell around the brain: carries out its effects and keeps its timer, on one event loop.
-
-It connects the brain with front ends, the nodes' streams and operators, and decides nothing.
+It connects the brain with front ends, the nodes' streams and operators, and decides nothing. The
+events of each request go into a stream of its own.
 """
 
 import asyncio
@@ -51,6 +50,8 @@ from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.change_log import log_change, log_role_switch
 
 MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave unread
+_MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
+_log = log.get_logger("dispatcher")
 
 
 class GenerationStream:
@@ -138,11 +139,6 @@ class GenerationStream:
             self.cancel()  # in case the reader has left early or was cancelled
         if self._error is not None:
             raise self._error
-
-
-_MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
-
-_log = log.get_logger("dispatcher")
 
 
 class NodeConnection(Protocol):

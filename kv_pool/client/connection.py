@@ -1,12 +1,10 @@
-"""A node's attachment to its pool: the mapped segment and a locked byte of its fence file.
+"""A node's connection to its pool: one stream, and the attachment that belongs to it.
 
-The node holds the lock as long as anything in it reads or writes the segment. When the stream to
-the pool ends, the attachment is detached and takes no new users. The last of its users unlocks the
-byte and unmaps the segment; only then may the pool reuse the blocks that were pinned.
-
-A node's stream to its pool: questions and their answers. Belongs to one event loop.
-
-A node's connection to its pool: one stream and the attachment that belongs to it.
+The stream has the node's questions and the pool's answers, and belongs to one event loop. The
+attachment is the mapped segment and a locked byte of its fence file. The node holds the lock as
+long as anything in it reads or writes the segment. When the stream to the pool ends, the attachment
+is detached and takes no new users. The last of its users unlocks the byte and unmaps the segment;
+only then may the pool reuse the blocks that were pinned.
 """
 
 import asyncio
@@ -37,6 +35,9 @@ from kv_pool.common.protocol import (
 )
 
 POOL_MISS = PoolHit(None, ())
+_MAX_UNSENT = 256  # questions; with so many queued, new questions fail
+_MAX_UNANSWERED = 4096  # questions; likewise
+T = TypeVar("T")
 
 
 class SegmentMappings:
@@ -153,10 +154,6 @@ class PoolAttachment:
         if self._is_detached and not self._pins and not self._num_copying and self.rows is not None:
             self._fences.close()
             self.rows = None
-
-
-_MAX_UNSENT = 256  # questions; with so many queued, new questions fail
-_MAX_UNANSWERED = 4096  # questions; likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +278,6 @@ def _fail(answer: "asyncio.Future[PoolAnswer]", error: BatonError) -> None:
     if not answer.done():
         answer.set_exception(error)
         answer.exception()  # mark as retrieved: the caller may not wait for it any more
-
-
-T = TypeVar("T")
 
 
 class PoolConnection:

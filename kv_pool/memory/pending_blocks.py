@@ -1,15 +1,14 @@
-"""Loads of blocks into the pool's memory, from disk or from another pool.
+"""Blocks that are not in the pool's memory yet: loads, and publications that nodes are writing.
 
-A load is a publication: blocks are reserved, filled, verified and sealed. It belongs to a client of
-the pool itself, because no node writes the blocks: so it does not end when the node that requested
-it first goes away, and its blocks are not reused while it runs. Two prompts that lack the same
-block wait for the same load.
+`BlockLoader` loads blocks from disk or from another pool. A load is a publication: blocks are
+reserved, filled, verified and sealed. It belongs to a client of the pool itself, because no node
+writes the blocks: so it does not end when the node that requested it first goes away, and its
+blocks are not reused while it runs. Two prompts that lack the same block wait for the same load.
 
-Publications that nodes are writing, so that look-ups can wait for them.
-
-A node that looks up a prompt which another node has just computed waits for its publication instead
-of computing the prompt again, but never longer than computing it would take, nor longer than
-MAX_WAIT_SECONDS. Publications never wait for look-ups.
+`PendingPublications` lets look-ups wait for publications. A node that looks up a prompt which
+another node has just computed waits for its publication instead of computing the prompt again, but
+never longer than computing it would take, nor longer than MAX_WAIT_SECONDS. Publications never wait
+for look-ups.
 """
 
 import asyncio
@@ -39,6 +38,9 @@ LOADER_CLIENT_ID = PoolClientId("arrivals")  # as operators see it in ledgers
 # Fills the blocks of a publication. Returns the checksums (XXH3) of its first blocks, as many as
 # were fetched and verified. It must not write to the blocks after it has returned or raised.
 FetchBlocks = Callable[[Publication], Awaitable[Sequence[int]]]
+
+MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS
+_TIER = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +206,6 @@ class BlockLoader:
 
     def _count(self, name: str) -> None:
         self.counters[name] += 1
-
-
-MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS
-_TIER = "memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The parts of a pool that exist once its first client has attached.
 
-What clients ask of the pool: requests to attach and queries for prefixes.
+What clients ask of the pool: requests to attach, and queries for prefixes.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -1,13 +1,13 @@
-"""The compute thread: the only thread that touches block pool, sequences and engine.
+"""The compute thread of a node, its inbox, and the role that it runs.
 
-The inbox of the compute thread: any thread puts items, only the compute thread drains them.
+Only the compute thread touches block pool, sequences and engine. Any thread puts items into its
+inbox, and it alone drains them.
 
-The current role of a node, and switching to another role in place.
-
-A role and its transfer plane are built when the role is first taken, and kept until the process
-ends. The fences of the arena therefore outlive every role switch: a KV writer that was suspended
-long ago still cannot write to blocks that were reused since. Block pool, scheduler, engine and
-cache belong to the node and do not depend on the role.
+The coordinator may switch the role of a node in place. A role and its transfer plane are built when
+the role is first taken, and kept until the process ends. The fences of the arena therefore outlive
+every role switch: a KV writer that was suspended long ago still cannot write to blocks that were
+reused since. Block pool, scheduler, engine and cache belong to the node and do not depend on the
+role.
 """
 
 import os
@@ -39,6 +39,7 @@ from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
 
 T = TypeVar("T")
+RoleFactory = Callable[[RoleContext], RolePolicy]
 
 
 class ComputeInbox(Generic[T]):
@@ -205,9 +206,6 @@ class ComputeThread:
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
         self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)
         self.device_seconds = self._device_time.counters()
-
-
-RoleFactory = Callable[[RoleContext], RolePolicy]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Builds the tensors of a forward pass from the slices of a step: once, for all layers.
+"""ModelEngine: runs the model of a Hugging Face folder as the engine of a node.
 
-ModelEngine: runs the model of a Hugging Face folder as the engine of a node.
+The tensors of a forward pass are built from the slices of a step once, for all layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,10 @@ from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS, it
 
 Ints = npt.NDArray[np.int64]
 _MASK_GROWTH_TOKENS = 1024  # the causal mask grows by this many tokens
+
+# Draws one token for each row of logits [rows, vocab], which it may overwrite.
+Sampler = Callable[[torch.Tensor, Sequence[SampleSpec]], Sequence[SliceResult]]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ForwardBatchBuilder:
@@ -177,12 +181,6 @@ class ForwardBatchBuilder:
 
     def _tensor(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-# Draws one token for each row of logits [rows, vocab], which it may overwrite.
-Sampler = Callable[[torch.Tensor, Sequence[SampleSpec]], Sequence[SliceResult]]
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelEngine:

@@ -1,6 +1,6 @@
 """Effects: what the brain asks its shell to do, collected in order until the shell takes them.
 
-One timer per request; the caller supplies the time.
+What waits for its shell besides: a pass over the waiting requests, and one timer per request.
 """
 
 import heapq
@@ -20,6 +20,8 @@ from baton.types import (
 )
 from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.timeline import Timeline
+
+_MAX_STALE_ENTRIES = 1024  # stale heap entries up to which the heap is not rebuilt
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,6 @@ class PlacementSignal:
         """Return whether a pass was requested since the last call."""
         was_set, self._is_set = self._is_set, False
         return was_set
-
-
-_MAX_STALE_ENTRIES = 1024  # stale heap entries up to which the heap is not rebuilt
 
 
 class RequestTimers:

@@ -1,6 +1,6 @@
-"""Validates submitted requests and adds them to the request table.
+"""Admits submitted requests to the request table, and places waiting ones on nodes.
 
-Places waiting requests whenever something has changed for them, in the order of the queue.
+Waiting requests are placed whenever something has changed for them, in the order of the queue.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,6 @@ from coordinator.core.admission.admission_controller import AdmissionRequest
 from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.common.counters import INTERNAL_CLASS, Counters
 from coordinator.core.common.effects import EffectLog, PlacementSignal, RequestTimers
-from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.placement.services import PlacementServices
@@ -29,6 +28,8 @@ from coordinator.core.requests.attempt_trace import start_trace
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, ProgressClock, RequestTable
 from coordinator.core.requests.waiting_requests import WaitingRequests
+
+_Flow = tuple[int, str]  # priority level and tenant
 
 
 class RequestAdmitter:
@@ -39,13 +40,17 @@ class RequestAdmitter:
         table: RequestTable,
         placement: PlacementServices,
         counters: Counters,
-        settings: BrainSettings,
+        *,
+        max_queue: int,
+        degraded_max_tokens: int,
     ) -> None:
+        """`degraded_max_tokens`: cap of outputs while that degradation step is taken."""
         self.is_draining = False
         self._table = table
         self._placement = placement
         self._counters = counters
-        self._settings = settings
+        self._max_queue = max_queue
+        self._degraded_max_tokens = degraded_max_tokens
 
     def admit_requests(self, requests: Sequence[Request], now: float, *, internal: bool) -> None:
         """Admit all requests, in this order, or raise the error with which all are rejected."""
@@ -94,7 +99,7 @@ class RequestAdmitter:
     ) -> None:
         if self.is_draining:
             raise ShuttingDown("the cluster is stopping and takes no new requests")
-        limit = self._settings.max_queue
+        limit = self._max_queue
         if admission.request_count > limit:
             raise InvalidRequest(
                 f"{admission.request_count} outputs are requested at once, the limit is {limit}"
@@ -114,7 +119,7 @@ class RequestAdmitter:
 
     def _cap_output(self, request: Request) -> Request:
         """Cap the output length while that degradation step is taken."""
-        sampling, max_tokens = request.sampling, self._settings.degraded_max_tokens
+        sampling, max_tokens = request.sampling, self._degraded_max_tokens
         if (
             DegradationStep.CAPPED_OUTPUT not in self._placement.degradation.active_steps
             or sampling.max_tokens <= max_tokens
@@ -124,9 +129,6 @@ class RequestAdmitter:
             sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)
         )
         return replace(request, sampling=capped)
-
-
-_Flow = tuple[int, str]  # priority level and tenant
 
 
 class AttemptStarter:

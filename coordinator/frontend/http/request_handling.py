@@ -1,8 +1,8 @@
-"""The outermost layer of both HTTP applications: authentication, request ids, unexpected errors.
+"""What HTTP requests pass through before their routes: authentication, request ids, errors, bodies.
 
-It is plain ASGI, because a route needs the server's own `receive` to notice a disconnect.
-
-Receives request bodies within bounds, and cancels requests whose client disconnects.
+The middleware is plain ASGI, because a route needs the server's own `receive` to notice a
+disconnect. Bodies are received within bounds, and a request is cancelled when its client
+disconnects.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ from coordinator.frontend.request import RejectionCounter, check_client_request_
 TENANT_KEY = "tenant"  # the tenant of the caller, set before its route is called
 REQUEST_ID_KEY = "request_id"  # for the header of the response, also of an error; set by a route
 CLOSE_KEY = "close"  # whether to close the connection after the response
+
+RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 
 def get_tenant(request: Request) -> Tenant:
@@ -137,9 +139,6 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 
 def _too_large(size: str) -> RequestTooLarge:
     return RequestTooLarge(f"the body is {size}: the limit is {MAX_BODY_BYTES}")
-
-
-RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 
 def get_authorization(request: Request) -> bytes | None:

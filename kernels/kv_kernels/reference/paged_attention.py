@@ -1,13 +1,11 @@
-"""The paged arena and its operations besides attention, in plain torch.
+"""The paged KV cache and attention over it in plain torch: the reference, and what a CPU runs.
 
 The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A
 *slab* is one layer of one block, a *page* one head of K or V in a slab.
 
-Attention over a paged cache in plain torch: the reference, and what a CPU runs.
-
-Pages are gathered once per layer by one `index_select` of whole pages, so that keys and values of a
-sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is five
-times slower). The row numbers are computed once per step and used for every layer.
+Attention gathers pages once per layer by one `index_select` of whole pages, so that keys and values
+of a sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is
+five times slower). The row numbers are computed once per step and used for every layer.
 """
 
 import math
@@ -18,6 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+# Queries of a chunk per call: most of the masked triangle is skipped, and scores stay in L2.
+QUERY_TILE = 64
+# A group of decoding sequences ends where the next is shorter than this share of its longest, or
+# where the pages gathered for one layer would leave the cache before attention reads them.
+MIN_LENGTH_RATIO = 0.85
+MAX_GATHER_BYTES = 4 << 20
+BlockTable = npt.NDArray[np.int64]  # [blocks], exactly those that hold a sequence's context
+# attend(query [rows, heads, dim], layer, out [rows, heads, dim]) fills the rows of `out` of those
+# queries that it was planned for.
+AttentionOp = Callable[[torch.Tensor, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +128,6 @@ def clear_blocks(
     A block that a step begins but does not fill is cleared first: attention over padded lengths
     multiplies its unwritten tail by 0, and 0 times a stale NaN would be NaN."""
     arena.index_fill_(0, blocks, 0.0)
-
-
-# Queries of a chunk per call: most of the masked triangle is skipped, and scores stay in L2.
-QUERY_TILE = 64
-# A group of decoding sequences ends where the next is shorter than this share of its longest, or
-# where the pages gathered for one layer would leave the cache before attention reads them.
-MIN_LENGTH_RATIO = 0.85
-MAX_GATHER_BYTES = 4 << 20
-
-BlockTable = npt.NDArray[np.int64]  # [blocks], exactly those that hold a sequence's context
-
-# attend(query [rows, heads, dim], layer, out [rows, heads, dim]) fills the rows of `out` of those
-# queries that it was planned for.
-AttentionOp = Callable[[torch.Tensor, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)

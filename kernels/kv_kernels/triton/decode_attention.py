@@ -2,7 +2,7 @@
 
 Split-KV ("flash decoding", Dao et al., 2023): each program processes a few pages with an online
 softmax, and a second kernel combines the results. `PaddedDecodeAttention` in
-reference/attention.py computes the same in torch.
+reference/paged_attention.py computes the same in torch.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 

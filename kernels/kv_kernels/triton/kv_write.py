@@ -1,4 +1,4 @@
-"""KV write in Triton. `write_kv` in reference/paged_cache.py does the same in torch."""
+"""KV write in Triton. `write_kv` in reference/paged_attention.py does the same in torch."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch

@@ -1,9 +1,9 @@
-"""A prompt in the pool's requests: root hash, hashes of its full blocks, and token ids.
+"""The radix index: finds the block that holds a given prefix of a prompt.
 
-The radix index: finds the block that holds a given prefix of a prompt.
+A request names a prompt by a `PromptChain`: root hash, hashes of its full blocks, and token ids.
 
-It has one entry per block, linked to its parent; a path from a root down is a prompt, block by
-block. A block's parent is always in the index, because insertion requires it and only leaves are
+The index has one entry per block, linked to its parent; a path from a root down is a prompt, block
+by block. A block's parent is always in the index, because insertion requires it and only leaves are
 removed. So a prompt's first blocks are present and the rest are not, and binary search over the
 block hashes finds the last one present: O(log n) look-ups, and then the path down to it
 (kv_pool/core/index/path_table.py). Entries are looked up by the first 8 bytes of their block hash,
@@ -31,6 +31,7 @@ from kv_pool.core.index.token_table import TokenTable, common_prefix_tokens
 from kv_pool.core.ledger import require_invariant
 
 _KEY_BYTES = 8
+_NO_CHILD, _SEVERAL_CHILDREN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,6 @@ class PromptChain:
 
 def index_key_of(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:_KEY_BYTES], "big")
-
-
-_NO_CHILD, _SEVERAL_CHILDREN = -1, -2
 
 
 class RadixIndex:

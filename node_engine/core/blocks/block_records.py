@@ -1,13 +1,13 @@
-"""Block states and reference counts: every reference belongs to an owner with a label.
+"""What a node records of its blocks: states, owners and contents.
 
-Block states, and the block ledger: a balanced snapshot that names the owner of every block.
+Every reference on a block belongs to an owner with a label, so the block ledger, a balanced
+snapshot, names the owner of every block.
 
-Finds blocks by content: a hash index for whole blocks, sorted siblings for partial matches.
-
-A block is found by its BlockHash, which covers its whole prefix. Its tokens and its parent hash are
-compared as well, so that a hash collision cannot return the wrong KV. The token tuples of all
-children of one parent are kept sorted: the child with the longest common prefix is then a neighbour
-of the insertion point of the requested tokens (binary search).
+The prefix index finds blocks by content: a hash index for whole blocks, sorted siblings for partial
+matches. A block is found by its BlockHash, which covers its whole prefix. Its tokens and its parent
+hash are compared as well, so that a hash collision cannot return the wrong KV. The token tuples of
+all children of one parent are kept sorted: the child with the longest common prefix is then a
+neighbour of the insertion point of the requested tokens (binary search).
 """
 
 from bisect import bisect_left, insort

@@ -1,6 +1,7 @@
-"""The limits of a node, and how much room its sequences leave: slots to compute, blocks for KV.
+"""The capacity of a node: room for its sequences, and how blocks are taken back from them.
 
-Takes blocks back from sequences: when they end, and when others need the blocks.
+A node has slots to compute and blocks for KV. Blocks are taken back when a sequence ends, and when
+others need them.
 
 When a block is missing, unticketed prefills are requeued first, the lowest class and then the
 newest first; then a running or locally prefilling sequence is preempted. Blocks under a ticket or
@@ -36,6 +37,8 @@ from node_engine.core.step.step_batch import SequenceId
 
 WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
 RUNNING, AWAITING_KV = SequenceState.RUNNING, SequenceState.AWAITING_KV
+HANDING_OFF = SequenceState.HANDING_OFF
+NEARLY_DONE_TOKENS = 8  # waiting for so few tokens is cheaper than a recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +157,6 @@ class NodeCapacity:
             for sequence in self._sequences.get_by_state(WAITING).values()
             if not sequence.is_unticketed
         ]
-
-
-HANDING_OFF = SequenceState.HANDING_OFF
-NEARLY_DONE_TOKENS = 8  # waiting for so few tokens is cheaper than a recompute
 
 
 class PreemptionPolicy(Protocol):

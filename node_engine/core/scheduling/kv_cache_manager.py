@@ -2,7 +2,7 @@
 
 Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
 the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
-blocks are copied into own blocks at once. How blocks are taken back: preemption.py.
+blocks are copied into own blocks at once. How blocks are taken back: capacity.py.
 """
 
 from collections.abc import Callable
