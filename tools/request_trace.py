@@ -2,8 +2,9 @@
 
 It counts from the moment at which the client sends its bytes to the call of the model's `forward`
 on the prefill node, in all processes. Each process gets a profile function that notes when one of
-our functions is called. A file is on the path if it ran for every one of several requests; what
-runs only now and then, such as heartbeats, is not.
+our functions is called. A file is on the path if it ran for every one of many requests. What runs
+only now and then, such as heartbeats, is not, and neither is what runs at the same time and only
+sometimes ends before `forward`, such as the decode node's reservation of blocks.
 
 The cluster has no shared pool unless `--pool` is given. `--functions` lists functions instead of
 files.
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER_VARIABLE = "REQUEST_TRACE_FOLDER"
 FORWARD = "Transformer.forward"
 RESOLUTION = 0.0005  # seconds between two notes of one function
-REQUESTS = 20
+REQUESTS = 50
 PAUSE = 0.05  # seconds between two requests
 
 Times = dict[str, list[float]]  # by function, as FILE::NAME, or FORWARD

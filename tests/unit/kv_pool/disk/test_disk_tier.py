@@ -19,9 +19,8 @@ from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.ledger import PoolBlockState
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
-from kv_pool.service.client_session import PoolClientSession
 from kv_pool.service.open_pool import AttachRequest, PrefixQuery
-from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio
