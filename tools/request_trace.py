@@ -135,7 +135,7 @@ async def _complete(client: httpx2.AsyncClient, address: str, number: int) -> No
     answer.raise_for_status()
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.request_trace", description=__doc__)
     parser.add_argument(
         "--pool",
@@ -146,7 +146,11 @@ def main() -> None:
     parser.add_argument(
         "--functions", action="store_true", help="list functions instead of files, as FILE::NAME"
     )
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(
