@@ -42,7 +42,10 @@ def log_change(
             )
         case BreakerChanged(prefill, decode, state):
             _log.warning(
-                "circuit breaker changed", state=state.value, prefill=prefill, decode=decode
+                "circuit breaker of a node pair changed",
+                state=state.value,
+                prefill_node=prefill,
+                decode_node=decode,
             )
         case DegradationChanged(step, taken, pressure):
             event = "service degraded" if taken else "service restored"

@@ -290,7 +290,7 @@ class PoolClient:
             if connection is None:
                 return
             self._connection = connection
-            self._log.info("attached to the pool", attachment=connection.attachment.number)
+            self._log.info("attached to the pool", attachment_number=connection.attachment.number)
             self._last_error = ""
             self._redial_backoff.reset()
             await asyncio.wait({running})

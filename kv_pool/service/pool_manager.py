@@ -228,7 +228,10 @@ class PoolManager:
 
     @property
     def open_pool(self) -> OpenPool:
-        """The parts of the pool. Raises StaleMessage until the first client has attached."""
+        """The pool's segment, with its blocks, disk tier and loader.
+
+        Raises StaleMessage until the first client has attached.
+        """
         if self._open_pool is None:
             raise StaleMessage("the pool has no segment yet")
         return self._open_pool

@@ -35,7 +35,10 @@ _MAX_CALLS_PER_CONNECTION = 1024  # concurrent calls
 
 
 class GrpcServer:
-    """The gRPC server for clients. Call `add_cluster_service` before `start`."""
+    """The gRPC server for clients, with the Generation and health services.
+
+    `add_cluster_service` adds the service that operators use; call it before `start`.
+    """
 
     def __init__(
         self,

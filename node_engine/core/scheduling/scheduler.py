@@ -171,7 +171,7 @@ class Scheduler:
         return [self._accept_token(sequence, token, score) for token in sampled]
 
     def mark_ticketed(self, key: AttemptKey) -> None:
-        """A decode node has granted a ticket for this prefill: it is unticketed no longer."""
+        """Note that a decode node has reserved blocks for this prefill and let it write them."""
         sequence = self.sequences.require_sequence(key, WAITING, PREFILLING, HANDING_OFF)
         if not sequence.has_ticket:
             sequence.has_ticket, sequence.arrival_order = True, next(self._arrival_counter)
