@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 
