@@ -15,8 +15,7 @@ from rich.console import Console
 
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache
 
 HELP = "paged decode attention against this device's rate of copying"
 KV_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 16

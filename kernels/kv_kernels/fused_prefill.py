@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from kv_kernels.reference.attention import (
+from kv_kernels.reference.paged_attention import (
     QUERY_TILE,
     AttentionContext,
     AttentionOp,
+    PagedCache,
     compute_page_rows,
     gather_pages,
     plan_prefill,
 )
-from kv_kernels.reference.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from baton.errors import ConfigError, OutOfMemory
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, TokenLogprobs

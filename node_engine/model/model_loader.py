@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.base_engine import TORCH_DTYPES, BaseEngine

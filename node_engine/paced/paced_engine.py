@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import BlockIndex, TokenLogprobs

@@ -14,9 +14,8 @@ from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels import fused_prefill as causal_chunk
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import paged_attention
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
@@ -51,10 +50,10 @@ def test_paged_decode_equals_the_cpu_reference(shape: str, kind: str) -> None:
     blocks = [part.numpy() for part in order.split(widths)]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     wholes = [AttentionContext(blocks[i], lengths[i]) for i in longest_first]
-    contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
+    contexts = [paged_attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
     exact = torch.zeros(query.shape)
-    for part in attention.plan_decode(
+    for part in paged_attention.plan_decode(
         PagedCache.from_arena(arena.float()), contexts, torch.float32
     ):
         part(query.float(), 1, exact)
@@ -72,7 +71,7 @@ def test_prefill_chunk_may_start_at_any_offset(kind: str, window: int | None) ->
     generator = torch.Generator().manual_seed(2)
     arena = torch.randn(6, 2, 2, 2, 16, 32, generator=generator).to(dtype)
     query = torch.randn(96, 4, 32, generator=generator).to(dtype)
-    mask = attention.causal_mask if window is None else attention.window_mask
+    mask = paged_attention.causal_mask if window is None else paged_attention.window_mask
     reach = 96 if window is None else window
     blocks = torch.arange(6).numpy()
     for start in range(20):
@@ -109,10 +108,10 @@ def test_a_chunk_in_one_call_equals_its_tiles(kind: str, group: int, count: int)
     query = torch.randn(count, 2 * group, 64, generator=generator).to(dtype).cuda()
     context, mask = (
         AttentionContext(torch.arange(19).numpy(), 300),
-        attention.causal_mask(300, dtype, query.device),
+        paged_attention.causal_mask(300, dtype, query.device),
     )
     tiles, once = torch.empty_like(query), torch.empty_like(query)
-    attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
+    paged_attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
     part = causal_chunk.plan_fused_prefill(cache, 0, count, context, mask)
     assert isinstance(part, causal_chunk.FusedPrefillAttention)
     part(query, 1, once)
@@ -139,7 +138,7 @@ def test_kv_write_equals_the_cpu_reference(kind: str) -> None:
         1,
         SlotMapping(slots.blocks.cuda(), slots.offsets.cuda()),
     )
-    paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
+    paged_attention.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
     assert torch.equal(there.cpu(), twin)
 
 

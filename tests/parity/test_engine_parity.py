@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import (
     SampleSpec,
@@ -23,8 +23,8 @@ from node_engine.core.step.step_batch import (
 )
 from node_engine.model.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config
-from node_engine.model.forward_batch import ForwardBatchBuilder
 from node_engine.model.loading.weights import load_weights
+from node_engine.model.model_engine import ForwardBatchBuilder
 from node_engine.model.model_loader import load_model_engine
 from node_engine.model.transformer import Transformer
 from tests.layer_callbacks import FunctionCallback

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from baton.kv.block_hash import root_hash
+from baton.kv.blocks import root_hash
 from baton.process.clock import FakeClock
 from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenLogprobs
-from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (

@@ -2,7 +2,7 @@
 
 Split-KV ("flash decoding", Dao et al., 2023): each program processes a few pages with an online
 softmax, and a second kernel combines the results. `PaddedDecodeAttention` in
-reference/attention.py computes the same in torch.
+reference/paged_attention.py computes the same in torch.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.attention import AttentionContext, AttentionOp
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import AttentionContext, AttentionOp, PagedCache
 
 PAGES_PER_SPLIT = 16  # pages that one program processes
 _DOT_ROWS = 16  # the fewest rows that tl.dot takes

@@ -1,11 +1,11 @@
-"""KV write in Triton. `write_kv` in reference/paged_cache.py does the same in torch."""
+"""KV write in Triton. `write_kv` in reference/paged_attention.py does the same in torch."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference.paged_attention import PagedCache, SlotMapping
 
 
 # grid: [tokens, 2 * kv_heads]

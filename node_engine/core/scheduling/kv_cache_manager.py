@@ -2,7 +2,7 @@
 
 Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
 the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
-blocks are copied into own blocks at once. How blocks are taken back: preemption.py.
+blocks are copied into own blocks at once. How blocks are taken back: capacity.py.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
-from node_engine.core.scheduling.capacity import AdmissionEstimate, CapacityRefusal, NodeCapacity
-from node_engine.core.scheduling.preemption import Preemptor
+from node_engine.core.blocks.block_records import BlockLedgerError
+from node_engine.core.scheduling.capacity import (
+    AdmissionEstimate,
+    CapacityRefusal,
+    NodeCapacity,
+    Preemptor,
+)
 from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
 
 # Copies whole blocks: pairs of source and destination.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.types import BlockIndex
 from node_engine.core.step.step_batch import SliceResult, StepBatch

@@ -21,14 +21,6 @@ from baton.types import BlockIndex, SamplingParams, TokenLogprobs
 _INITIAL_CAPACITY = 64  # for output tokens that are not in the prompt
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether `params` has any penalty; without one, tokens need not be counted."""
-    return (
-        bool(params.presence_penalty or params.frequency_penalty)
-        or params.repetition_penalty != 1.0
-    )
-
-
 class TokenCounts:
     """Distinct tokens of a sequence: those of the prompt, then output tokens as they appear.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from baton.process import log
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.sampling import sample_rows
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepShape

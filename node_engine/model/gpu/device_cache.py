@@ -12,7 +12,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.types import BlockIndex
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
 from node_engine.model.config.model_config import ModelConfig
 

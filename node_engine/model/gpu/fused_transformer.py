@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import attend_chunks
 from kv_kernels.triton.split_decode import SplitDecode

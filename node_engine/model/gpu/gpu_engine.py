@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.errors import NodeFailed
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import BlockIndex
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.sampling import sample_rows

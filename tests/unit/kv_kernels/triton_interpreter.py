@@ -13,9 +13,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kv_kernels.reference import attention, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import paged_attention
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import decode_attention, kv_write
 
 KINDS = ("float32", "float16", "bfloat16")
@@ -56,13 +55,13 @@ def max_decode_error(
     order = torch.randperm(sum(widths), generator=generator).numpy()
     blocks = np.split(order, np.cumsum(widths)[:-1])
     wholes = [AttentionContext(b, length) for b, length in zip(blocks, lengths, strict=True)]
-    contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
+    contexts = [paged_attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[
         :, :-1
     ]
     exact = torch.zeros(query.shape)
     longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
-    reference = attention.plan_decode(
+    reference = paged_attention.plan_decode(
         PagedCache.from_arena(arena.float()), [contexts[i] for i in longest_first], torch.float32
     )
     for part in reference:
@@ -89,7 +88,7 @@ def max_write_error(kind: str) -> float:
     kv = torch.randn(3, 5, 12, generator=generator).to(dtype)[:, 1:]
     slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
     kv_write.write_kv(kv, PagedCache.from_arena(arena), 1, slots)
-    paged_cache.write_kv(kv, PagedCache.from_arena(expected), 1, slots)
+    paged_attention.write_kv(kv, PagedCache.from_arena(expected), 1, slots)
     return float((arena.float() - expected.float()).abs().max())
 
 
