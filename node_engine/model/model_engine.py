@@ -21,10 +21,14 @@ from kv_kernels.reference.paged_attention import (
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
-from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
+from node_engine.model.common.base_engine import (
+    BaseEngine,
+    score_prompt_rows,
+    translate_device_errors,
+)
+from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.transformer import ForwardBatch, PromptLogprobRows, Transformer
-from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
 
 Ints = npt.NDArray[np.int64]
 _MASK_GROWTH_TOKENS = 1024  # the causal mask grows by this many tokens

@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.model.base_engine import TORCH_DTYPES, BaseEngine
+from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler

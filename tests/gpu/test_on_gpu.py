@@ -19,7 +19,7 @@ from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, S
 from kv_kernels.triton import decode_attention as triton_decode
 from kv_kernels.triton import kv_write as triton_write
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads

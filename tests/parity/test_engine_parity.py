@@ -21,7 +21,7 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_engine import ForwardBatchBuilder

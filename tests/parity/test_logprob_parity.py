@@ -21,7 +21,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model

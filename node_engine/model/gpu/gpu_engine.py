@@ -11,7 +11,12 @@ from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.sampling import sample_rows
 from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
-from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
+from node_engine.model.common.base_engine import (
+    BaseEngine,
+    score_prompt_rows,
+    translate_device_errors,
+)
+from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.gpu.decode_graphs import (
     DecodeGraphs,
@@ -22,7 +27,6 @@ from node_engine.model.gpu.device_cache import DeviceCache, measure_room_for_cac
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepInputsBuilder
 from node_engine.model.sampling.sampler import needs_extra_steps, sample_tokens
-from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 
 
 class GpuEngine(BaseEngine):

@@ -19,7 +19,7 @@ from node_engine.core.step.step_batch import (
     SliceResult,
     StepBatch,
 )
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 
