@@ -178,7 +178,12 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         block_pool,
-        SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len),
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_batched_tokens,
+            engine.max_model_len,
+            engine.cache_limits.lookahead_tokens,
+        ),
         engine.eos_token_ids,
         PREEMPTION_POLICIES[config.preemption](),
         copy_pool_blocks=make_pool_block_copier(engine, arena),

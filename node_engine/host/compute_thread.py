@@ -191,13 +191,15 @@ class ComputeThread:
             self._role.on_step_failed(batch, error)
             return
         seconds = self._clock() - started
-        self._charge_device_time(batch, seconds)
-        self.decode_step_totals = self.decode_step_totals.with_step(batch, seconds)
-        if batch.num_tokens > len(batch.slices):
-            self._context.pool_connector.copy_cost_model.observe_prefill(batch.num_tokens, seconds)
-        self._context.scheduler.prefill_budget.observe_step(batch, seconds)
+        computed = batch.without_deferred(results)
+        self._charge_device_time(computed, seconds)
+        self.decode_step_totals = self.decode_step_totals.with_step(computed, seconds)
+        tokens = computed.num_tokens
+        if tokens > len(computed.slices):
+            self._context.pool_connector.copy_cost_model.observe_prefill(tokens, seconds)
+        self._context.scheduler.prefill_budget.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
-        self._role.after_step(batch, outcomes, seconds)
+        self._role.after_step(computed, outcomes, seconds)
 
     @failpoint("decode.step")
     def _compute_step(self, role: RolePolicy, batch: StepBatch) -> tuple[SliceResult, ...]:

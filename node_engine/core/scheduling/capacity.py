@@ -48,6 +48,7 @@ class SchedulerLimits:
     max_num_seqs: int  # sequences that compute or await KV
     max_batched_tokens: int  # tokens of a step
     max_model_len: int  # tokens of prompt and output together
+    lookahead_tokens: int = 0  # for which a running sequence gets blocks ahead, if any are free
 
     def check(self, block_size: int) -> None:
         """Raise ConfigError unless each sequence decodes in a step and one block is computed."""
@@ -94,7 +95,7 @@ class NodeCapacity:
     def __init__(self, pool: BlockPool, sequences: SequenceTable, limits: SchedulerLimits) -> None:
         self._block_pool = pool
         self._sequences = sequences
-        self._limits = limits
+        self.limits = limits
 
     @property
     def free_slots(self) -> int:
@@ -102,7 +103,7 @@ class NodeCapacity:
         taken = sum(
             len(self._sequences.get_by_state(state)) for state in (PREFILLING, RUNNING, AWAITING_KV)
         )
-        return max(0, self._limits.max_num_seqs - taken)
+        return max(0, self.limits.max_num_seqs - taken)
 
     @property
     def free_blocks(self) -> int:
@@ -129,9 +130,9 @@ class NodeCapacity:
 
     def check_context(self, key: AttemptKey, num_tokens: int) -> None:
         """Raise ContextLengthExceeded or OutOfBlocks if the context can never fit on this node."""
-        if num_tokens >= self._limits.max_model_len:
+        if num_tokens >= self.limits.max_model_len:
             raise ContextLengthExceeded(
-                f"{key} has {num_tokens} tokens, max_model_len is {self._limits.max_model_len}:"
+                f"{key} has {num_tokens} tokens, max_model_len is {self.limits.max_model_len}:"
                 " raise --max-model-len or shorten the prompt"
             )
         needed = self.count_blocks_for(num_tokens)

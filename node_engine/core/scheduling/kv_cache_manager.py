@@ -140,12 +140,22 @@ class KVCacheManager:
         """
         needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1)
         if needed <= len(sequence.block_table):
+            self._grow_ahead(sequence)
             return True
         while (fresh := self._block_pool.allocate_blocks(1, sequence.owner)) is None:
             if not self._preemptor.take_block_for(sequence):
                 return False
         sequence.block_table.extend(fresh)
         return True
+
+    def _grow_ahead(self, sequence: Sequence) -> None:
+        """Take a block for the lookahead of the engine, if one is free."""
+        ahead = self._capacity.limits.lookahead_tokens
+        if not ahead:
+            return
+        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + ahead)
+        if needed > len(sequence.block_table):
+            sequence.block_table.extend(self._block_pool.allocate_blocks(1, sequence.owner) or ())
 
     def on_copy_done(self, sequence: Sequence) -> None:
         """The step has made the sequence's copy on write: release the source block."""

@@ -254,8 +254,8 @@ class Scheduler:
         outcomes: list[SequenceOutcome] = []
         for slice_, result in zip(batch.slices, results, strict=True):
             sequence = self.sequences_in_flight[slice_.sequence_id]
-            if sequence.state not in (PREFILLING, RUNNING):
-                continue  # cancelled or stopped meanwhile
+            if result.is_deferred or sequence.state not in (PREFILLING, RUNNING):
+                continue  # not computed, or cancelled or stopped meanwhile
             self._num_prefilled_tokens += (
                 len(slice_.token_ids) if sequence.state is PREFILLING else 0
             )

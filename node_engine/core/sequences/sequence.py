@@ -222,6 +222,7 @@ class Sequence:
             len(self.token_ids),
             forbidden_token_ids(params, eos_token_ids, self.num_output_tokens),
             self.update_token_counts() if self.has_penalties else None,
+            may_continue=self.num_output_tokens + 1 < params.max_tokens,
         )
 
     def _build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:

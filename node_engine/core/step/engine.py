@@ -28,6 +28,9 @@ class CacheLimits:
     # Whether it can read blocks outside the arena, in the mapped shared pool. If so, `bind_cache`
     # may get memory that is longer than the arena.
     reads_pool_in_place: bool = True
+    # Tokens that a step may write behind those of its batch, if the blocks are there: steps that
+    # the engine begins before the scheduler asks for them.
+    lookahead_tokens: int = 0
     # Bytes of KV blocks that its device has room for now; None if it computes in the arena itself.
     device_bytes: int | None = None
 
@@ -95,6 +98,8 @@ class Engine(Protocol):
         self, batch: StepBatch, on_layer: LayerCallback | None = None
     ) -> tuple[SliceResult, ...]:
         """Run one forward pass; returns one result per slice.
+
+        An engine that has begun a step ahead of this call may defer slices that are new in it.
 
         Raises OutOfMemory if the device has no memory left; blocks outside the batch are then
         unchanged.
