@@ -74,6 +74,13 @@ class SamplingParams:
     # Likewise for prompt tokens. The prompt is then computed without any prefix cache.
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether there is any penalty; without one, tokens need not be counted."""
+        return (
+            bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Principal:

@@ -22,7 +22,7 @@ from baton.types import BlockIndex, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.dispatch import kernels_for
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 
 HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"

@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.figures.report import ResultRow, make_row, print_rows
-from kv_kernels.reference import attention, elementwise, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import elementwise, paged_attention
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from node_engine.model.config.rope import compute_angles
 
 HELP = "paged attention and writes of KV against this device's rates of copying and arithmetic"
@@ -106,7 +105,7 @@ def _plan_decode(cache: PagedCache, tables: torch.Tensor, length: int, query: to
     out = torch.empty_like(query)
     if query.device.type == "cpu":
         contexts = [AttentionContext(table.numpy(), length) for table in tables]
-        parts = attention.plan_decode(cache, contexts, query.dtype)
+        parts = paged_attention.plan_decode(cache, contexts, query.dtype)
         return lambda: [part(query, 0, out) for part in parts]
     from kv_kernels.triton.split_decode import SplitDecode
     from node_engine.model.gpu.fused_transformer import choose_splits
@@ -134,9 +133,9 @@ def _prefill_rate(device: torch.device, tokens: int, rounds: int) -> float:
 def _plan_prefill(cache: PagedCache, table: torch.Tensor, query: torch.Tensor) -> Call:
     tokens, out = len(query), torch.empty_like(query)
     if query.device.type == "cpu":
-        mask = attention.causal_mask(tokens, query.dtype, query.device)
+        mask = paged_attention.causal_mask(tokens, query.dtype, query.device)
         context = AttentionContext(table.numpy(), tokens)
-        part = attention.plan_prefill(cache, 0, tokens, context, mask)
+        part = paged_attention.plan_prefill(cache, 0, tokens, context, mask)
         return lambda: part(query, 0, out)
     from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 
@@ -167,7 +166,7 @@ def _plan_write(
 
         def rotate_and_write() -> None:
             elementwise.rotary_(qkv[:, : HEADS + KV_HEADS], cos, sin)
-            paged_cache.write_kv(qkv[:, HEADS:], cache, 0, places)
+            paged_attention.write_kv(qkv[:, HEADS:], cache, 0, places)
 
         return rotate_and_write
     from kv_kernels.triton.layer_ops import rotate_and_write_kv

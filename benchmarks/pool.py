@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from benchmarks.figures.percentiles import percentile
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from benchmarks.load.traces import read_trace
@@ -34,7 +34,7 @@ from kv_pool.core.blocks.attachments import PoolClientId
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.cost_evictor import CostEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 
 HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
 BLOCK_TOKENS = 16

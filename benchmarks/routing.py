@@ -30,8 +30,7 @@ from baton.cluster_link.messages import (
 from baton.cluster_link.report_types import NodeStats
 from baton.config.settings import Config
 from baton.errors import Cancelled
-from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import BlockHash, KVLayout, iter_block_hashes, root_hash, short_hash
 from baton.types import Incarnation, Request, RequestId, Role, SamplingParams
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from coordinator.core.brain import Brain

@@ -28,7 +28,7 @@ from baton.cluster_link.messages import (
     PrefillOrder,
 )
 from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeLost
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.process.failpoints import failpoint
 from baton.types import (
     AttemptKey,
@@ -51,7 +51,6 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix
-from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -95,9 +94,6 @@ class DecodeRole(BaseRole):
     @property
     def num_held_attempts(self) -> int:
         return len(self._pending_handoffs) + len(self._scheduler.sequences)
-
-    def preview_command(self, command: NodeCommand) -> None:
-        """No command is urgent: all of them wait for the step in progress."""
 
     def _handle_event(self, item: object) -> None:
         match item:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.config.common import MemberConfig
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.shared_memory.fence import ArenaFences
@@ -17,9 +17,8 @@ from baton.shared_memory.segment import Segment, compute_host_id
 from baton.types import Incarnation
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
-from kv_transfer.inbound import KVReceiver
-from kv_transfer.outbound import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
+from kv_transfer.plane_threads import KVReceiver, KVSender
 from kv_transfer.transports.registry import make_decode_link, make_dialers
 
 _RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live

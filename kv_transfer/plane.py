@@ -1,4 +1,4 @@
-"""The transfer plane as the two roles see it. Implemented by `inbound.py` and `outbound.py`.
+"""The transfer plane as the two roles see it. Implemented in `plane_threads.py`.
 
 Each side runs its own thread. Methods may be called from any thread and never block; calls of one
 thread take effect in their order. What happened is reported as an event through the `emit` callback

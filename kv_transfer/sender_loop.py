@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
+from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
@@ -52,9 +53,8 @@ class SenderLoop:
         self,
         *,
         copier: SlabCopier,
-        shape: ArenaShape,
+        layout: KVLayout,
         links: PeerLinks,
-        arenas: PeerArenas,
         host_id: str,
         settings: TransferSettings,
         incarnation: Incarnation,
@@ -64,9 +64,9 @@ class SenderLoop:
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self._copier = copier
-        self._shape = shape
+        self._shape = ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes)
         self._links = links
-        self._arenas = arenas
+        self._arenas = PeerArenas(settings.segment_folder, layout)
         self._host_id = host_id
         self._settings = settings
         self._incarnation = incarnation

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo
 from baton.cluster_link.report_types import HandoffReport
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import (
     AttemptKey,
     Incarnation,

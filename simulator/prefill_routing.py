@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
-from baton.kv.block_hash import HashChain, root_hash
+from baton.kv.blocks import HashChain, root_hash
 from baton.types import AttemptKey, Incarnation, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember

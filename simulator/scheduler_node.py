@@ -20,7 +20,7 @@ from baton.cluster_link.messages import (
     TicketOrder,
 )
 from baton.cluster_link.report_types import NodeStats
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.types import AttemptKey, AttemptSpec, Incarnation, TokenEvent
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals

@@ -19,7 +19,7 @@ from baton.cluster_link.dialer import CoordinatorDialer
 from baton.cluster_link.messages import PROTOCOL_VERSION
 from baton.cluster_link.stream import SequenceNumbers
 from baton.errors import BatonError, ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import (

@@ -48,6 +48,8 @@ class SequenceRun:
         )
 
     def apply_result(self, slice_: SequenceSlice, made: SliceResult) -> None:
+        if made.is_deferred:
+            return
         self.computed_tokens += len(slice_.token_ids)
         assert (made.token_id is None) == (slice_.sample_spec is None)
         if made.token_id is not None:

@@ -1,9 +1,13 @@
 """`python -m tools.request_trace`: the files of ours that one disaggregated request runs through.
 
 It counts from the moment at which the client sends its bytes to the call of the model's `forward`
-on the prefill node, in all processes. Each process gets a profile function that notes when code of
-a file runs. A file is on the path if it ran for every one of several requests; what runs only now
-and then, such as heartbeats, is not.
+on the prefill node, in all processes. Each process gets a profile function that notes when one of
+our functions is called. A file is on the path if it ran for every one of many requests. What runs
+only now and then, such as heartbeats, is not, and neither is what runs at the same time and only
+sometimes ends before `forward`, such as the decode node's reservation of blocks.
+
+The cluster has no shared pool unless `--pool` is given. `--functions` lists functions instead of
+files.
 """
 
 import argparse
@@ -26,11 +30,11 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_VARIABLE = "REQUEST_TRACE_FOLDER"
 FORWARD = "Transformer.forward"
-RESOLUTION = 0.0005  # seconds between two notes of one file
-REQUESTS = 20
+RESOLUTION = 0.0005  # seconds between two notes of one function
+REQUESTS = 50
 PAUSE = 0.05  # seconds between two requests
 
-Times = dict[str, list[float]]
+Times = dict[str, list[float]]  # by function, as FILE::NAME, or FORWARD
 
 
 def install_profiler() -> None:
@@ -44,7 +48,7 @@ def install_profiler() -> None:
         code = frame.f_code
         name = names.get(code)
         if name is None:
-            name = names[code] = _file_name(code)
+            name = names[code] = _function_name(code)
         if not name:
             return
         now, noted = time.monotonic(), times[name]
@@ -62,14 +66,14 @@ def install_profiler() -> None:
     sys.setprofile(on_event)
 
 
-def _file_name(code: CodeType) -> str:
-    """Relative to the repository; "" for a file that is not ours, and FORWARD for that function."""
+def _function_name(code: CodeType) -> str:
+    """FILE::NAME, relative to the repository; FORWARD; or "" for a function that is not ours."""
     path = Path(code.co_filename)
     if code.co_qualname == FORWARD:
         return FORWARD
     if not path.is_relative_to(ROOT) or ".venv" in path.parts or "tools" in path.parts:
         return ""
-    return "" if "pb" in path.parts else str(path.relative_to(ROOT))
+    return "" if "pb" in path.parts else f"{path.relative_to(ROOT)}::{code.co_qualname}"
 
 
 def _module_name() -> str:
@@ -77,36 +81,43 @@ def _module_name() -> str:
     return words[words.index("-m") + 1] if "-m" in words else ""
 
 
-def files_on_path(sent: list[float], processes: list[dict[str, Any]]) -> dict[str, set[str]]:
-    """By module of the process: the files that ran for every request between its sending, in
-    seconds on the monotonic clock, and the next call of `forward`."""
+def find_on_path(
+    sent: list[float], processes: list[dict[str, Any]], *, functions: bool = False
+) -> dict[str, set[str]]:
+    """By module of the process: the files, or the functions, that ran for every request between its
+    sending, in seconds on the monotonic clock, and the next call of `forward`."""
     forwards = sorted(
         moment for process in processes for moment in process["times"].get(FORWARD, [])
     )
     windows = [(began, next(moment for moment in forwards if moment > began)) for began in sent]
     found: dict[str, set[str]] = {}
     for process in processes:
-        files = {
+        times_by_name: Times = defaultdict(list)
+        for name, times in process["times"].items():
+            if name != FORWARD:
+                times_by_name[name if functions else name.partition("::")[0]] += times
+        on_path = {
             name
-            for name, times in process["times"].items()
-            if name != FORWARD
-            and all(any(began <= time <= end for time in times) for began, end in windows)
+            for name, times in times_by_name.items()
+            if all(any(began <= time <= end for time in times) for began, end in windows)
         }
-        if files:
-            found[process["module"]] = files
+        if on_path:
+            found[process["module"]] = on_path
     return found
 
 
-async def send_requests(console: Console) -> list[float]:
+async def send_requests(console: Console, *, has_pool: bool) -> list[float]:
     """Serve a random model with one prefill and one decode node, and send it requests one after
     another. When each was sent, in seconds on the monotonic clock."""
+    from baton.config.pool_config import NO_POOL
     from benchmarks.clusters.local_cluster import start_local_cluster
     from benchmarks.clusters.random_models import DEMO_SHAPE
 
+    settings: dict[str, Any] = {} if has_pool else {"pool_memory": NO_POOL}
     sent = []
     async with (
         start_local_cluster(
-            console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1
+            console, DEMO_SHAPE, "traced", mode="disaggregated", prefill=1, decode=1, **settings
         ) as cluster,
         httpx2.AsyncClient(timeout=60.0) as client,
     ):
@@ -124,9 +135,22 @@ async def _complete(client: httpx2.AsyncClient, address: str, number: int) -> No
     answer.raise_for_status()
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.request_trace", description=__doc__)
-    parser.parse_args()
+    parser.add_argument(
+        "--pool",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="run the cluster with a shared pool",
+    )
+    parser.add_argument(
+        "--functions", action="store_true", help="list functions instead of files, as FILE::NAME"
+    )
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(
@@ -134,14 +158,19 @@ def main() -> None:
         )
         os.environ[FOLDER_VARIABLE] = folder
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), str(ROOT / "kernels")])
-        sent = asyncio.run(send_requests(console))
+        sent = asyncio.run(send_requests(console, has_pool=options.pool))
         dumps = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    found = files_on_path(sent, dumps)
+    found = find_on_path(sent, dumps, functions=options.functions)
     everywhere = set().union(*found.values())
-    for module, files in sorted(found.items()):
-        sys.stdout.write(f"{module}: {len(files)} files\n")
-        sys.stdout.writelines(f"  {name}\n" for name in sorted(files))
-    sys.stdout.write(f"from the request's bytes to forward: {len(everywhere)} files\n")
+    kind = "functions" if options.functions else "files"
+    for module, names in sorted(found.items()):
+        sys.stdout.write(f"{module}: {len(names)} {kind}\n")
+        sys.stdout.writelines(f"  {name}\n" for name in sorted(names))
+    condition = "with" if options.pool else "without"
+    sys.stdout.write(
+        f"from the request's bytes to forward, {condition} a shared pool: "
+        f"{len(everywhere)} {kind}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.cluster_link.report_types import HandoffReport, MemberLedger, NodeStats
 from baton.errors import BatonError
+from baton.kv.blocks import KVLayout
 from baton.kv.cache_journal import CacheEventBatch
-from baton.kv.kv_layout import KVLayout
 from baton.kv.pool_types import RemotePrefix
 from baton.models.file_digests import UNKNOWN_DIGESTS, ModelFileDigests
 from baton.models.model_identity import UNQUANTIZED, ModelIdentity

@@ -7,7 +7,7 @@ import math
 
 from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger, NodeStats
 from baton.errors import BatonError, error_from_code
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.kv.pool_types import RemotePrefix
 from baton.pb import cluster_pb2, common_pb2
 from baton.types import (

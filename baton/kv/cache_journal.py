@@ -10,7 +10,7 @@ index before it uses a block.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.kv.block_hash import BlockHash, short_hash
+from baton.kv.blocks import BlockHash, short_hash
 
 FLUSH_INTERVAL_SECONDS = 0.05  # between batches of a busy node
 # 16 KiB in one batch, which keeps either end's event loop busy for a millisecond or two.

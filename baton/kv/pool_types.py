@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.types import BlockIndex, PeerAddress
 
 

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 
 NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
 PACED_IMPLEMENTATION = "paced"

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import takewhile
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from benchmarks.load.traces import MOONCAKE_BLOCK, TraceRequest
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.eviction.cost_evictor import QUADRATIC_CONTEXT_TOKENS, CostEvictor
 from kv_pool.core.eviction.evictor import Evictor, LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.index.radix_index import ROOT
+from kv_pool.core.index.radix_index import ROOT, PromptChain
 
 POLICIES = ("lru", "cost")
 _ROOT = BlockHash(bytes(32))

@@ -5,9 +5,8 @@ from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
-from coordinator.core.common.effects import EffectLog, PlacementSignal
+from coordinator.core.common.effects import EffectLog, PlacementSignal, RequestTimers
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.membership.pool_membership import PoolMembership
 from coordinator.core.placement.breakers import CircuitBreakers
@@ -24,10 +23,13 @@ from coordinator.core.requests.explain import EndedRequests, RequestExplainer
 from coordinator.core.requests.handoff_breakers import HandoffBreakers
 from coordinator.core.requests.node_membership import NodeMembership
 from coordinator.core.requests.node_reports import NodeReportHandler
-from coordinator.core.requests.placement_loop import AttemptStarter, PlacementLoop
 from coordinator.core.requests.pressure import PressureMonitor
 from coordinator.core.requests.record import RequestRecord
-from coordinator.core.requests.request_admitter import RequestAdmitter
+from coordinator.core.requests.request_scheduler import (
+    AttemptStarter,
+    PlacementLoop,
+    RequestAdmitter,
+)
 from coordinator.core.requests.table import ProgressClock, RequestTable
 from coordinator.core.requests.token_reports import TokenReportHandler
 from coordinator.core.requests.waiting_requests import (
@@ -85,7 +87,11 @@ class BrainParts:
 
     def _add_request_inputs(self) -> None:
         self.request_admitter = RequestAdmitter(
-            self.table, self.placement, self.counters, self.settings
+            self.table,
+            self.placement,
+            self.counters,
+            max_queue=self.settings.max_queue,
+            degraded_max_tokens=self.settings.degraded_max_tokens,
         )
         starter = AttemptStarter(
             self.registry,

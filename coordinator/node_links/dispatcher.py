@@ -1,11 +1,12 @@
 """The shell around the brain: carries out its effects and keeps its timer, on one event loop.
 
-It connects the brain with front ends, the nodes' streams and operators, and decides nothing.
+It connects the brain with front ends, the nodes' streams and operators, and decides nothing. The
+events of each request go into a stream of its own.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from baton.cluster_link.messages import (
@@ -25,7 +26,7 @@ from baton.errors import (
 from baton.limits import ModelBounds
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import Incarnation, Principal, Request, RequestId
+from baton.types import FinishReason, Incarnation, Principal, Request, RequestId
 from coordinator.core.admission.tenants import TenantTable
 from coordinator.core.common.effects import (
     AdmitRequest,
@@ -42,14 +43,102 @@ from coordinator.core.common.effects import (
     RoleSwitchReport,
     SendOrder,
 )
+from coordinator.core.common.timeline import Timeline
 from coordinator.core.membership.join_checks import ServedModel
-from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
+from coordinator.generation import FinishedEvent, GenerationEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
-from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
+from coordinator.node_links.change_log import log_change, log_role_switch
 
+MAX_UNREAD_TOKENS = 1024  # tokens that a slow reader may leave unread
 _MIN_TIMER_SECONDS = 0.001  # event loops round to milliseconds
-
 _log = log.get_logger("dispatcher")
+
+
+class GenerationStream:
+    """A `Generation`, written by the dispatcher and read by one task on the same event loop."""
+
+    def __init__(
+        self,
+        request: RequestId,
+        cancel: Callable[[RequestId], None],
+        stop: Callable[[RequestId], None],
+    ) -> None:
+        self._id = request
+        self._cancel = cancel
+        self._stop = stop
+        self._events: deque[GenerationEvent] = deque()
+        self._unread_tokens = 0
+        self._error: BatonError | None = None
+        self._timeline = Timeline()
+        self._is_ended = False
+        self._is_admitted = False
+        self._wake: asyncio.Event = asyncio.Event()
+
+    @property
+    def id(self) -> RequestId:
+        return self._id
+
+    def cancel(self) -> None:
+        if not self._is_ended:
+            self._cancel(self._id)
+
+    def stop(self) -> None:
+        """See `Generation.stop`. Errors after the stop point are not reported to the reader."""
+        if not self._is_ended:
+            self._stop(self._id)
+        elif self._error is not None:
+            self._error = None
+            self._events.append(FinishedEvent(FinishReason.STOP, 0, self._timeline))
+
+    def mark_admitted(self) -> None:
+        self._is_admitted = True
+        self._wake.set()
+
+    def push_prompt_logprobs(self, scores: PromptLogprobsEvent) -> None:
+        """Add the logprobs of the prompt, which do not count as unread tokens."""
+        self._events.append(scores)
+        self._wake.set()
+
+    def push_tokens(self, event: TokensEvent) -> bool:
+        """Add tokens. Return False if the reader has fallen too far behind."""
+        self._events.append(event)
+        self._unread_tokens += len(event.token_ids)
+        self._wake.set()
+        return self._unread_tokens <= MAX_UNREAD_TOKENS
+
+    def end_stream(self, result: FinishedEvent | BatonError, timeline: Timeline) -> None:
+        self._timeline = timeline
+        if isinstance(result, FinishedEvent):
+            self._events.append(result)
+        else:
+            self._error = result
+        self._is_ended = True
+        self._wake.set()
+
+    async def wait_until_admitted(self) -> None:
+        """Wait until the request is admitted. Raises the error that ended it before."""
+        while not self._is_admitted:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        try:
+            while True:
+                while self._events:
+                    event = self._events.popleft()
+                    if isinstance(event, TokensEvent):
+                        self._unread_tokens -= len(event.token_ids)
+                    yield event
+                if self._is_ended:
+                    break
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self.cancel()  # in case the reader has left early or was cancelled
+        if self._error is not None:
+            raise self._error
 
 
 class NodeConnection(Protocol):
@@ -230,9 +319,9 @@ class Dispatcher:
             case MemberLost():
                 self._drop_member(effect)
             case AttemptReplaced() | BreakerChanged():
-                _log_change(effect)
+                log_change(effect)
             case DegradationChanged() | RatioChanged():
-                _log_change(effect)
+                log_change(effect)
                 self.notify_cluster_change()
 
     def _push_tokens(self, emitted: EmitTokens) -> None:
@@ -280,20 +369,7 @@ class Dispatcher:
         )
 
     def _report_role_switch(self, switch: RoleSwitchReport) -> None:
-        seconds = {
-            "drain": switch.drain_seconds,
-            "switch": switch.switch_seconds,
-            "probe": switch.probe_seconds,
-        }
-        roles = f"{switch.source_role.value} to {switch.target_role.value}"
-        _log.info(
-            "role switch ended",
-            node=switch.node,
-            roles=roles,
-            outcome=switch.outcome,
-            why=switch.detail,
-            **seconds,
-        )
+        log_role_switch(switch)
         for callback in self.on_role_switch:
             callback(switch)
         self.notify_cluster_change()
@@ -312,28 +388,3 @@ class Dispatcher:
     def _on_timer(self) -> None:
         self._timer = None
         self.apply_effects(self.brain.tick(self.clock()))
-
-
-def _log_change(
-    effect: AttemptReplaced | BreakerChanged | DegradationChanged | RatioChanged,
-) -> None:
-    match effect:
-        case AttemptReplaced(key, reason):
-            _log.info(
-                "attempt replaced",
-                request=key.request_id,
-                attempt=key.attempt_number,
-                reason=reason,
-            )
-        case BreakerChanged(prefill, decode, state):
-            _log.warning(
-                "circuit breaker of a node pair changed",
-                state=state.value,
-                prefill_node=prefill,
-                decode_node=decode,
-            )
-        case DegradationChanged(step, taken, pressure):
-            event = "service degraded" if taken else "service restored"
-            _log.warning(event, step=step, pressure=pressure)
-        case RatioChanged(target, reason):
-            _log.info("ratio changed", target=str(target), why=reason)

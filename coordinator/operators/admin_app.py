@@ -25,8 +25,11 @@ from coordinator.frontend.auth import AdminAuthenticator
 from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.http.app import make_application
 from coordinator.frontend.http.metrics_page import build_metrics_route
-from coordinator.frontend.http.middleware import RequestMiddleware, check_admin_request
-from coordinator.frontend.http.request_body import receive_body
+from coordinator.frontend.http.request_handling import (
+    RequestMiddleware,
+    check_admin_request,
+    receive_body,
+)
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, RequestBody
 from coordinator.frontend.request import RejectionCounter
 from coordinator.readiness import Readiness

@@ -6,7 +6,7 @@ from typing import Protocol
 from baton.config.memory_size import parse_memory_size
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.shared_memory.addressing import BlockAddressSpace
 from kv_pool.client.pool_client import PoolClient
 from kv_pool.common.protocol import PoolClientConfig

@@ -6,37 +6,146 @@
 
 A pool that is missing or fails is never an error for the node: a look-up is then a miss, and a
 publication is dropped.
+
+A look-up is answered in time, or it is a miss.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable
 
+from baton.cluster_link.pb_conversion import remote_prefix_to_pb
 from baton.errors import BatonError, PeerUnreachable, ShuttingDown
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
+from baton.pb.pool_pb2 import Chain, FindPrefix, PoolAnswer, PoolQuestion
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.types import mint_id
-from kv_pool.client.attachment import POOL_MISS, PoolAttachment, SegmentMappings
-from kv_pool.client.connection import PoolConnection
-from kv_pool.client.prefix_lookup import PrefixLookup, make_lookup_question
+from kv_pool.client.connection import (
+    POOL_MISS,
+    PoolAttachment,
+    PoolConnection,
+    PoolStream,
+    SegmentMappings,
+)
 from kv_pool.client.publisher import Publisher, PublishJob
-from kv_pool.client.stream import PoolStream
 from kv_pool.common.grpc_link import PoolDialer
 from kv_pool.common.protocol import (
     ATTACH_TIMEOUT_SECONDS,
     LATE_PUBLICATION_SECONDS,
+    MAX_LOAD_WAIT_SECONDS,
     MAX_REFUSED_RETRY_SECONDS,
     RETRY_SECONDS,
     PoolClientConfig,
 )
 from kv_pool.core.client.redial_backoff import RedialBackoff
 
+_AnswerFuture = asyncio.Future[PoolAnswer]
 _GOODBYE_TIMEOUT_SECONDS = 1.0
 # After these the pool may be back at any moment; every other error is a refusal.
 _TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)
+
+
+def make_lookup_question(
+    root: BlockHash,
+    packed_hashes: bytes,
+    packed_tokens: bytes,
+    max_tokens: int,
+    *,
+    partial: bool,
+    token_seconds: float | None,
+    remote_prefix: RemotePrefix | None,
+) -> PoolQuestion:
+    """Build the question of a look-up; the arguments are those of PoolClient.find_prefix."""
+    return PoolQuestion(
+        find=FindPrefix(
+            chain=Chain(root=root, names=packed_hashes, tokens=packed_tokens),
+            max_tokens=max_tokens,
+            partial=partial,
+            token_seconds=token_seconds or 0.0,
+            elsewhere=remote_prefix_to_pb(remote_prefix),
+        )
+    )
+
+
+class PrefixLookup:
+    """One look-up, which calls `on_result` once, on the event loop.
+
+    If the first answer says that more blocks are pending, the look-up waits for a second answer as
+    long as that pays off; on a time-out the first answer is the result. Pins of answers that come
+    too late are released at once.
+    """
+
+    def __init__(
+        self,
+        connection: PoolConnection,
+        question: PoolQuestion,
+        on_result: Callable[[PoolHit], None],
+        count: Callable[[str], None],
+        timeout_seconds: float,
+    ) -> None:
+        """`count` increments a metric; `timeout_seconds` is that of the first answer."""
+        self._connection = connection
+        self._on_result = on_result
+        self._count = count
+        self._is_open = True
+        self._first_hit = POOL_MISS  # result of the first answer, while a second one is expected
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(
+            timeout_seconds, self._on_timeout, "baton_pool_lookups_late_total"
+        )
+        second_answer: _AnswerFuture = self._loop.create_future()
+        second_answer.add_done_callback(self._on_second_answer)
+        first_answer = connection.stream.send_question(question, second_answer)
+        first_answer.add_done_callback(self._on_first_answer)
+
+    def _on_first_answer(self, answer: _AnswerFuture) -> None:
+        hit = self._register_hit(answer)
+        found = answer.result().found if answer.exception() is None else None
+        if found is None or not found.loading or not self._is_open:
+            self._finish(hit)
+            return
+        self._first_hit = hit
+        self._timer.cancel()
+        wait_seconds = min(found.patience, MAX_LOAD_WAIT_SECONDS)
+        self._timer = self._loop.call_later(
+            wait_seconds, self._on_timeout, "baton_pool_loads_late_total"
+        )
+
+    def _on_second_answer(self, answer: _AnswerFuture) -> None:
+        hit = self._register_hit(answer)
+        if self._is_open and hit.pin is None:
+            self._finish(self._first_hit)
+            return
+        if self._is_open:
+            self._release_hit(self._first_hit)
+        self._finish(hit)
+
+    def _on_timeout(self, metric: str) -> None:
+        if self._is_open:
+            self._count(metric)
+            self._finish(self._first_hit)
+
+    def _finish(self, hit: PoolHit) -> None:
+        if not self._is_open:
+            self._release_hit(hit)
+            return
+        self._is_open = False
+        self._timer.cancel()
+        self._on_result(hit)
+
+    def _register_hit(self, answer: _AnswerFuture) -> PoolHit:
+        return (
+            self._connection.attachment.register_hit(answer.result().found)
+            if answer.exception() is None
+            else POOL_MISS
+        )
+
+    def _release_hit(self, hit: PoolHit) -> None:
+        if hit.pin is not None:
+            self._connection.release_pin(hit.pin)
 
 
 class PoolClient:
@@ -118,7 +227,7 @@ class PoolClient:
         token_seconds: float | None = None,
         remote_prefix: RemotePrefix | None = None,
     ) -> None:
-        """Look up the longest prefix of a prompt (see kv_pool/core/index/prompt_chain.py).
+        """Look up the longest prefix of a prompt (see kv_pool/core/index/radix_index.py).
 
         `token_seconds` is the time in which this node computes a token of a prompt, None if
         unknown; `remote_prefix` names another host's pool that may have a longer one. `on_result`

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import BatonError, PeerUnreachable
-from baton.kv.block_hash import HASH_BYTES, TOKEN_BYTES
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import HASH_BYTES, TOKEN_BYTES, KVLayout
 from baton.kv.pool_types import PoolHit, PublishRequest
 from baton.pb import pool_pb2 as pb
 from baton.process import log

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import NodeName
 
 POOL_PROTOCOL_VERSION = 1

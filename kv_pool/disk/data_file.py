@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from baton.errors import ConfigError, ShuttingDown
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 
 DISK_SIZE_FLAG = "--pool-disk"
 DISK_FOLDER_FLAG = "--pool-disk-dir"

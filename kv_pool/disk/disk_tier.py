@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
 from baton.errors import ConfigError, ShuttingDown
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process import log
 from baton.process.clock import Clock
 from kv_pool.core.blocks.attachments import Publication
@@ -27,7 +27,7 @@ from kv_pool.core.disk.slot_ledger import build_slot_ledger
 from kv_pool.core.eviction.policies import EvictorFactory
 from kv_pool.core.ledger import PoolLedger
 from kv_pool.disk.mount import DiskSettings, MountedDisk, mount_disk
-from kv_pool.memory.block_loader import LoadPlan, LoadRequest
+from kv_pool.memory.pending_blocks import LoadPlan, LoadRequest
 from kv_pool.memory.segment_store import SegmentStore
 
 DISK_TIER = "disk"

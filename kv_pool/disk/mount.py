@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.blocks.cache_tier import CacheTier

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.shared_memory import segment as segments
 from baton.shared_memory.fence import ArenaFences
 from kv_pool.common.block_rows import BlockRows

@@ -29,7 +29,7 @@ from baton.types import (
 from kv_pool.common.grpc_link import PeerChannels
 from kv_pool.common.protocol import PEER_PROTOCOL_VERSION, PoolIdentity
 from kv_pool.core.blocks.attachments import Publication
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_transfer.plane import InboundEvent, InboundLost, InboundPlane, InboundSealed
 
 MakeInboundPlane = Callable[[Callable[[InboundEvent], None]], InboundPlane]

@@ -18,7 +18,7 @@ from baton.errors import (
     Overloaded,
     StaleMessage,
 )
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.pb import pool_pb2 as pb
 from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS
@@ -26,7 +26,7 @@ from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_pool.common.protocol import PEER_PROTOCOL_VERSION, PoolIdentity
 from kv_pool.core.blocks.attachments import PoolClientId
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_transfer.plane import (
     OutboundAborted,
     OutboundCommitted,

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from baton.errors import BatonError, IncompleteTransfer
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS
 from baton.types import PeerAddress
 from kv_pool.common.protocol import REMOTE_TIER
 from kv_pool.core.blocks.attachments import Publication
 from kv_pool.core.peers.fetch_estimator import PeerFetchEstimator
-from kv_pool.memory.block_loader import LoadPlan, LoadRequest
+from kv_pool.memory.pending_blocks import LoadPlan, LoadRequest
 
 
 class PeerFetcher(Protocol):

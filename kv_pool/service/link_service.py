@@ -15,16 +15,15 @@ import grpc
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import BatonError, InvalidRequest, ShuttingDown
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from kv_pool.core.blocks.attachments import PoolMatch
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.service.client_session import PoolClientSession
-from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import AttachRequest, PrefixQuery
+from kv_pool.core.index.radix_index import PromptChain
+from kv_pool.service.open_pool import AttachRequest, PrefixQuery
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 
 _ATTACH_TIMEOUT_SECONDS = 5.0  # from the start of a stream to its first question
 _FLUSH_TIMEOUT_SECONDS = 2.0  # for a node to read the last answers of a pool that stops

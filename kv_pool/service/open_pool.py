@@ -1,21 +1,66 @@
-"""The parts of a pool that exist once its first client has attached."""
+"""The parts of a pool that exist once its first client has attached.
+
+What clients ask of the pool: requests to attach, and queries for prefixes.
+"""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from baton.kv.block_hash import BlockHash
+from baton.errors import LayoutMismatch
+from baton.kv.blocks import DTYPE_BYTES, BlockHash, KVLayout
 from baton.kv.cache_journal import CacheJournal
+from baton.kv.pool_types import RemotePrefix
 from baton.process.clock import Clock
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.demotion import Demotion
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.policies import EvictorFactory
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.ledger import PoolLedger
 from kv_pool.disk.disk_tier import DiskTier
 from kv_pool.disk.mount import DiskSettings
-from kv_pool.memory.block_loader import BlockLoader
-from kv_pool.memory.pending_publications import PendingPublications
+from kv_pool.memory.pending_blocks import BlockLoader, PendingPublications
 from kv_pool.memory.segment_store import SegmentStore
-from kv_pool.service.requests import AttachRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """What a node says of itself when it attaches."""
+
+    protocol_version: int
+    node: str  # name of the node
+    incarnation: str
+    host_id: str
+    model_digest: str  # hex
+    layout: KVLayout
+
+    def validate(self) -> None:
+        """Raise LayoutMismatch for an invalid layout or node name."""
+        layout = self.layout
+        sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+        if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+            raise LayoutMismatch(f"{layout} is not a valid layout")
+        for name in (self.node, self.incarnation):
+            if not name.isprintable():
+                raise LayoutMismatch(f"node name {name!r} is not printable")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuery:
+    """A look-up of the longest prefix of a prompt that may be read."""
+
+    chain: PromptChain
+    max_tokens: int
+    wants_partial: bool = True  # also the block that continues the prefix, if it matches partly
+    compute_seconds_per_token: float | None = None  # of the node that looks up; None if unknown
+    remote_prefix: RemotePrefix | None = None  # another host's pool that may have a longer prefix
+
+    @property
+    def max_blocks(self) -> int:
+        """How many blocks of the chain are requested, with the last one if a part of it is."""
+        size = self.chain.block_size
+        blocks = -(-self.max_tokens // size) if self.wants_partial else self.max_tokens // size
+        return min(len(self.chain), blocks)
 
 
 class OpenPool:

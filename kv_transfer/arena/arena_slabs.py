@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_transfer.core.slabs import SlabRange
 
 RowIndices = NDArray[np.intp]  # [slabs]

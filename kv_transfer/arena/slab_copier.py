@@ -5,7 +5,7 @@ Applies the `corrupt` failpoints of tests to what it copies.
 
 import xxhash
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.failpoints import FailpointAction
 from baton.types import Ticket
 from kv_transfer.arena.arena_slabs import ArenaSlabs, RowIndices

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from baton.errors import ConfigError, LayoutMismatch, PeerUnreachable, UnmappableSegment
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.fence import WriterFences
 from baton.types import Incarnation, Ticket

@@ -21,7 +21,6 @@ from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.config import flags as config_flags
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
-from baton.kv.block_hash import root_hash
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
 from baton.models.model_source import with_local_model
 from baton.network.advertised_address import with_advertised_address
@@ -36,16 +35,14 @@ from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerLimits
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
-from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
-from node_engine.host.compute_thread import ComputeInbox, ComputeThread
+from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
-from node_engine.host.role_switch import RoleFactory, SwitchableRole
 from node_engine.paced.costs import PacedCosts
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
@@ -125,7 +122,7 @@ def assemble_node(
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
     context = make_role_context(config, host_id, engine, arena, pool_client, reporter, inbox)
-    lookups = make_pool_lookups(engine, pool_client, context.pool_connector, inbox)
+    lookups = PoolLookups(pool_client, engine, context.pool_connector, inbox.put)
     switchable_role = SwitchableRole(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
     )
@@ -181,7 +178,12 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         block_pool,
-        SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len),
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_batched_tokens,
+            engine.max_model_len,
+            engine.cache_limits.lookahead_tokens,
+        ),
         engine.eos_token_ids,
         PREEMPTION_POLICIES[config.preemption](),
         copy_pool_blocks=make_pool_block_copier(engine, arena),
@@ -300,24 +302,6 @@ def connect_pool_client(
     if arena.pool_space is None:
         return None
     return make_pool_client(arena.pool_space.build_client_context(config, name, host_id, engine))
-
-
-def make_pool_lookups(
-    engine: Engine,
-    pool_client: SharedPoolClient | None,
-    pool_connector: PoolConnector,
-    inbox: ComputeInbox[NodeCommand | object],
-) -> PoolLookups:
-    """Build what looks up each order's prefix in the shared pool, before the compute thread
-    receives the order."""
-    return PoolLookups(
-        pool_client,
-        root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),
-        block_size=engine.layout.block_size,
-        epoch=lambda: pool_connector.publication_epoch,
-        deliver=inbox.put,
-        token_seconds=lambda: pool_connector.copy_cost_model.seconds_per_token,
-    )
 
 
 def make_prefill_role(context: RoleContext) -> RolePolicy:

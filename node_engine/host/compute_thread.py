@@ -1,31 +1,45 @@
-"""The compute thread: the only thread that touches block pool, sequences and engine.
+"""The compute thread of a node, its inbox, and the role that it runs.
 
-The inbox of the compute thread: any thread puts items, only the compute thread drains them.
+Only the compute thread touches block pool, sequences and engine. Any thread puts items into its
+inbox, and it alone drains them.
+
+The coordinator may switch the role of a node in place. A role and its transfer plane are built when
+the role is first taken, and kept until the process ends. The fences of the arena therefore outlive
+every role switch: a KV writer that was suspended long ago still cannot write to blocks that were
+reused since. Block pool, scheduler, engine and cache belong to the node and do not depend on the
+role.
 """
 
 import os
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from baton.cluster_link.messages import (
     CacheSnapshotRequest,
     LedgerQuery,
+    PeerLostNotice,
+    SetRoleOrder,
 )
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
 from baton.process.failpoints import failpoint
+from baton.types import Role
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.node_commands import NodeCommand, NodeJoined
+from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.sequences.outcomes import SequenceOutcome
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
 
 T = TypeVar("T")
+RoleFactory = Callable[[RoleContext], RolePolicy]
 
 
 class ComputeInbox(Generic[T]):
@@ -177,13 +191,15 @@ class ComputeThread:
             self._role.on_step_failed(batch, error)
             return
         seconds = self._clock() - started
-        self._charge_device_time(batch, seconds)
-        self.decode_step_totals = self.decode_step_totals.with_step(batch, seconds)
-        if batch.num_tokens > len(batch.slices):
-            self._context.pool_connector.copy_cost_model.observe_prefill(batch.num_tokens, seconds)
-        self._context.scheduler.prefill_budget.observe_step(batch, seconds)
+        computed = batch.without_deferred(results)
+        self._charge_device_time(computed, seconds)
+        self.decode_step_totals = self.decode_step_totals.with_step(computed, seconds)
+        tokens = computed.num_tokens
+        if tokens > len(computed.slices):
+            self._context.pool_connector.copy_cost_model.observe_prefill(tokens, seconds)
+        self._context.scheduler.prefill_budget.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
-        self._role.after_step(batch, outcomes, seconds)
+        self._role.after_step(computed, outcomes, seconds)
 
     @failpoint("decode.step")
     def _compute_step(self, role: RolePolicy, batch: StepBatch) -> tuple[SliceResult, ...]:
@@ -192,3 +208,124 @@ class ComputeThread:
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
         self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)
         self.device_seconds = self._device_time.counters()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEvent:
+    """An event that a role has emitted; it is handled by that role, even if another is active."""
+
+    role: Role
+    event: object
+
+
+class SwitchableRole:
+    """A RolePolicy that delegates to the active role.
+
+    Commands about the coordinator or about peers go to every role that was ever taken here, because
+    its plane may have tickets and peers to forget.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        role_factories: Mapping[Role, RoleFactory],
+        role: Role,
+        on_changed: Callable[[], None],
+    ) -> None:
+        """`on_changed` is called on the compute thread after each role switch, successful or not.
+
+        The node must then rejoin the cluster.
+        """
+        self._context = context
+        self._role_factories = role_factories
+        self._on_changed = on_changed
+        self._roles: dict[Role, RolePolicy] = {}
+        self._target_role: Role | None = None
+        self.role = role
+        self._active_role = self._get_or_make_role(role)
+
+    @property
+    def transfer_endpoint(self) -> str:
+        return self._active_role.transfer_endpoint
+
+    @property
+    def num_held_attempts(self) -> int:
+        return sum(role.num_held_attempts for role in self._list_roles())
+
+    def counters(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for role in self._list_roles():
+            total.update(role.counters())
+        return dict(total)
+
+    def close(self) -> None:
+        for role in self._list_roles():
+            role.close()
+
+    def preview_command(self, command: NodeCommand) -> None:
+        for role in self._list_concerned_roles(command):
+            role.preview_command(command)
+
+    def handle_item(self, item: NodeCommand | object) -> None:
+        match item:
+            case SetRoleOrder(role):
+                self._target_role = role
+                self._context.emit(CallWhenIdle(self._switch_role))
+                return
+            case RoleEvent(source, event):
+                self._roles[source].handle_item(event)
+                return
+            case NodeJoined() | CoordinatorLost():
+                self._target_role = None
+        for concerned in self._list_concerned_roles(item):
+            concerned.handle_item(item)
+
+    def before_step(self, batch: StepBatch) -> LayerCallback | None:
+        return self._active_role.before_step(batch)
+
+    def after_step(
+        self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
+    ) -> None:
+        self._active_role.after_step(batch, outcomes, seconds)
+
+    def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
+        self._active_role.deliver_outcomes(outcomes)
+
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
+        self._active_role.on_step_failed(batch, error)
+
+    def _switch_role(self) -> None:
+        """Switch to the target role, while no attempt is held. Does nothing if it was cancelled."""
+        if self._target_role is None:
+            return
+        role, self._target_role = self._target_role, None
+        try:
+            self._active_role = self._get_or_make_role(role)
+        except BatonError as error:
+            log.get_logger("node").error(
+                "role change failed", role=role.value, reason=error.message
+            )
+        else:
+            self.role = role
+            log.get_logger("node").info("role changed", role=role.value)
+        self._on_changed()
+
+    def _get_or_make_role(self, role: Role) -> RolePolicy:
+        """Raises BatonError if the role's transfer plane cannot be built."""
+        if role not in self._roles:
+            emit = self._context.emit
+            own = replace(self._context, emit=lambda event: emit(RoleEvent(role, event)))
+            self._roles[role] = self._role_factories[role](own)
+        return self._roles[role]
+
+    def _list_roles(self) -> tuple[RolePolicy, ...]:
+        return tuple(self._roles.values())
+
+    def _list_concerned_roles(self, item: NodeCommand | object) -> tuple[RolePolicy, ...]:
+        match item:
+            case SetRoleOrder():
+                return ()
+            case NodeJoined() | CoordinatorLost() | PeerLostNotice():
+                return self._list_roles()
+            case _:
+                return (self._active_role,)

@@ -29,7 +29,7 @@ class HostArena:
         self.segment = segment
         self.num_blocks = num_blocks
         self.pool_space = pool_space
-        self.reads_pool_in_place = pool_space is None or engine.can_read_pool_in_place
+        self.reads_pool_in_place = pool_space is None or engine.cache_limits.reads_pool_in_place
         # All blocks that a block table may contain, the arena's first.
         self.block_memory = pool_space.block_memory if pool_space else segment.view
         # Of these, what the engine computes with.
@@ -56,7 +56,9 @@ def create_host_arena(config: NodeConfig, engine: Engine) -> HostArena:
     Raises ConfigError if --kv-memory is too small or not available.
     """
     folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
-    num_blocks = compute_cache_blocks(config, block_bytes, engine.max_model_len)
+    num_blocks = compute_cache_blocks(
+        config, block_bytes, engine.max_model_len, engine.cache_limits.device_bytes
+    )
     size = segments.round_up_segment_bytes(num_blocks * block_bytes, block_bytes)
     segment = segments.create_segment(folder, "arena", size)
     try:
@@ -86,13 +88,22 @@ def compute_cache_bytes(config: NodeConfig) -> int:
     return memory
 
 
-def compute_cache_blocks(config: NodeConfig, block_bytes: int, max_model_len: int) -> int:
-    """Number of KV blocks that fit in --kv-memory.
+def compute_cache_blocks(
+    config: NodeConfig, block_bytes: int, max_model_len: int, device_bytes: int | None = None
+) -> int:
+    """Number of KV blocks that fit in --kv-memory, and in `device_bytes` of an engine's device.
 
     With `auto`, at most as many as --max-num-seqs sequences of full length need. Raises ConfigError
     if the memory is too small or not available.
     """
     memory = compute_cache_bytes(config)
+    if device_bytes is not None and memory > device_bytes:
+        if config.kv_memory != AUTO:
+            raise ConfigError(
+                f"kv_memory {config.kv_memory!r} is {memory} bytes: the GPU has room for"
+                f" {device_bytes} after the model's weights: lower --kv-memory, or leave it at auto"
+            )
+        memory = device_bytes
     blocks = memory // block_bytes
     if config.kv_memory == AUTO:
         blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))

@@ -13,8 +13,7 @@ from baton.process import log
 from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
-from node_engine.host.compute_thread import ComputeThread
-from node_engine.host.role_switch import SwitchableRole
+from node_engine.host.compute_thread import ComputeThread, SwitchableRole
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolLookups

@@ -15,8 +15,12 @@ from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
 from baton.process import log
 from node_engine.core.node_commands import NodeCommand
-from node_engine.host.compute_thread import CallWhenIdle, ComputeInbox, ComputeThread
-from node_engine.host.role_switch import SwitchableRole
+from node_engine.host.compute_thread import (
+    CallWhenIdle,
+    ComputeInbox,
+    ComputeThread,
+    SwitchableRole,
+)
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolLookups

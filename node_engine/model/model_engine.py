@@ -1,23 +1,184 @@
-"""ModelEngine: runs the model of a Hugging Face folder on CPUs, in the host's cache memory."""
+"""ModelEngine: runs the model of a Hugging Face folder on CPUs, in the host's cache memory.
+
+The tensors of a forward pass are built from the slices of a step once, for all layers.
+"""
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import BlockIndex
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import (
+    AttentionContext,
+    AttentionOp,
+    PagedCache,
+    SlotMapping,
+    clip_to_window,
+)
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import SampleSpec, SliceResult, StepBatch
-from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
+from node_engine.core.step.engine import CacheLimits, LayerCallback
+from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
+from node_engine.model.common.base_engine import (
+    BaseEngine,
+    score_prompt_rows,
+    translate_device_errors,
+)
+from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.forward_batch import ForwardBatchBuilder
-from node_engine.model.transformer import Transformer
-from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
+from node_engine.model.transformer import ForwardBatch, PromptLogprobRows, Transformer
+
+Ints = npt.NDArray[np.int64]
+_MASK_GROWTH_TOKENS = 1024  # the causal mask grows by this many tokens
 
 # Draws one token for each row of logits [rows, vocab], which it may overwrite.
 Sampler = Callable[[torch.Tensor, Sequence[SampleSpec]], Sequence[SliceResult]]
+
+
+class ForwardBatchBuilder:
+    """Builds forward batches over one paged cache."""
+
+    def __init__(
+        self, kernels: TorchKernels, cache: PagedCache, windows: Sequence[int | None]
+    ) -> None:
+        """`windows`: tokens that a query attends to, per layer; None for all."""
+        self._kernels = kernels
+        self._cache = cache
+        self._windows = windows
+        self._block_size = cache.block_size
+        self._dtype = cache.arena.dtype
+        self._device = cache.arena.device
+        self._mask = kernels.causal_mask(_MASK_GROWTH_TOKENS, self._dtype, self._device)
+        self._window_masks: dict[int, torch.Tensor] = {}
+
+    def build_batch(self, batch: StepBatch) -> ForwardBatch:
+        """Raises ValueError for an empty slice or a block table that is too short."""
+        contexts = [self._context(slice_) for slice_ in batch.slices]
+        order = sorted(
+            range(len(contexts)),
+            key=lambda i: (len(batch.slices[i].token_ids) > 1, -contexts[i].length),
+        )
+        slices = [batch.slices[i] for i in order]
+        tables = [contexts[i] for i in order]
+        positions = [np.arange(p.start, p.start + len(p.token_ids), dtype=np.int64) for p in slices]
+        ends = np.cumsum([len(p.token_ids) for p in slices])
+        drawn = [i for i, slice_ in enumerate(slices) if slice_.sample_spec is not None]
+        scored = tuple(
+            PromptLogprobRows(int(end) - len(slice_.token_ids), slice_.logprobs_spec, place)
+            for place, slice_, end in zip(order, slices, ends, strict=True)
+            if slice_.logprobs_spec is not None
+        )
+        attend, attend_sampled = self._plan_attention(slices, tables, drawn, whole=bool(scored))
+        draws = self._tensor(ends[drawn] - 1)
+        return ForwardBatch(
+            token_ids=self._tensor(
+                np.concatenate([np.asarray(p.token_ids, dtype=np.int64) for p in slices])
+            ),
+            positions=self._tensor(np.concatenate(positions)),
+            slots=self._slots(tables, positions),
+            partly_filled_blocks=self._tensor(self._find_partly_filled_blocks(slices, tables)),
+            attention_by_layer=attend,
+            sampled_attention=attend_sampled,
+            sampled_rows=self._tensor(np.arange(ends[-1])) if scored else draws,
+            drawn_rows=draws,
+            sample_specs=tuple(
+                slice_.sample_spec for slice_ in slices if slice_.sample_spec is not None
+            ),
+            drawn_slice_indices=tuple(order[i] for i in drawn),
+            prompt_logprob_rows=scored,
+        )
+
+    def _context(self, slice_: SequenceSlice) -> AttentionContext:
+        length = slice_.start + len(slice_.token_ids)
+        blocks = np.asarray(slice_.block_table[: -(-length // self._block_size)], dtype=np.int64)
+        if not slice_.token_ids or len(blocks) * self._block_size < length:
+            raise ValueError(
+                f"sequence {slice_.sequence_id}: {len(slice_.token_ids)} tokens from position"
+                f" {slice_.start} in {len(blocks)} blocks of {self._block_size}"
+            )
+        return AttentionContext(blocks, length)
+
+    def _slots(self, tables: list[AttentionContext], positions: list[Ints]) -> SlotMapping:
+        blocks = [
+            t.block_table[p // self._block_size] for t, p in zip(tables, positions, strict=True)
+        ]
+        return SlotMapping(
+            self._tensor(np.concatenate(blocks)),
+            self._tensor(np.concatenate(positions) % self._block_size),
+        )
+
+    def _find_partly_filled_blocks(
+        self, slices: list[SequenceSlice], tables: list[AttentionContext]
+    ) -> Ints:
+        """The last block of each slice that writes the block's first token but not its last."""
+        size = self._block_size
+        begun = [
+            context.block_table[-1]
+            for slice_, context in zip(slices, tables, strict=True)
+            if context.length % size and context.length // size * size >= slice_.start
+        ]
+        return np.asarray(begun, dtype=np.int64)
+
+    def _plan_attention(
+        self,
+        slices: list[SequenceSlice],
+        tables: list[AttentionContext],
+        drawn: list[int],
+        *,
+        whole: bool,
+    ) -> tuple[tuple[tuple[AttentionOp, ...], ...], tuple[AttentionOp, ...]]:
+        """Plan attention once per window. A window that is longer than all contexts is ignored."""
+        longest = max(context.length for context in tables)
+        windows = [
+            window if window is not None and window < longest else None for window in self._windows
+        ]
+        parts = {
+            window: self._plan_window_attention(slices, tables, window) for window in set(windows)
+        }
+        attend = tuple(parts[window] for window in windows)
+        if whole or len(drawn) == sum(len(slice_.token_ids) for slice_ in slices):
+            return attend, attend[-1]
+        last = [clip_to_window(tables[i], windows[-1], 1, self._block_size) for i in drawn]
+        return attend, tuple(self._kernels.plan_decode(self._cache, last, self._dtype))
+
+    def _plan_window_attention(
+        self, slices: list[SequenceSlice], tables: list[AttentionContext], window: int | None
+    ) -> tuple[AttentionOp, ...]:
+        seen = tables
+        if window is not None:
+            seen = [
+                clip_to_window(context, window, len(slice_.token_ids), self._block_size)
+                for slice_, context in zip(slices, tables, strict=True)
+            ]
+        row = sum(len(slice_.token_ids) == 1 for slice_ in slices)
+        attend = list(self._kernels.plan_decode(self._cache, seen[:row], self._dtype))
+        for slice_, context in zip(slices[row:], seen[row:], strict=True):
+            mask = (
+                self._causal_mask(context.length) if window is None else self._window_mask(window)
+            )
+            attend.append(
+                self._kernels.plan_prefill(self._cache, row, len(slice_.token_ids), context, mask)
+            )
+            row += len(slice_.token_ids)
+        return tuple(attend)
+
+    def _causal_mask(self, reach: int) -> torch.Tensor:
+        if reach > self._mask.shape[1] - self._mask.shape[0]:
+            rounded = -(-reach // _MASK_GROWTH_TOKENS) * _MASK_GROWTH_TOKENS
+            self._mask = self._kernels.causal_mask(rounded, self._dtype, self._device)
+        return self._mask
+
+    def _window_mask(self, window: int) -> torch.Tensor:
+        if window not in self._window_masks:
+            self._window_masks[window] = self._kernels.window_mask(
+                window, self._dtype, self._device
+            )
+        return self._window_masks[window]
+
+    def _tensor(self, values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
 class ModelEngine(BaseEngine):
@@ -42,8 +203,8 @@ class ModelEngine(BaseEngine):
         self._num_blocks = 0
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        return True
+    def cache_limits(self) -> CacheLimits:
+        return CacheLimits()
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Use `arena` as cache memory; see Engine.bind_cache.

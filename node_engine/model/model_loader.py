@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.model.base_engine import TORCH_DTYPES, BaseEngine
+from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
@@ -61,16 +61,8 @@ def load_model_engine(
         weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
         longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
-            return _build_gpu_engine(
-                config,
-                weights,
-                kernels,
-                layout,
-                where,
-                longest,
-                max_num_seqs=max_num_seqs,
-                uses_graphs=uses_graphs,
-            )
+            graph_rows = max_num_seqs if uses_graphs else 0
+            return _build_gpu_engine(config, weights, kernels, layout, where, longest, graph_rows)
         model = Transformer(config, weights, kernels)
     return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
 
@@ -82,9 +74,7 @@ def _build_gpu_engine(
     layout: KVLayout,
     device: torch.device,
     max_model_len: int,
-    *,
-    max_num_seqs: int,
-    uses_graphs: bool,
+    max_graph_rows: int,
 ) -> BaseEngine:
     from node_engine.model.gpu.fused_transformer import FusedTransformer  # imports triton
     from node_engine.model.gpu.gpu_engine import GpuEngine
@@ -97,8 +87,7 @@ def _build_gpu_engine(
         device,
         max_model_len,
         weights.digest,
-        max_num_seqs=max_num_seqs,
-        uses_graphs=uses_graphs,
+        max_graph_rows=max_graph_rows,
     )
 
 

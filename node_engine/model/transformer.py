@@ -1,14 +1,48 @@
 """The forward pass of the Llama, Mistral, Qwen2 and Qwen3 families over a paged cache."""
 
+from dataclasses import dataclass
+
 import torch
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import AttentionOp, PagedCache, SlotMapping
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import PromptLogprobsSpec, SampleSpec
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
-from node_engine.model.forward_batch import ForwardBatch
 from node_engine.model.loading.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """Rows of the forward pass whose next token is known and scored."""
+
+    first_row: int
+    logprobs_spec: PromptLogprobsSpec  # its targets follow the rows from `first_row` on
+    slice_index: int  # of their slice in the StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A step as tensors, one row per token: decode slices, longest first, then prefill chunks."""
+
+    token_ids: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    slots: SlotMapping  # where the KV of each row is written
+    partly_filled_blocks: torch.Tensor  # int64 [n], blocks that the step starts but does not fill
+    attention_by_layer: tuple[tuple[AttentionOp, ...], ...]  # of all rows
+    sampled_attention: tuple[AttentionOp, ...]  # of `sampled_rows` alone, in the last layer
+    # int64 [sampled], rows computed to the end: `drawn_rows`, or all rows to score a prompt.
+    sampled_rows: torch.Tensor
+    drawn_rows: torch.Tensor  # int64 [draws], rows from whose logits a token is sampled
+    sample_specs: tuple[SampleSpec, ...]  # one for each of `drawn_rows`
+    drawn_slice_indices: tuple[int, ...]  # the slice of the StepBatch of each of `drawn_rows`
+    prompt_logprob_rows: tuple[PromptLogprobRows, ...]
+
+    @property
+    def is_all_sampled(self) -> bool:
+        """Whether all rows pass through the last layer: decode slices alone, or a scored prompt."""
+        return len(self.sampled_rows) == len(self.token_ids)
 
 
 class Transformer:

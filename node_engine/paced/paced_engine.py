@@ -32,11 +32,11 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import BlockIndex, TokenLogprobs
-from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
     SampleSpec,
@@ -125,8 +125,8 @@ class PacedEngine:
         )
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        return True
+    def cache_limits(self) -> CacheLimits:
+        return CacheLimits()
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """View the memory as words [block][layer][k|v][kv_head][token][word]."""

@@ -16,11 +16,11 @@ from baton.cluster_link.messages import (
     PrefillOrder,
 )
 from baton.errors import BatonError, ContextLengthExceeded, ModelMismatch, NodeFailed, StaleMessage
-from baton.kv.block_hash import BlockHash, root_hash
+from baton.kv.blocks import BlockHash, root_hash
 from baton.kv.pool_types import PoolHit
 from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.types import AttemptKey, AttemptSpec, Incarnation
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.blocks.pool_prefix import PoolPrefix
 from node_engine.core.node_commands import (
     CoordinatorLost,
@@ -75,8 +75,9 @@ class BaseRole(ABC):
     def close(self) -> None:
         self._transfer_plane.close()
 
-    @abstractmethod
-    def preview_command(self, command: NodeCommand) -> None: ...
+    def preview_command(self, command: NodeCommand) -> None:
+        """Unless a role says otherwise, commands wait until the step in progress has ended."""
+        return
 
     def handle_item(self, item: NodeCommand | object) -> None:
         match item:

@@ -23,7 +23,7 @@ from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLe
 from baton.errors import BatonError
 from baton.kv.cache_journal import CacheEventBatch
 from baton.types import AttemptKey, Incarnation, NodeName, Ticket, TokenEvent, TokenLogprobs
-from node_engine.core.blocks.block_ownership import BlockLedger
+from node_engine.core.blocks.block_records import BlockLedger
 
 _LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.config.node_config import NodeConfig
-from baton.kv.block_hash import BlockHash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import BlockHash, KVLayout
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import Segment

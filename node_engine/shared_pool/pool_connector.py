@@ -32,16 +32,17 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     TicketOrder,
 )
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
+from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
+from baton.types import AttemptKey, BlockIndex, Incarnation
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
 from node_engine.core.blocks.copy_cost_model import CopyCostModel
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.node_commands import NodeCommand, OrderWithPoolHit
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import Sequence, SequenceState
+from node_engine.core.step.engine import Engine
 from node_engine.shared_pool.pool_client import SharedPoolClient
 
 
@@ -203,26 +204,16 @@ class PoolLookups:
     def __init__(
         self,
         pool_client: SharedPoolClient | None,
-        *,
-        root_of: Callable[[AttemptSpec], BlockHash],
-        block_size: int,
-        epoch: Callable[[], int],
+        engine: Engine,
+        pool_connector: PoolConnector,
         deliver: Callable[[NodeCommand], None],
-        token_seconds: Callable[[], float | None] = lambda: None,
         clock: Clock = monotonic_clock,
     ) -> None:
-        """`deliver` puts a command on the compute thread's inbox.
-
-        `root_of` gives the root hash of a request's block chain. `epoch` is the publication epoch
-        of the PoolConnector. `token_seconds` is the time to compute a prompt token, None if not
-        known yet.
-        """
+        """`deliver` puts a command on the compute thread's inbox."""
         self._pool_client = pool_client
-        self._root_of = root_of
-        self._block_size = block_size
-        self._publication_epoch = epoch
+        self._engine = engine
+        self._pool_connector = pool_connector
         self._deliver_command = deliver
-        self._token_seconds = token_seconds
         self._pending: dict[AttemptKey, _PendingLookup] = {}
         self._clock = clock
         self._hits = self._misses = 0
@@ -290,40 +281,41 @@ class PoolLookups:
         if reusable <= 0:
             self._deliver_command(command)
             return
-        root_hash = self._root_of(work)
+        layout = self._engine.layout
+        root = root_hash(self._engine.model_digest, layout, work.request.cache_salt)
         lookup = self._pending[work.key] = _PendingLookup(command, self._clock())
-        packed_hashes = compute_packed_hashes(root_hash, tokens, self._block_size)
-        self._query_pool(lookup, root_hash, packed_hashes, tokens, reusable)
+        packed_hashes = compute_packed_hashes(root, tokens, layout.block_size)
+        self._query_pool(lookup, root, packed_hashes, tokens, reusable)
 
     def _query_pool(
         self,
         lookup: _PendingLookup,
-        root_hash: BlockHash,
+        root: BlockHash,
         packed_hashes: bytes,
         packed_tokens: bytes,
         max_tokens: int,
     ) -> None:
         assert self._pool_client is not None
-        epoch = self._publication_epoch()
+        epoch = self._pool_connector.publication_epoch
         lookup.num_tries += 1
 
         def on_done(hit: PoolHit) -> None:
             if self._pending.get(lookup.command.work.key) is not lookup:
                 self._release_hit(hit)
-            elif epoch != self._publication_epoch() and lookup.num_tries < _MAX_TRIES:
+            elif epoch != self._pool_connector.publication_epoch and lookup.num_tries < _MAX_TRIES:
                 self._release_hit(hit)
-                self._query_pool(lookup, root_hash, packed_hashes, packed_tokens, max_tokens)
+                self._query_pool(lookup, root, packed_hashes, packed_tokens, max_tokens)
             else:
                 self._end_lookup(lookup, hit)
 
         remote_prefix = lookup.command.remote_prefix
         self._pool_client.find_prefix(
-            root_hash,
+            root,
             packed_hashes,
             packed_tokens,
             max_tokens,
             on_done,
-            token_seconds=self._token_seconds(),
+            token_seconds=self._pool_connector.copy_cost_model.seconds_per_token,
             remote_prefix=remote_prefix,
         )
 

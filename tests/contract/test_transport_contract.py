@@ -12,7 +12,7 @@ from baton.errors import (
     PeerUnreachable,
     StaleMessage,
 )
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_transfer.plane import (
     InboundLost,
     InboundSealed,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import BatonError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.failpoints import Failpoints
 from baton.shared_memory.fence import ArenaFences
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes

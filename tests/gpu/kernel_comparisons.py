@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from baton.types import SamplingParams
-from kv_kernels.reference import attention, elementwise, paged_cache
-from kv_kernels.reference.attention import AttentionContext
-from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from kv_kernels.reference import elementwise, paged_attention
+from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.block_copy import copy_blocks_between
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
@@ -31,7 +30,7 @@ SAMPLING_FILTERS = {
     "greedy": SamplingParams(1, temperature=0.0),
     "temperature": SamplingParams(1, temperature=1.0),
     "min-p": SamplingParams(1, temperature=1.7, min_p=0.05),
-    "top-k": SamplingParams(1, temperature=0.9, top_k=40),
+    "top-k": SamplingParams(1, temperature=1.7, top_k=3),
     "top-k of all": SamplingParams(1, temperature=1.0, top_k=1000),
     "top-p": SamplingParams(1, temperature=1.0, top_p=0.9),
     "small top-p": SamplingParams(1, temperature=0.3, top_p=0.01),
@@ -117,7 +116,7 @@ def measure_rotation_error(
     if weight is not None:
         rotated.copy_(elementwise.RMSNorm(weight.float(), 1e-6)(rotated))
     elementwise.rotary_(rotated, cos.float(), sin.float())
-    paged_cache.write_kv(
+    paged_attention.write_kv(
         exact_qkv[:, heads:],
         PagedCache.from_arena(exact_arena),
         LAYER,
@@ -220,12 +219,12 @@ def measure_decode_error(
         (row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]
     )
     contexts = [
-        attention.clip_to_window(paged.contexts[row], shape.window, 1, shape.block_size)
+        paged_attention.clip_to_window(paged.contexts[row], shape.window, 1, shape.block_size)
         for row in longest_first
     ]
     exact_rows = torch.zeros(len(contexts), shape.heads, shape.dim)
     cache = PagedCache.from_arena(paged.arena.float())
-    for part in attention.plan_decode(cache, contexts, torch.float32):
+    for part in paged_attention.plan_decode(cache, contexts, torch.float32):
         part(query[longest_first].float(), LAYER, exact_rows)
     exact = torch.zeros(query.shape)
     exact[longest_first] = exact_rows
@@ -270,12 +269,12 @@ def measure_prefill_error(
     for (start, count), context, entry in zip(chunks, paged.contexts, paged.starts, strict=True):
         cpu = torch.device("cpu")
         mask = (
-            attention.causal_mask(context.length, torch.float32, cpu)
+            paged_attention.causal_mask(context.length, torch.float32, cpu)
             if shape.window is None
-            else attention.window_mask(shape.window, torch.float32, cpu)
+            else paged_attention.window_mask(shape.window, torch.float32, cpu)
         )
-        seen = attention.clip_to_window(context, shape.window, count, shape.block_size)
-        attention.plan_prefill(cache, first, count, seen, mask)(query.float(), LAYER, exact)
+        seen = paged_attention.clip_to_window(context, shape.window, count, shape.block_size)
+        paged_attention.plan_prefill(cache, first, count, seen, mask)(query.float(), LAYER, exact)
         listed.append(PrefillChunk(first, count, start, int(entry)))
         first += count
 

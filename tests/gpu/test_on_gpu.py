@@ -15,15 +15,15 @@ from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.host_memory import memory_as_cuda_tensor
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
-from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_to_end
+from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
 
 pytest.importorskip("triton")
 
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, StepOutput
+from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
 from node_engine.model.gpu.fused_transformer import choose_splits
 from node_engine.model.gpu.step_inputs import StepInputs
 from tests.gpu import engine_comparisons
@@ -232,21 +232,33 @@ def test_damaged_cache_is_reported(tmp_path: Path) -> None:
     assert engine_comparisons.reports_damaged_cache(engine)
 
 
+def run_staggered(engine: BaseEngine, runs: Sequence[SequenceRun]) -> None:
+    """Step sequences together; one more joins every second step."""
+    num_steps = 0
+    while running := [
+        run for run in runs[: 1 + num_steps // 2] if len(run.output_tokens) < run.params.max_tokens
+    ]:
+        run_step(engine, running, [None] * len(running))
+        num_steps += 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_graphs_change_no_token(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches shrink from one sequence more than the largest graph has, to one."""
+    """Sequences join while a step that was launched ahead is computed, and end one by one."""
     folder = build_model("mixed", tmp_path)
     prompts = find_stable_prompts(folder, (50, 1, 33, 17, 9), 24)
-    replayed: set[int] = set()
-    replay = DecodeGraphs.replay
+    launched: set[tuple[int, bool]] = set()
+    launch = DecodeGraphs.launch
 
-    def watch_replay(graphs: DecodeGraphs, bucket: int, inputs: StepInputs) -> StepOutput:
-        replayed.add(bucket)
-        return replay(graphs, bucket, inputs)
+    def watch_launch(
+        graphs: DecodeGraphs, bucket: int, inputs: StepInputs, *, continues: bool = False
+    ) -> LaunchedStep:
+        launched.add((bucket, continues))
+        return launch(graphs, bucket, inputs, continues=continues)
 
-    monkeypatch.setattr(DecodeGraphs, "replay", watch_replay)
+    monkeypatch.setattr(DecodeGraphs, "launch", watch_launch)
     answers = []
     for uses_graphs in (False, True):
         engine = load_model_engine(
@@ -254,7 +266,7 @@ def test_graphs_change_no_token(
         )
         engine_comparisons.bind_engine(engine)
         engine.warm_up(256)
-        assert not replayed
+        assert not launched
         blocks = ShuffledBlocks(engine_comparisons.NUM_BLOCKS)
         runs = [
             SequenceRun(
@@ -264,10 +276,11 @@ def test_graphs_change_no_token(
             )
             for place, stable in enumerate(prompts)
         ]
-        run_to_end(engine, runs)
+        run_staggered(engine, runs)
         answers.append([run.output_tokens for run in runs])
     assert answers[0] == answers[1]
-    assert replayed == {1, 2, 4}
+    assert {bucket for bucket, _ in launched} == {1, 2, 4}
+    assert any(continues for _, continues in launched)
     if not temperature:
         assert answers[0] == [
             list(stable.reference_tokens[: 4 * (place + 2)]) for place, stable in enumerate(prompts)

@@ -16,8 +16,7 @@ from baton.types import SamplingParams
 from coordinator.frontend.grpc.handlers import add_service_handlers
 from coordinator.generation import FinishedEvent, TokensEvent
 from coordinator.node_links.cluster_readiness import ClusterReadiness
-from coordinator.node_links.dispatcher import Dispatcher
-from coordinator.node_links.generation_stream import GenerationStream
+from coordinator.node_links.dispatcher import Dispatcher, GenerationStream
 from coordinator.node_links.ledger_collector import LedgerCollector
 from coordinator.node_links.node_link_server import NodeLinkServer
 from coordinator.operators.cluster_operations import ClusterOperations

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from baton.kv.block_hash import root_hash
+from baton.kv.blocks import root_hash
 from baton.process.clock import FakeClock
 from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenLogprobs
-from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import (
@@ -21,7 +21,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence
-from node_engine.model.base_engine import BaseEngine
+from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling import logprobs as scores_module
 from tests.models import MIN_LOGIT_MARGIN, VOCAB_SIZE, FamilyName, build_model, load_reference_model

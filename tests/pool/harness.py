@@ -15,8 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import BlockHash, KVLayout, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit, PublishRequest
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import (

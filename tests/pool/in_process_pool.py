@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.kv.block_hash import BlockHash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import BlockHash, KVLayout
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
@@ -19,7 +18,7 @@ from kv_pool.core.blocks.attachments import PinId, PoolClientId, PoolMatch
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 
 
 class InProcessPool:

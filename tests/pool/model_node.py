@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from baton.kv.block_hash import HashChain, root_hash
+from baton.kv.blocks import HashChain, root_hash
 from baton.shared_memory.addressing import BlockAddressSpace
 from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Request, RequestId, SamplingParams

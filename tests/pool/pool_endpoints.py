@@ -22,7 +22,7 @@ from kv_pool.core.blocks.attachments import PoolClientId, Publication, Publicati
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.memory.segment_store import SegmentStore
 from kv_pool.peers.peer_service import PoolPeerService
 from kv_pool.peers.promotion_receiver import PromotionReceiver

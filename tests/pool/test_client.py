@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from baton.kv.block_hash import root_hash
+from baton.kv.blocks import root_hash
 from baton.kv.pool_types import PoolHit
 from kv_pool.common.protocol import RETRY_SECONDS
 from tests.pool.conftest import PoolTestHost

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from baton.kv.block_hash import root_hash
+from baton.kv.blocks import root_hash
 from baton.kv.pool_types import PoolHit
 from baton.pb.common_pb2 import Ledger
 from tests.pool.conftest import PoolTestHost

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from baton.kv.block_hash import iter_block_hashes, short_hash
+from baton.kv.blocks import iter_block_hashes, short_hash
 from tests.pool.conftest import PoolTestHost
 from tests.pool.harness import (
     LAYOUT,

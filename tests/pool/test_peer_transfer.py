@@ -17,7 +17,7 @@ from baton.errors import (
     PeerUnreachable,
     StaleMessage,
 )
-from baton.kv.block_hash import root_hash
+from baton.kv.blocks import root_hash
 from baton.types import Incarnation
 from kv_pool.common.grpc_link import PeerChannels, PoolDialer
 from tests.pool.harness import DIGEST, LAYOUT, expected_blocks, make_tokens, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId, PublicationGrant, PublicationId
-from kv_pool.memory.pending_publications import MAX_WAIT_SECONDS, PendingPublications
+from kv_pool.memory.pending_blocks import MAX_WAIT_SECONDS, PendingPublications
 from tests.cluster import Cluster
 from tests.paced_reference import paced_reference_tokens
 from tests.pool.harness import TIMEOUT_SECONDS

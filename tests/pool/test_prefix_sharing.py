@@ -18,7 +18,7 @@ from baton.cluster_link.messages import (
 from baton.errors import Cancelled
 from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, AttemptSpec, Incarnation, RequestId
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost
 from tests.pool.in_process_nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
 from tests.unit.node_roles.role_bench import WRITER, make_work

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from random import Random
 
-from baton.kv.block_hash import HASH_BYTES, compute_packed_hashes, pack_tokens
+from baton.kv.blocks import HASH_BYTES, compute_packed_hashes, pack_tokens
 from tests.pool.harness import LAYOUT, UNSALTED_ROOT
 
 FAMILIES, BRANCHES = 120, 3

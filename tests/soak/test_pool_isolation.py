@@ -21,7 +21,7 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
+from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit
 from tests.pool.harness import (
     DIGEST,

@@ -31,6 +31,7 @@ from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
 from kv_transfer.core import events, frames
 from tests.unit.package_layout import ALLOWED_IMPORTS, list_sources
+from tools import request_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -114,6 +115,14 @@ def test_files_and_links_resolve(page: Path) -> None:
         assert not anchor or anchor[1:] in heading_anchors(other.read_text()), (
             f"{page.name}: {target}{anchor}"
         )
+
+
+def test_tour_counts_the_files_on_the_way_to_forward() -> None:
+    text = section((ROOT / "docs" / "tour.md").read_text(), "The files on the way")
+    files = [row[1].strip("`") for row in table_rows(text)]
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    assert len(files) == len(set(files))
+    assert f"one request runs through {len(files)} files" in " ".join(text.split())
 
 
 def test_documents_named_in_code_exist() -> None:
@@ -346,7 +355,7 @@ def test_documented_options_exist() -> None:
     known |= {option for command in commands for each in command.params for option in each.opts}
     parsers = [
         make_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()
-    ]
+    ] + [request_trace.make_parser()]
     known |= {option for parser in parsers for option in list_options(parser)}
     for page in PAGES:
         named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - FOREIGN_OPTIONS

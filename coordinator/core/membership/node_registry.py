@@ -16,7 +16,7 @@ from enum import Enum
 from baton.cluster_link.messages import JoinInfo
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.cluster_link.report_types import HandoffReport, NodeStats
-from baton.kv.block_hash import HashChain, root_hash, short_hash
+from baton.kv.blocks import HashChain, root_hash, short_hash
 from baton.prediction_error import MeanRelativeError
 from baton.types import Incarnation, Request
 from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats, DecodeTimePredictor

@@ -24,9 +24,9 @@ from coordinator.core.common.effects import (
     AttemptReplaced,
     EffectLog,
     PlacementSignal,
+    RequestTimers,
 )
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
-from coordinator.core.common.timers import RequestTimers
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.services import PlacementServices
 from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps

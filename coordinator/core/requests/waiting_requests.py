@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DeadlineExceeded, ServiceUnavailable
 from baton.types import Incarnation, Request, RequestId
 from coordinator.core.admission.waiting_queue import WaitingQueue
+from coordinator.core.common.effects import RequestTimers
 from coordinator.core.common.settings import QueueLimits, retry_backoff_seconds
-from coordinator.core.common.timers import RequestTimers
 from coordinator.core.placement.node_loads import ContextCapacity
 from coordinator.core.requests.record import RequestRecord
 

@@ -17,7 +17,7 @@ from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator
 from coordinator.frontend.http import docs_page, errors, metrics_page, openapi
 from coordinator.frontend.http.generation_endpoints import GenerationEndpoints
 from coordinator.frontend.http.info_routes import build_info_routes
-from coordinator.frontend.http.middleware import (
+from coordinator.frontend.http.request_handling import (
     ClientGuard,
     RequestGuard,
     RequestMiddleware,

@@ -19,7 +19,7 @@ from baton.process.clock import monotonic_clock
 from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.frontend.http import errors
 from coordinator.frontend.http.info_routes import json_response
-from coordinator.frontend.http.request_body import (
+from coordinator.frontend.http.request_handling import (
     REQUEST_ID_KEY,
     cancel_on_disconnect,
     get_tenant,

@@ -1,6 +1,6 @@
 """The kernels in plain torch: the reference of every other implementation, and what a CPU runs."""
 
-from kv_kernels.reference import attention, elementwise, host_memory, linear, paged_cache
+from kv_kernels.reference import elementwise, host_memory, linear, paged_attention
 
 
 class TorchKernels:
@@ -12,12 +12,12 @@ class TorchKernels:
     rotary_ = staticmethod(elementwise.rotary_)
     silu_mul = staticmethod(elementwise.silu_mul)
     make_linear = staticmethod(linear.make_cpu_linear)
-    write_kv = staticmethod(paged_cache.write_kv)
-    clear_blocks = staticmethod(paged_cache.clear_blocks)
-    copy_blocks = staticmethod(paged_cache.copy_blocks)
-    gather_slabs = staticmethod(paged_cache.gather_slabs)
-    scatter_slabs = staticmethod(paged_cache.scatter_slabs)
-    plan_decode = staticmethod(attention.plan_decode)
-    plan_prefill = staticmethod(attention.plan_prefill)
-    causal_mask = staticmethod(attention.causal_mask)
-    window_mask = staticmethod(attention.window_mask)
+    write_kv = staticmethod(paged_attention.write_kv)
+    clear_blocks = staticmethod(paged_attention.clear_blocks)
+    copy_blocks = staticmethod(paged_attention.copy_blocks)
+    gather_slabs = staticmethod(paged_attention.gather_slabs)
+    scatter_slabs = staticmethod(paged_attention.scatter_slabs)
+    plan_decode = staticmethod(paged_attention.plan_decode)
+    plan_prefill = staticmethod(paged_attention.plan_prefill)
+    causal_mask = staticmethod(paged_attention.causal_mask)
+    window_mask = staticmethod(paged_attention.window_mask)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 
 _SILU_BLOCK = 1024  # elements that one program processes
 

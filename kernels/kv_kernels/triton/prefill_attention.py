@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 
 QUERY_TILE = 128  # queries of one program
 _KEY_TILE = 64  # keys that a program reads at a time

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 
 _DOT_ROWS = 16  # the fewest rows that tl.dot takes
 

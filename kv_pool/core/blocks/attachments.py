@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NewType
 
 from kv_pool.core.index.path_table import ROOT
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.ledger import PoolLedgerError, require_invariant
 
 PoolClientId = NewType("PoolClientId", str)  # an attachment: node name, incarnation and number

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from kv_pool.core.blocks.free_list import FreeList
 from kv_pool.core.eviction.evictor import Evictor
-from kv_pool.core.index.prompt_chain import PromptChain, index_key_of
-from kv_pool.core.index.radix_index import ROOT, RadixIndex
+from kv_pool.core.index.radix_index import ROOT, PromptChain, RadixIndex, index_key_of
 from kv_pool.core.ledger import require_invariant
 
 BlockListener = Callable[[int], None]

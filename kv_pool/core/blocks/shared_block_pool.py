@@ -26,8 +26,7 @@ from kv_pool.core.blocks.attachments import (
 )
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.demotion import Demotion, plan_demotions
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.index.radix_index import ROOT
+from kv_pool.core.index.radix_index import ROOT, PromptChain
 from kv_pool.core.ledger import (
     PoolBlockState,
     PoolLedger,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from baton.kv.block_hash import TOKEN_BYTES, BlockHash
+from baton.kv.blocks import TOKEN_BYTES, BlockHash
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.index.radix_index import ROOT
 

@@ -7,7 +7,7 @@ about 40 bytes per block, block hashes included; a dictionary would take 120 byt
 
 from array import array
 
-from baton.kv.block_hash import HASH_BYTES
+from baton.kv.blocks import HASH_BYTES
 
 _KEY_BYTES = 8
 _EMPTY = -1

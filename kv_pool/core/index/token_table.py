@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from baton.kv.block_hash import TOKEN_BYTES
+from baton.kv.blocks import TOKEN_BYTES
 
 
 class TokenTable:

@@ -28,17 +28,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from baton.kv.block_hash import BlockHash, HashChain, block_hash
+from baton.kv.blocks import BlockHash, HashChain, block_hash
 from baton.kv.cache_journal import CacheJournal
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ownership import (
+from node_engine.core.blocks.block_records import (
     BlockLedger,
     BlockLedgerError,
     BlockOwnership,
     BlockState,
+    IndexedBlock,
+    PrefixIndex,
     require_invariant,
 )
-from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex
 from node_engine.core.blocks.ticket_reservations import TicketReservations
 
 

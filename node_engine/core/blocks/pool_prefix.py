@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ownership import require_invariant
 from node_engine.core.blocks.block_pool import PartialHit
+from node_engine.core.blocks.block_records import require_invariant
 
 
 class RefCountedPin:

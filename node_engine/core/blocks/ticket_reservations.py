@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import (
+from node_engine.core.blocks.block_records import (
     BlockLedgerEntry,
     BlockLedgerError,
     BlockOwnership,

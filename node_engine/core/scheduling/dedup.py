@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from baton.kv.block_hash import HashChain
+from baton.kv.blocks import HashChain
 from baton.types import BlockIndex
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin

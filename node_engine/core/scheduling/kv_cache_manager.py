@@ -2,7 +2,7 @@
 
 Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
 the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
-blocks are copied into own blocks at once. How blocks are taken back: preemption.py.
+blocks are copied into own blocks at once. How blocks are taken back: capacity.py.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
-from node_engine.core.scheduling.capacity import AdmissionEstimate, CapacityRefusal, NodeCapacity
-from node_engine.core.scheduling.preemption import Preemptor
+from node_engine.core.blocks.block_records import BlockLedgerError
+from node_engine.core.scheduling.capacity import (
+    AdmissionEstimate,
+    CapacityRefusal,
+    NodeCapacity,
+    Preemptor,
+)
 from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
 
 # Copies whole blocks: pairs of source and destination.
@@ -136,12 +140,22 @@ class KVCacheManager:
         """
         needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1)
         if needed <= len(sequence.block_table):
+            self._grow_ahead(sequence)
             return True
         while (fresh := self._block_pool.allocate_blocks(1, sequence.owner)) is None:
             if not self._preemptor.take_block_for(sequence):
                 return False
         sequence.block_table.extend(fresh)
         return True
+
+    def _grow_ahead(self, sequence: Sequence) -> None:
+        """Take a block for the lookahead of the engine, if one is free."""
+        ahead = self._capacity.limits.lookahead_tokens
+        if not ahead:
+            return
+        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + ahead)
+        if needed > len(sequence.block_table):
+            sequence.block_table.extend(self._block_pool.allocate_blocks(1, sequence.owner) or ())
 
     def on_copy_done(self, sequence: Sequence) -> None:
         """The step has made the sequence's copy on write: release the source block."""

@@ -23,25 +23,23 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from baton.kv.block_hash import BlockHash, HashChain
+from baton.kv.blocks import BlockHash, HashChain
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId, TokenEvent, TokenLogprobs
-from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.capacity import (
     AdmissionEstimate,
+    BlockReleaser,
     CapacityRefusal,
+    MostBlocksFirst,
     NodeCapacity,
+    PreemptionPolicy,
+    Preemptor,
     SchedulerLimits,
 )
 from node_engine.core.scheduling.dedup import dedup_to_shared_pool
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks, KVCacheManager
-from node_engine.core.scheduling.preemption import (
-    BlockReleaser,
-    MostBlocksFirst,
-    PreemptionPolicy,
-    Preemptor,
-)
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -256,8 +254,8 @@ class Scheduler:
         outcomes: list[SequenceOutcome] = []
         for slice_, result in zip(batch.slices, results, strict=True):
             sequence = self.sequences_in_flight[slice_.sequence_id]
-            if sequence.state not in (PREFILLING, RUNNING):
-                continue  # cancelled or stopped meanwhile
+            if result.is_deferred or sequence.state not in (PREFILLING, RUNNING):
+                continue  # not computed, or cancelled or stopped meanwhile
             self._num_prefilled_tokens += (
                 len(slice_.token_ids) if sequence.state is PREFILLING else 0
             )

@@ -23,9 +23,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.kv.block_hash import HashChain
+from baton.kv.blocks import HashChain
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, FinishReason, SamplingParams, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError
+from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
@@ -33,7 +33,6 @@ from node_engine.core.step.step_batch import (
     SequenceId,
     SequenceSlice,
     TokenCounts,
-    has_penalties,
 )
 
 
@@ -141,7 +140,7 @@ class Sequence:
         self.context_len = len(request.prompt_token_ids) + len(self.work.emitted_token_ids)
         self.priority_level = request.principal.priority_level
         self.tenant_class = request.principal.tenant_class
-        self.has_penalties = has_penalties(request.sampling)
+        self.has_penalties = request.sampling.has_penalties
         self.needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self.num_reusable_tokens = 0 if self.needs_prompt_logprobs else self.context_len - 1
 
@@ -223,6 +222,7 @@ class Sequence:
             len(self.token_ids),
             forbidden_token_ids(params, eos_token_ids, self.num_output_tokens),
             self.update_token_counts() if self.has_penalties else None,
+            may_continue=self.num_output_tokens + 1 < params.max_tokens,
         )
 
     def _build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:

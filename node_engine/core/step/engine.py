@@ -1,9 +1,10 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.types import BlockIndex
 from node_engine.core.step.step_batch import SliceResult, StepBatch
@@ -18,6 +19,20 @@ class LayerCallback(Protocol):
         ...
 
     def __call__(self, layer: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What an engine can use as its KV cache."""
+
+    # Whether it can read blocks outside the arena, in the mapped shared pool. If so, `bind_cache`
+    # may get memory that is longer than the arena.
+    reads_pool_in_place: bool = True
+    # Tokens that a step may write behind those of its batch, if the blocks are there: steps that
+    # the engine begins before the scheduler asks for them.
+    lookahead_tokens: int = 0
+    # Bytes of KV blocks that its device has room for now; None if it computes in the arena itself.
+    device_bytes: int | None = None
 
 
 class DeviceLost(Exception):
@@ -46,12 +61,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        """Whether the engine can read blocks outside the arena, in the mapped shared pool.
-
-        If so, `bind_cache` may get memory that is longer than the arena.
-        """
-        ...
+    def cache_limits(self) -> CacheLimits: ...
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Use `arena` as cache memory: `num_blocks * layout.block_bytes` writable bytes.
@@ -88,6 +98,8 @@ class Engine(Protocol):
         self, batch: StepBatch, on_layer: LayerCallback | None = None
     ) -> tuple[SliceResult, ...]:
         """Run one forward pass; returns one result per slice.
+
+        An engine that has begun a step ahead of this call may defer slices that are new in it.
 
         Raises OutOfMemory if the device has no memory left; blocks outside the batch are then
         unchanged.

@@ -10,7 +10,7 @@ Input of the penalties: the distinct tokens of a sequence and their counts in it
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, NewType
 
 import numpy as np
@@ -19,14 +19,6 @@ import numpy.typing as npt
 from baton.types import BlockIndex, SamplingParams, TokenLogprobs
 
 _INITIAL_CAPACITY = 64  # for output tokens that are not in the prompt
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether `params` has any penalty; without one, tokens need not be counted."""
-    return (
-        bool(params.presence_penalty or params.frequency_penalty)
-        or params.repetition_penalty != 1.0
-    )
 
 
 class TokenCounts:
@@ -84,6 +76,7 @@ class SampleSpec:
     position: int  # absolute index of the token in prompt + output
     forbidden_token_ids: tuple[int, ...] = ()  # may not be sampled (EOS before min_tokens)
     token_counts: TokenCounts | None = None  # input of the penalties; None without penalties
+    may_continue: bool = True  # False if its bounds end the sequence with this token
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +105,7 @@ class SliceResult(NamedTuple):
     token_id: int | None = None  # the sampled token; None without `sample_spec`
     logprobs: TokenLogprobs | None = None  # of `token_id`, if its sampling parameters ask for them
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `target_token_ids`
+    is_deferred: bool = False  # nothing was computed: the slice belongs to the next step again
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +119,10 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return sum(len(slice_.token_ids) for slice_ in self.slices)
+
+    def without_deferred(self, results: Sequence[SliceResult]) -> "StepBatch":
+        """What was computed of the step, by its results."""
+        if not any(result.is_deferred for result in results):
+            return self
+        computed = zip(self.slices, results, strict=True)
+        return replace(self, slices=tuple(s for s, result in computed if not result.is_deferred))

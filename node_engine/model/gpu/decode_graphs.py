@@ -4,16 +4,21 @@ A captured step is launched by one call, whatever the number of its kernels. It 
 fixed addresses, which are filled by one copy before, and pads the batch to the bucket's size.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
-from kv_kernels.reference.paged_cache import PagedCache
+from baton.process import log
+from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.sampling import sample_rows
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepShape
 
+_MAX_TABLE_ENTRIES = 1 << 22  # of the block tables of all sequences of a step: 16 MiB
 _WARM_UP_RUNS = 2  # before a capture: compile kernels, choose algorithms of products
 
 
@@ -37,6 +42,30 @@ class StepOutput:
     tokens: torch.Tensor  # int64 [draws], -1 where the logits are not finite
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A decode step that the GPU computes."""
+
+    logits: torch.Tensor  # [rows, vocab], valid until the next launch
+    _tokens: torch.Tensor  # int64 [rows], pinned, valid until the launch after the next one
+    _tokens_copied: torch.cuda.Event
+
+    def read_tokens(self) -> list[int]:
+        """Wait for the step; the token of each row, -1 where the logits are not finite."""
+        self._tokens_copied.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+
+class _Staging:
+    """Pinned memory for the inputs and the tokens of a launch."""
+
+    def __init__(self, words: int, rows: int) -> None:
+        self.words = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self.words_copied = torch.cuda.Event()  # the words may be overwritten
+
+
 class DecodeGraphs:
     """Captures decode steps and replays them. Compute thread only."""
 
@@ -46,7 +75,8 @@ class DecodeGraphs:
         self._cache = cache
         self._max_table_entries = max_table_entries
         self._words = torch.zeros(0, dtype=torch.int32)
-        self._staging = torch.zeros(0, dtype=torch.int32)
+        self._last_tokens = torch.zeros(0, dtype=torch.int64)  # of the last launch, by row
+        self._stagings: list[_Staging] = []  # used in turn
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
 
     @property
@@ -69,7 +99,8 @@ class DecodeGraphs:
             return
         words = decode_shape(sizes[0]).num_words + self._max_table_entries
         self._words = torch.zeros(words, dtype=torch.int32, device=self._cache.arena.device)
-        self._staging = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self._last_tokens = torch.zeros(sizes[0], dtype=torch.int64, device=self._words.device)
+        self._stagings = [_Staging(words, sizes[0]) for _ in range(2)]
         pool = None
         for rows in sizes:
             inputs = DeviceInputs.unpack(self._words, decode_shape(rows))
@@ -90,14 +121,32 @@ class DecodeGraphs:
             if not on_captured(rows):
                 return
 
-    def replay(self, bucket: int, inputs: StepInputs) -> StepOutput:
-        """Queue the step. The output is valid until the next replay."""
+    def launch(self, bucket: int, inputs: StepInputs, *, continues: bool = False) -> LaunchedStep:
+        """Queue a step.
+
+        With `continues`, a negative token -1 - n is the one that row n of the step launched before
+        it samples.
+        """
         graph, output = self._graphs[bucket]
-        count = len(inputs.words)
-        self._staging.numpy()[:count] = inputs.words
-        self._words[:count].copy_(self._staging[:count], non_blocking=True)
+        self._stagings.reverse()
+        staging, count = self._stagings[0], len(inputs.words)
+        staging.words_copied.synchronize()
+        staging.words.numpy()[:count] = inputs.words
+        self._words[:count].copy_(staging.words[:count], non_blocking=True)
+        staging.words_copied.record()
+        if continues:
+            token_ids = DeviceInputs.unpack(self._words, inputs.shape).token_ids
+            # A token of -1 ends its step with an error; meanwhile it must not crash the next one.
+            sources = (-1 - token_ids).clamp_(min=0)
+            sampled = self._last_tokens.index_select(0, sources).clamp_(min=0)
+            token_ids.copy_(torch.where(token_ids < 0, sampled, token_ids))
         graph.replay()
-        return output
+        self._last_tokens[:bucket].copy_(output.tokens)
+        tokens = staging.tokens[:bucket]
+        tokens.copy_(output.tokens, non_blocking=True)
+        tokens_copied = torch.cuda.Event()
+        tokens_copied.record()
+        return LaunchedStep(output.logits, tokens, tokens_copied)
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether the block tables fit into the memory of captured steps."""
@@ -108,3 +157,36 @@ class DecodeGraphs:
         assert hidden is not None
         logits = self._model.compute_logits(hidden)
         return StepOutput(logits, sample_rows(logits, inputs.sampling))
+
+
+def capture_decode_graphs(
+    model: FusedTransformer,
+    cache: PagedCache,
+    max_rows: int,
+    max_table_entries: int,
+    is_wanted: Callable[[], bool],
+) -> DecodeGraphs | None:
+    """Capture steps of up to `max_rows` sequences, with a progress bar if stderr is a terminal.
+
+    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
+    """
+    graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
+    buckets = list_buckets(max_rows)
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task("capturing CUDA graphs", total=len(buckets))
+
+    def on_captured(_: int) -> bool:
+        bar.advance(task)
+        return is_wanted()
+
+    try:
+        with bar, torch.inference_mode():
+            graphs.capture(buckets, on_captured)
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        reason = str(error).partition("\n")[0]
+        log.get_logger("engine").warning(
+            "cuda graphs not captured, decode steps are slower", reason=reason
+        )
+        return None
+    return graphs

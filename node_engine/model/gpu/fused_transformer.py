@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import attend_chunks
 from kv_kernels.triton.split_decode import SplitDecode
@@ -30,8 +30,12 @@ OnLayerWritten = Callable[
 
 
 def choose_splits(rows: int, kv_heads: int) -> int:
-    """Number of programs that share the context of one sequence and KV head."""
-    return max(1, min(_MAX_SPLITS, _DECODE_PROGRAMS // max(1, rows * kv_heads)))
+    """Number of programs that share the context of one sequence and KV head.
+
+    A power of two, because each number is compiled by itself: captured graphs have all of them.
+    """
+    splits = max(1, min(_MAX_SPLITS, _DECODE_PROGRAMS // max(1, rows * kv_heads)))
+    return 1 << splits.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,46 @@
 """GpuEngine: runs a model on an NVIDIA GPU, with the KV cache in device memory."""
 
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from baton.errors import NodeFailed
-from baton.kv.kv_layout import KVLayout
-from baton.process import log
+from baton.kv.blocks import KVLayout
 from baton.types import BlockIndex
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.sampling import sample_rows
-from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
-from node_engine.model.base_engine import BaseEngine, score_prompt_rows, translate_device_errors
+from node_engine.model.common.base_engine import (
+    BaseEngine,
+    score_prompt_rows,
+    translate_device_errors,
+)
+from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, StepOutput, list_buckets
-from node_engine.model.gpu.device_cache import DeviceCache
+from node_engine.model.gpu.decode_graphs import (
+    DecodeGraphs,
+    LaunchedStep,
+    StepOutput,
+    capture_decode_graphs,
+)
+from node_engine.model.gpu.device_cache import DeviceCache, measure_room_for_cache
+from node_engine.model.gpu.draws import read_draws, require_finite
 from node_engine.model.gpu.fused_transformer import FusedTransformer
+from node_engine.model.gpu.run_ahead import StepPrediction, is_decode_slice
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepInputsBuilder
-from node_engine.model.sampling.sampler import needs_extra_steps, sample_tokens
-from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 
-_MAX_TABLE_ENTRIES = 1 << 22  # of the block tables of all sequences of a step: 16 MiB
+
+@dataclass(slots=True)
+class _StepAhead:
+    """A step that was launched before the scheduler asked for it."""
+
+    prediction: StepPrediction
+    launched: LaunchedStep
+    previous_tokens: Sequence[int] = ()  # of the step before it, by row
+
+    def find_rows(self, slices: Sequence[SequenceSlice]) -> dict[int, int]:
+        return self.prediction.find_rows(slices, self.previous_tokens)
 
 
 class GpuEngine(BaseEngine):
@@ -40,23 +56,25 @@ class GpuEngine(BaseEngine):
         max_model_len: int,
         digest: bytes,
         *,
-        max_num_seqs: int,
-        uses_graphs: bool,
+        max_graph_rows: int,
     ) -> None:
-        """`max_num_seqs`: of the largest decode step that is captured in a graph."""
+        """`max_graph_rows`: sequences of the largest decode step that is captured; 0 for none."""
         super().__init__(config, kernels, layout, device, max_model_len, digest)
         self._model = model
-        self._max_num_seqs = max_num_seqs
-        self._uses_graphs = uses_graphs
+        self._max_graph_rows = max_graph_rows
         self._memory: DeviceCache | None = None
         self._inputs_builder: StepInputsBuilder | None = None
         self._graphs: DecodeGraphs | None = None
-        self._log = log.get_logger("engine")
+        self._ahead: _StepAhead | None = None
 
     @property
-    def can_read_pool_in_place(self) -> bool:
-        """False: the pool is in host memory."""
-        return False
+    def cache_limits(self) -> CacheLimits:
+        """The pool is in host memory, which the GPU's kernels do not read."""
+        return CacheLimits(
+            reads_pool_in_place=False,
+            lookahead_tokens=1 if self._max_graph_rows else 0,
+            device_bytes=measure_room_for_cache(self._device, self._config),
+        )
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Allocate the device arena, and pin `arena`, its copy in the host; see Engine.bind_cache.
@@ -64,7 +82,7 @@ class GpuEngine(BaseEngine):
         Raises ValueError if `arena` is read-only, too short or not whole blocks; ConfigError if the
         GPU cannot use it or has too little free memory; and DeviceLost if the GPU has failed.
         """
-        self._graphs = self._memory = None
+        self._graphs = self._memory = self._ahead = None
         host = self._wrap_host_memory(arena, num_blocks, may_be_longer=False)
         with translate_device_errors():
             self._memory = DeviceCache(host[:num_blocks])
@@ -93,34 +111,11 @@ class GpuEngine(BaseEngine):
             if not is_wanted():
                 return
             self.run(step)
-        if self._uses_graphs:
-            self._graphs = self._capture_graphs(memory, is_wanted)
-
-    def _capture_graphs(
-        self, memory: DeviceCache, is_wanted: Callable[[], bool]
-    ) -> DecodeGraphs | None:
-        """None, with a warning, if the device cannot capture graphs."""
-        entries = self._max_num_seqs * self._layout.count_blocks(self._max_model_len)
-        graphs = DecodeGraphs(self._model, memory.cache, min(entries, _MAX_TABLE_ENTRIES))
-        buckets = list_buckets(self._max_num_seqs)
-        progress = Progress(
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        )
-        try:
-            with progress, torch.inference_mode():
-                bar = progress.add_task("capturing CUDA graphs", total=len(buckets))
-
-                def on_captured(_: int) -> bool:
-                    progress.advance(bar)
-                    return is_wanted()
-
-                graphs.capture(buckets, on_captured)
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            reason = str(error).partition("\n")[0]
-            self._log.warning("cuda graphs not captured, decode steps are slower", reason=reason)
-            return None
-        return graphs
+        if self._max_graph_rows:
+            tables = self._max_graph_rows * self._layout.count_blocks(self._max_model_len)
+            self._graphs = capture_decode_graphs(
+                self._model, memory.cache, self._max_graph_rows, tables, is_wanted
+            )
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
@@ -137,13 +132,58 @@ class GpuEngine(BaseEngine):
                 self._kernels.copy_blocks(memory.cache.arena, *copies.unbind(1))
             if not batch.slices:
                 return ()
-            bucket = None if on_layer is not None else self._find_bucket(batch)
-            assert self._inputs_builder is not None
-            inputs = self._inputs_builder.build_inputs(batch, bucket)
-            if bucket is not None and self._graphs is not None and self._graphs.fits(inputs):
-                output = self._graphs.replay(bucket, inputs)
-                return self._read_results(batch, inputs, output, None)
-            return self._run_eagerly(batch, inputs, on_layer)
+            if on_layer is not None:
+                self._ahead = None
+                return self._run_eagerly(batch, on_layer)
+            return self._run_with_prediction(batch)
+
+    def _run_with_prediction(self, batch: StepBatch) -> tuple[SliceResult, ...]:
+        """Take what the last call has launched ahead; slices that are not part of it wait."""
+        ahead, self._ahead = self._ahead, None
+        rows = {} if ahead is None else ahead.find_rows(batch.slices)
+        if ahead is None or not rows:
+            return self._run_now(batch)
+        self._launch_ahead(batch.slices, [rows.get(i) for i in range(len(batch.slices))])
+        tokens = self._read_tokens(ahead.launched)
+        deferred = SliceResult(is_deferred=True)
+        return tuple(
+            SliceResult(require_finite(tokens[rows[i]])) if i in rows else deferred
+            for i in range(len(batch.slices))
+        )
+
+    def _run_now(self, batch: StepBatch) -> tuple[SliceResult, ...]:
+        """Compute a step: as a graph if it has decode slices alone."""
+        graphs, builder = self._graphs, self._inputs_builder
+        bucket = self._find_bucket(batch.slices)
+        if graphs is None or builder is None or bucket is None:
+            return self._run_eagerly(batch, None)
+        inputs = builder.build_inputs(batch, bucket)
+        if not graphs.fits(inputs):
+            return self._run_eagerly(batch, None)
+        launched = graphs.launch(bucket, inputs)
+        self._launch_ahead(batch.slices, range(len(batch.slices)))
+        return tuple(read_draws(inputs, launched.logits, self._read_tokens(launched)))
+
+    def _read_tokens(self, launched: LaunchedStep) -> list[int]:
+        tokens = launched.read_tokens()
+        if self._ahead is not None:
+            self._ahead.previous_tokens = tokens
+        return tokens
+
+    def _launch_ahead(
+        self, slices: Sequence[SequenceSlice], launched_rows: Sequence[int | None]
+    ) -> None:
+        """Launch the step that follows if no sequence ends; see StepPrediction.predict."""
+        graphs, builder = self._graphs, self._inputs_builder
+        prediction = StepPrediction.predict(slices, launched_rows, self._layout.block_size)
+        if graphs is None or builder is None or prediction is None:
+            return
+        bucket = graphs.find_bucket(len(prediction.batch.slices))
+        if bucket is not None:
+            inputs = builder.build_inputs(prediction.batch, bucket)
+            if graphs.fits(inputs):
+                launched = graphs.launch(bucket, inputs, continues=True)
+                self._ahead = _StepAhead(prediction, launched)
 
     @property
     def _bound_memory(self) -> DeviceCache:
@@ -151,16 +191,18 @@ class GpuEngine(BaseEngine):
             raise RuntimeError("bind_cache() has not been called")
         return self._memory
 
-    def _find_bucket(self, batch: StepBatch) -> int | None:
+    def _find_bucket(self, slices: Sequence[SequenceSlice]) -> int | None:
         """The graph that computes this step; None if it has more than decode slices."""
-        if self._graphs is None or not all(map(_is_decode_slice, batch.slices)):
+        if self._graphs is None or not all(map(is_decode_slice, slices)):
             return None
-        return self._graphs.find_bucket(len(batch.slices))
+        return self._graphs.find_bucket(len(slices))
 
     def _run_eagerly(
-        self, batch: StepBatch, inputs: StepInputs, on_layer: LayerCallback | None
+        self, batch: StepBatch, on_layer: LayerCallback | None
     ) -> tuple[SliceResult, ...]:
-        memory = self._bound_memory
+        memory, builder = self._bound_memory, self._inputs_builder
+        assert builder is not None
+        inputs = builder.build_inputs(batch)
         device_inputs = DeviceInputs.unpack(self._copy_to_device(inputs), inputs.shape)
         if on_layer is None:
             hidden = self._model.forward(device_inputs, memory.cache)
@@ -196,7 +238,7 @@ class GpuEngine(BaseEngine):
         """Wait for the step and read its results."""
         results = [SliceResult()] * len(batch.slices)
         if output is not None:
-            drawn = self._read_draws(inputs, output)
+            drawn = read_draws(inputs, output.logits, output.tokens.tolist())
             for index, result in zip(inputs.drawn_slice_indices, drawn, strict=True):
                 results[index] = result
         if hidden is not None:
@@ -211,28 +253,3 @@ class GpuEngine(BaseEngine):
                 results[index] = results[index]._replace(prompt_logprobs=scores)
         self._kernels.synchronize()
         return tuple(results)
-
-    def _read_draws(self, inputs: StepInputs, output: StepOutput) -> list[SliceResult]:
-        """The drawn tokens. Raises NodeFailed if logits are not finite."""
-        specs = inputs.sample_specs
-        tokens = output.tokens[: len(specs)].tolist()
-        if min(tokens) < 0:
-            raise NodeFailed(
-                "logits are not finite: the model's weights or its KV cache are damaged"
-            )
-        drawn = [SliceResult(token) for token in tokens]
-        special = [row for row, spec in enumerate(specs) if needs_extra_steps(spec)]
-        if special:
-            logits = output.logits[special]
-            again = sample_tokens(logits, [specs[row] for row in special])
-            for row, result in zip(special, again, strict=True):
-                drawn[row] = result
-        return drawn
-
-
-def _is_decode_slice(slice_: SequenceSlice) -> bool:
-    return (
-        len(slice_.token_ids) == 1
-        and slice_.sample_spec is not None
-        and slice_.logprobs_spec is None
-    )

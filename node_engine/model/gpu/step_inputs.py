@@ -24,6 +24,8 @@ from node_engine.core.step.step_batch import (
 )
 
 Words = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[np.generic]
 _MAX_CACHED_TABLES = 4096  # block tables of sequences, most of them ended
 _SEED_MASK = (1 << 64) - 1
 
@@ -185,50 +187,28 @@ class StepInputsBuilder:
         order = sorted(range(len(batch.slices)), key=lambda i: len(batch.slices[i].token_ids) > 1)
         slices = [batch.slices[i] for i in order]
         tables = [self._get_table(slice_) for slice_ in slices]
-        starts = np.cumsum([0, *(len(table) for table in tables)])
         ends = np.cumsum([len(slice_.token_ids) for slice_ in slices])
-        decoding = sum(len(slice_.token_ids) == 1 for slice_ in slices)
+        scored = tuple(
+            ScoredRows(int(end) - len(slice_.token_ids), slice_.logprobs_spec, place)
+            for place, slice_, end in zip(order, slices, ends, strict=True)
+            if slice_.logprobs_spec is not None
+        )
         drawn = [i for i, slice_ in enumerate(slices) if slice_.sample_spec is not None]
-        scored = any(slice_.logprobs_spec is not None for slice_ in slices)
-        specs = tuple(slices[i].sample_spec for i in drawn)
-        parts = self._pack_rows(slices, tables)
-        parts |= _pack_sampling([spec for spec in specs if spec is not None])
-        lengths = np.array([s.start + len(s.token_ids) for s in slices])
-        parts["decode_lengths"], parts["decode_starts"] = lengths[:decoding], starts[:decoding]
-        if scored:  # every row is computed to the end
-            parts["sampled_rows"] = np.arange(ends[-1])
-            parts["drawn_rows"] = ends[drawn] - 1
-            parts["sampled_lengths"] = parts["sampled_starts"] = np.zeros(ends[-1], np.int64)
-        else:
-            parts["sampled_rows"] = ends[drawn] - 1
-            parts["drawn_rows"] = np.arange(len(drawn))
-            parts["sampled_lengths"], parts["sampled_starts"] = lengths[drawn], starts[drawn]
-        parts["tiles"] = list_query_tiles(
-            [
-                PrefillChunk(int(end) - len(s.token_ids), len(s.token_ids), s.start, int(start))
-                for s, end, start in zip(slices, ends, starts, strict=False)
-                if len(s.token_ids) > 1
-            ]
-        ).reshape(-1)
-        rows = len(slices) if decode_rows is None else decode_rows
+        specs = tuple(s.sample_spec for s in slices if s.sample_spec is not None)
+        parts = self._pack_rows(slices, tables) | _pack_sampling(specs)
+        parts |= _pack_attention(slices, tables, ends)
+        parts |= _pack_sampled_rows(parts, ends, drawn, is_scored=bool(scored))
         shape = StepShape(
-            tokens=int(ends[-1]) if decode_rows is None else rows,
-            decode_rows=decoding if decode_rows is None else rows,
-            sampled_rows=len(parts["sampled_rows"]) if decode_rows is None else rows,
-            draws=len(drawn) if decode_rows is None else rows,
+            tokens=int(ends[-1]),
+            decode_rows=len(parts["decode_lengths"]),
+            sampled_rows=len(parts["sampled_rows"]),
+            draws=len(drawn),
             tiles=len(parts["tiles"]) // 4,
         )
-        return StepInputs(
-            shape,
-            self._join_parts(shape, parts, tables),
-            tuple(spec for spec in specs if spec is not None),
-            tuple(order[i] for i in drawn),
-            tuple(
-                ScoredRows(int(end) - len(slice_.token_ids), slice_.logprobs_spec, place)
-                for place, slice_, end in zip(order, slices, ends, strict=True)
-                if slice_.logprobs_spec is not None
-            ),
-        )
+        if decode_rows is not None:
+            shape = StepShape(decode_rows, decode_rows, decode_rows, decode_rows, tiles=0)
+        words = self._join_parts(shape, parts, tables)
+        return StepInputs(shape, words, specs, tuple(order[i] for i in drawn), scored)
 
     def _get_table(self, slice_: SequenceSlice) -> Words:
         length = slice_.start + len(slice_.token_ids)
@@ -242,7 +222,7 @@ class StepInputsBuilder:
 
     def _pack_rows(
         self, slices: Sequence[SequenceSlice], tables: Sequence[Words]
-    ) -> dict[str, npt.NDArray[np.generic]]:
+    ) -> dict[str, Array]:
         """Tokens, positions and slots of all rows."""
         size = self._block_size
         tokens: list[int] = []
@@ -266,7 +246,7 @@ class StepInputsBuilder:
     def _join_parts(
         self,
         shape: StepShape,
-        parts: dict[str, npt.NDArray[np.generic]],
+        parts: dict[str, Array],
         tables: Sequence[Words],
     ) -> Words:
         words = np.zeros(shape.num_words + sum(len(table) for table in tables), np.int32)
@@ -283,11 +263,53 @@ class StepInputsBuilder:
         return words
 
 
-def _pack_sampling(specs: Sequence[SampleSpec]) -> dict[str, npt.NDArray[np.generic]]:
+def _pack_attention(
+    slices: Sequence[SequenceSlice], tables: Sequence[Words], ends: Ints
+) -> dict[str, Array]:
+    """Lengths and block tables of all slices, and the tiles of prefill chunks."""
+    starts = np.cumsum([0, *(len(table) for table in tables)])[:-1]
+    lengths = np.array([slice_.start + len(slice_.token_ids) for slice_ in slices])
+    decoding = sum(len(slice_.token_ids) == 1 for slice_ in slices)
+    chunks = [
+        PrefillChunk(int(end) - len(s.token_ids), len(s.token_ids), s.start, int(start))
+        for s, end, start in zip(slices, ends, starts, strict=True)
+        if len(s.token_ids) > 1
+    ]
+    return {
+        "lengths": lengths,
+        "starts": starts,
+        "decode_lengths": lengths[:decoding],
+        "decode_starts": starts[:decoding],
+        "tiles": list_query_tiles(chunks).reshape(-1),
+    }
+
+
+def _pack_sampled_rows(
+    parts: dict[str, Array], ends: Ints, drawn: list[int], *, is_scored: bool
+) -> dict[str, Array]:
+    """The rows that are computed to the end: those that are drawn, or all to score a prompt."""
+    if is_scored:
+        rows = np.arange(ends[-1])
+        nothing = np.zeros(len(rows), np.int64)
+        return {
+            "sampled_rows": rows,
+            "drawn_rows": ends[drawn] - 1,
+            "sampled_lengths": nothing,
+            "sampled_starts": nothing,
+        }
+    return {
+        "sampled_rows": ends[drawn] - 1,
+        "drawn_rows": np.arange(len(drawn)),
+        "sampled_lengths": parts["lengths"][drawn],
+        "sampled_starts": parts["starts"][drawn],
+    }
+
+
+def _pack_sampling(specs: Sequence[SampleSpec]) -> dict[str, Array]:
     """Parameters of the draws. Floats keep their bits; rows of padding are greedy."""
     params = [spec.params for spec in specs]
 
-    def floats(values: list[float]) -> npt.NDArray[np.generic]:
+    def floats(values: list[float]) -> Array:
         return np.array(values, np.float32).view(np.int32)
 
     seeds = np.array([param.seed & _SEED_MASK for param in params], np.uint64)

@@ -21,7 +21,7 @@ from baton.limits import (
 )
 from baton.pb import generation_pb2 as pb
 from coordinator.frontend import body_budget
-from coordinator.frontend.http import request_body
+from coordinator.frontend.http import request_handling as request_body
 from coordinator.frontend.http.server import bounded_protocol
 from coordinator.text import text_workers as bounded_encoder
 from tests.integration.frontend.frontend_harness import (

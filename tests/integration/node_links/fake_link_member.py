@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
 from baton.cluster_link.report_types import NodeStats
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import Incarnation, NodeName
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 

@@ -20,7 +20,7 @@ from baton.process.failpoints import FAILPOINTS
 from baton.types import FinishReason, Incarnation
 from coordinator.generation import TokensEvent
 from coordinator.node_links import node_link_service as node_link
-from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS
+from coordinator.node_links.dispatcher import MAX_UNREAD_TOKENS
 from coordinator.node_links.node_link_service import NodeStream
 from tests.fake_nodes import expected_tokens
 from tests.integration.coordinator_harness import (

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels.reference import attention
-from kv_kernels.reference.attention import (
+from kv_kernels.reference import paged_attention
+from kv_kernels.reference.paged_attention import (
     AttentionContext,
     PaddedDecodeAttention,
+    PagedCache,
     causal_mask,
     clip_to_window,
     plan_decode,
     plan_prefill,
     window_mask,
 )
-from kv_kernels.reference.paged_cache import PagedCache
 
 LAYER = 1
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -93,7 +93,7 @@ def test_groups_end_with_similar_lengths_and_with_the_cache(
         [100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32
     )
     assert group_bounds(cache, contexts) == [(0, 2), (2, 5)]
-    monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
+    monkeypatch.setattr(paged_attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
     assert group_bounds(cache, contexts) == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kv_kernels.reference.paged_cache import (
+from kv_kernels.reference.paged_attention import (
     PagedCache,
     SlotMapping,
     clear_blocks,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.config.settings import Config
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheJournal
 from baton.process.clock import FakeClock
 from baton.types import Incarnation

@@ -11,7 +11,6 @@ from baton.cluster_link.codec import encode_report
 from baton.cluster_link.messages import LedgerReport, NodeReport
 from baton.config.settings import Config
 from baton.errors import BatonError
-from baton.kv.block_hash import root_hash
 from baton.pb import cluster_pb2
 from baton.process.clock import FakeClock
 from baton.shared_memory.addressing import BlockAddressSpace
@@ -30,8 +29,8 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.plane import SealInfo
-from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
@@ -178,15 +177,7 @@ class RoleBench:
         self.pool_connector = PoolConnector(
             self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
         )
-        self.lookups = PoolLookups(
-            self.pool_client,
-            root_of=lambda work: root_hash(
-                self.engine.model_digest, PACED_LAYOUT, work.request.cache_salt
-            ),
-            block_size=PACED_LAYOUT.block_size,
-            epoch=lambda: self.pool_connector.publication_epoch,
-            deliver=self._put,
-        )
+        self.lookups = PoolLookups(self.pool_client, self.engine, self.pool_connector, self._put)
         self.inbox: deque[object] = deque()
         self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []

@@ -10,7 +10,7 @@ from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
 from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
 from baton.types import AttemptSpec, Incarnation, PeerAddress, TicketId
 from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from tests.paced_reference import paced_reference_tokens

@@ -18,7 +18,7 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.paced.paced_engine import PACED_LAYOUT

@@ -24,10 +24,9 @@ from kv_transfer.plane import (
     OutboundCommitted,
     SealInfo,
 )
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
-from node_engine.host.compute_thread import CallWhenIdle
-from node_engine.host.role_switch import RoleEvent, SwitchableRole
+from node_engine.host.compute_thread import CallWhenIdle, RoleEvent, SwitchableRole
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from prefill_node.prefill_role import PrefillRole
 from tests.unit.node_roles.role_bench import (

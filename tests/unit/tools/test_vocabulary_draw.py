@@ -56,7 +56,11 @@ def test_items_are_public_docstrings_names_and_log_lines() -> None:
 
 
 def test_the_seed_alone_chooses_the_sample() -> None:
-    sources = read_sources("HEAD")
+    sources = {
+        path: source
+        for path, source in read_sources("HEAD").items()
+        if path.startswith(("coordinator/node_links", "kv_pool"))
+    }
     sample = draw_sample(sources, "a")
     assert sample == draw_sample(dict(reversed(sources.items())), "a")
     assert sample != draw_sample(sources, "b")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.cluster_link import pb_conversion as wire
 from baton.errors import ERRORS_BY_CODE, BatonError, error_from_code
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.limits import MAX_SEED, ModelBounds, check_sampling
 from baton.types import (
     AttemptKey,

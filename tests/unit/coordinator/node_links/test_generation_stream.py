@@ -9,7 +9,7 @@ from baton.errors import NodeLost, SlowReader
 from baton.types import FinishReason, RequestId
 from coordinator.core.common.timeline import Timeline
 from coordinator.generation import FinishedEvent, GenerationEvent, TokensEvent
-from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
+from coordinator.node_links.dispatcher import MAX_UNREAD_TOKENS, GenerationStream
 
 LINE = Timeline(total=3.0, attempts=8)
 

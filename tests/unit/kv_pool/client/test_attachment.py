@@ -15,15 +15,14 @@ from baton.errors import ConfigError
 from baton.pb import pool_pb2 as pb
 from baton.process.clock import monotonic_clock
 from baton.shared_memory.addressing import BlockAddressSpace
-from kv_pool.client.attachment import PoolAttachment, SegmentMappings
+from kv_pool.client.connection import PoolAttachment, PoolStream, SegmentMappings
 from kv_pool.client.factory import NodePoolContext, make_pool_client
 from kv_pool.client.pool_client import PoolClient
-from kv_pool.client.stream import PoolStream
 from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
 from kv_pool.memory.segment_store import SegmentStore
+from kv_pool.service.open_pool import AttachRequest
 from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import AttachRequest
 from tests.pool.harness import DIGEST, LAYOUT, client_config
 
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import PeerUnreachable
-from baton.kv.block_hash import BlockHash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import BlockHash, KVLayout
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
 from baton.pb import pool_pb2 as pb
 from baton.process.clock import monotonic_clock
@@ -17,7 +16,7 @@ from baton.types import BlockIndex
 from kv_pool.client.connection import PoolConnection
 from kv_pool.client.publisher import Publisher, PublishJob
 from kv_pool.common.block_rows import BlockRows
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 BLOCKS = 4

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from kv_pool.core.blocks.cache_tier import CacheTier
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.index.radix_index import ROOT
+from kv_pool.core.index.radix_index import ROOT, PromptChain
 
 PROMPT_BLOCK_TOKENS = 4
 ROOTS = tuple(BlockHash(bytes([number]) * 32) for number in range(3))

@@ -9,7 +9,7 @@ from kv_pool.core.blocks.demotion import Demotion
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.disk.load_cost import DEFAULT_COMPUTE_SECONDS, LoadCostModel
 from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 CLIENT_ID = PoolClientId("node")

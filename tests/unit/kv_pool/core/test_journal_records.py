@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kv.block_hash import BlockHash, block_hash
+from baton.kv.blocks import BlockHash, block_hash
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.disk.journal_records import (
     JournalEntry,

@@ -4,10 +4,9 @@ only."""
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens
+from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens
 from kv_pool.core.index.block_hash_table import BlockHashTable
-from kv_pool.core.index.prompt_chain import PromptChain
-from kv_pool.core.index.radix_index import ROOT, RadixIndex
+from kv_pool.core.index.radix_index import ROOT, PromptChain, RadixIndex
 from kv_pool.core.ledger import PoolLedgerError
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, ROOTS, make_block_chain, make_chain
 
@@ -163,7 +162,7 @@ def test_inconsistent_chain_is_rejected() -> None:
 
 
 def test_packed_hashes_equal_the_nodes_hashes() -> None:
-    from baton.kv.block_hash import iter_block_hashes as one_by_one
+    from baton.kv.blocks import iter_block_hashes as one_by_one
 
     tokens, root = [5, 70000, 2**32 - 1, 0, 1, 2, 3, 4, 9], BlockHash(bytes(range(32)))
     assert compute_packed_hashes(root, pack_tokens(tokens), PROMPT_BLOCK_TOKENS) == b"".join(

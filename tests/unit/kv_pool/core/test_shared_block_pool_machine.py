@@ -18,7 +18,7 @@ from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.cost_evictor import CostEvictor
 from kv_pool.core.eviction.evictor import Evictor, LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, ROOTS, make_chain
 
 CLIENT_IDS = tuple(PoolClientId(name) for name in ("a", "b", "c"))

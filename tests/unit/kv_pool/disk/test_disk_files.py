@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError, ShuttingDown
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.clock import monotonic_clock
 from kv_pool.common.block_rows import BlockRows
 from kv_pool.core.disk.journal_records import JournalEntry, record_size

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from baton.kv.block_hash import BlockHash, root_hash
+from baton.kv.blocks import BlockHash, root_hash
 from baton.process import clock
 from baton.process.failpoints import FAILPOINTS
 from kv_pool.common.protocol import POOL_PROTOCOL_VERSION
 from kv_pool.core.eviction.policies import EVICTION_POLICIES
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.ledger import PoolBlockState
 from kv_pool.disk.data_file import DISK_FILE_NAME, HEADER_BYTES, DiskFile
 from kv_pool.disk.mount import DiskSettings
-from kv_pool.service.client_session import PoolClientSession
-from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import AttachRequest, PrefixQuery
+from kv_pool.service.open_pool import AttachRequest, PrefixQuery
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, make_block_content, wait_until
 
 pytestmark = pytest.mark.asyncio

@@ -11,9 +11,9 @@ from kv_pool.core.blocks.attachments import PoolClientId, PoolMatch, Publication
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.ledger import PoolBlockState
-from kv_pool.memory.block_loader import (
+from kv_pool.memory.pending_blocks import (
     LOADER_CLIENT_ID,
     BlockLoader,
     LoadPlan,

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import StaleMessage
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import Incarnation, NodeName, PeerAddress, Ticket, TicketId
 from kv_pool.common.grpc_link import PeerChannels
 from kv_pool.common.protocol import PoolIdentity

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from baton.errors import BatonError, IncompleteTransfer, PeerUnreachable
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.kv.pool_types import RemotePrefix
 from baton.types import Incarnation, NodeName, PeerAddress
 from kv_pool.core.blocks.attachments import PoolClientId, PoolMatch, Publication
 from kv_pool.core.blocks.cache_tier import CacheTier
 from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
 from kv_pool.core.eviction.evictor import LruEvictor
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.core.peers.fetch_estimator import MIN_BACKOFF_SECONDS
-from kv_pool.memory.block_loader import BlockLoader, LoadRequest
+from kv_pool.memory.pending_blocks import BlockLoader, LoadRequest
 from kv_pool.peers.promotion_source import PromotionSource
 from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, make_block_chain
 

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.pb import pool_pb2 as pb
 from kv_pool.core.blocks.attachments import PoolMatch
-from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.index.radix_index import PromptChain
 from kv_pool.service import link_service as service
-from kv_pool.service.client_session import PoolClientSession
-from kv_pool.service.pool_manager import PoolManager
-from kv_pool.service.requests import PrefixQuery
+from kv_pool.service.open_pool import PrefixQuery
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 
 
 class FakeNodeStream:

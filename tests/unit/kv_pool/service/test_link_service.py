@@ -10,9 +10,8 @@ from baton.cluster_link import pb_conversion as wire
 from baton.pb import pool_pb2 as pb
 from baton.process.clock import FakeClock
 from kv_pool.core.blocks.attachments import PoolClientId
-from kv_pool.service.client_session import PoolClientSession
 from kv_pool.service.link_service import PoolLinkService
-from kv_pool.service.pool_manager import PoolManager
+from kv_pool.service.pool_manager import PoolClientSession, PoolManager
 from tests.pool.harness import LAYOUT
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_transfer.arena.arena_slabs import ArenaSlabs
 from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
 

@@ -3,7 +3,7 @@ step."""
 
 from collections.abc import Sequence
 
-from baton.kv.block_hash import BlockHash, root_hash
+from baton.kv.blocks import BlockHash, root_hash
 from baton.process.clock import FakeClock
 from baton.types import (
     AttemptKey,

@@ -7,8 +7,8 @@ import pytest
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.model_loader import load_model_engine
-from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from tests.models import build_model
 
 

@@ -1,6 +1,6 @@
 """One sequence on a paced engine without a node."""
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import (
     SampleSpec,

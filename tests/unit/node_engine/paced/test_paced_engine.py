@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.sequences.outcomes import TokenEmitted

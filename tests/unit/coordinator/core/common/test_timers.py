@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import RequestId
-from coordinator.core.common.timers import RequestTimers
+from coordinator.core.common.effects import RequestTimers
 
 
 @given(

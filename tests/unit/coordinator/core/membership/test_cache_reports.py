@@ -14,7 +14,7 @@ from baton.cluster_link.messages import (
     PrefillEnded,
 )
 from baton.cluster_link.stream import decode_checked, encode_checked
-from baton.kv.block_hash import BlockHash, short_hash
+from baton.kv.blocks import BlockHash, short_hash
 from baton.kv.cache_journal import CacheJournal
 from baton.pb import cluster_pb2 as pb
 from baton.types import NodeName

@@ -12,7 +12,7 @@ from baton.cluster_link.messages import (
     ReservationRefused,
 )
 from baton.errors import ConfigError, NodeLost, NodeStalled
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.common.effects import MemberLost
 from coordinator.core.requests.record import RequestState

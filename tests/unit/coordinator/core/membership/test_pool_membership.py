@@ -20,8 +20,7 @@ from baton.cluster_link.messages import (
 )
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
-from baton.kv.block_hash import iter_block_hashes, root_hash, short_hash
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout, iter_block_hashes, root_hash, short_hash
 from baton.kv.pool_types import RemotePrefix
 from baton.types import (
     AttemptKey,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.cluster_link.messages import CacheSnapshot
-from baton.kv.block_hash import BlockHash, short_hash
+from baton.kv.blocks import BlockHash, short_hash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheEventBatch, CacheJournal
 from baton.types import Incarnation
 from coordinator.core.membership.prefix_directory import (

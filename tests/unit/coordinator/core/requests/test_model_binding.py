@@ -9,7 +9,7 @@ from baton.cluster_link.messages import (
     PrefillOrder,
 )
 from baton.errors import ConfigError, ModelMismatch, ServiceUnavailable
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import (
     DECODE,

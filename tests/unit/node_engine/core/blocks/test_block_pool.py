@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.kv.block_hash import BlockHash, HashChain
+from baton.kv.blocks import BlockHash, HashChain
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
+from node_engine.core.blocks.block_records import BlockLedgerError, BlockState
 
 ROOT = BlockHash(b"root")
 SIZE = 4

@@ -13,12 +13,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from baton.kv.block_hash import BlockHash, HashChain
+from baton.kv.blocks import BlockHash, HashChain
 from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockState
 from node_engine.core.blocks.block_pool import BlockPool
-from node_engine.core.blocks.prefix_index import common_prefix_length
+from node_engine.core.blocks.block_records import BlockState, common_prefix_length
 
 ROOT = BlockHash(b"root")
 SIZE = 4

@@ -4,8 +4,8 @@ only."""
 import pytest
 
 from baton.types import BlockIndex
-from node_engine.core.blocks.block_ownership import BlockLedgerError
 from node_engine.core.blocks.block_pool import PartialHit
+from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.sequences.sequence import SequenceState
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, make_work

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv.block_hash import BlockHash, HashChain
+from baton.kv.blocks import BlockHash, HashChain
 from baton.types import BlockIndex
-from node_engine.core.blocks.prefix_index import IndexedBlock, PrefixIndex, common_prefix_length
+from node_engine.core.blocks.block_records import IndexedBlock, PrefixIndex, common_prefix_length
 
 SIZE = 3
 ROOT = BlockHash(b"root")

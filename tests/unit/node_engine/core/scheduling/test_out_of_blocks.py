@@ -3,7 +3,7 @@
 import pytest
 
 from baton.types import TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
+from node_engine.core.blocks.block_records import BlockLedgerError, BlockState
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import PrefillCompleted, PrefillRequeued, SequenceFailed
 from node_engine.core.sequences.sequence import SequenceState, handoff_owner_label

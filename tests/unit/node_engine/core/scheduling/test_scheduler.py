@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import ConfigError, ContextLengthExceeded
-from baton.kv.block_hash import BlockHash
+from baton.kv.blocks import BlockHash
 from baton.types import FinishReason
-from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
 from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.blocks.block_records import BlockLedgerError, BlockState
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted

@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import OutOfBlocks
 from baton.types import FinishReason, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
+from node_engine.core.blocks.block_records import BlockLedgerError, BlockState
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import PrefillCompleted
 from node_engine.core.sequences.sequence import SequenceState

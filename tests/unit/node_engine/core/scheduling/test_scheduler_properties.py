@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.types import AttemptKey, AttemptSpec, TicketId
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
     PrefillRequeued,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.types import AttemptSpec, TicketId
-from node_engine.core.blocks.block_ownership import BlockLedgerError, BlockState
+from node_engine.core.blocks.block_records import BlockLedgerError, BlockState
 from node_engine.core.sequences.sequence import Sequence, SequenceState
 from node_engine.core.step.step_batch import StepBatch
 from tests.unit.node_engine.core.stepped_node import BLOCK, SteppedNode, expected_tokens, make_work

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.types import AttemptSpec, BlockIndex, TicketId
-from node_engine.core.blocks.block_ownership import BlockState
+from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from tests.unit.node_engine.core.stepped_node import (
     BLOCK,

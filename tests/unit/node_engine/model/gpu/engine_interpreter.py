@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.config.model_config import load_model_config
@@ -52,8 +52,7 @@ def build_engine(folder: Path) -> GpuEngine:
         CPU,
         MAX_MODEL_LEN,
         weights.digest,
-        max_num_seqs=8,
-        uses_graphs=False,
+        max_graph_rows=0,
     )
 
 

@@ -263,7 +263,16 @@ def test_buckets_end_with_the_largest_batch(max_rows: int, buckets: list[int]) -
 
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "splits"),
-    [(1, 8, 32), (2, 8, 32), (4, 8, 16), (32, 8, 2), (64, 8, 1), (256, 8, 1), (0, 8, 32)],
+    [
+        (1, 8, 32),
+        (2, 8, 32),
+        (4, 8, 16),
+        (32, 8, 2),
+        (64, 8, 1),
+        (3, 8, 16),
+        (256, 8, 1),
+        (0, 8, 32),
+    ],
 )
 def test_few_sequences_are_split_among_many_programs(rows: int, kv_heads: int, splits: int) -> None:
     assert choose_splits(rows, kv_heads) == splits

@@ -13,7 +13,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
-from node_engine.core.step.step_batch import SampleSpec, TokenCounts, has_penalties
+from node_engine.core.step.step_batch import SampleSpec, TokenCounts
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 from node_engine.model.sampling.sampler import draw_token, sample_tokens
 
@@ -37,7 +37,7 @@ def counts(
 
 def spec(params: SamplingParams, position: int = 9, **others: object) -> SampleSpec:
     made = SampleSpec(
-        params, 0, position, token_counts=counts(params) if has_penalties(params) else None
+        params, 0, position, token_counts=counts(params) if params.has_penalties else None
     )
     return replace(made, **others)  # type: ignore[arg-type]
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import torch
 
 from baton.errors import ConfigError, OutOfMemory
-from baton.kv.kv_layout import KVLayout
+from baton.kv.blocks import KVLayout
 from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, TokenLogprobs
 from kv_kernels.reference.host_memory import MemoryPinError
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import DeviceLost, LayerCallback
+from node_engine.core.step.engine import CacheLimits, DeviceLost, LayerCallback
 from node_engine.core.step.step_batch import PromptLogprobsSpec, SliceResult, StepBatch
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
@@ -75,13 +75,8 @@ class BaseEngine(ABC):
         )
 
     @property
-    def device(self) -> str:
-        """The resolved device, for logs."""
-        return self._device.type
-
-    @property
     @abstractmethod
-    def can_read_pool_in_place(self) -> bool: ...
+    def cache_limits(self) -> CacheLimits: ...
     @abstractmethod
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None: ...
     @abstractmethod

@@ -1,8 +1,11 @@
-"""Attention over a paged cache in plain torch: the reference, and what a CPU runs.
+"""The paged KV cache and attention over it in plain torch: the reference, and what a CPU runs.
 
-Pages are gathered once per layer by one `index_select` of whole pages, so that keys and values of a
-sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is five
-times slower). The row numbers are computed once per step and used for every layer.
+The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A
+*slab* is one layer of one block, a *page* one head of K or V in a slab.
+
+Attention gathers pages once per layer by one `index_select` of whole pages, so that keys and values
+of a sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is
+five times slower). The row numbers are computed once per step and used for every layer.
 """
 
 import math
@@ -14,20 +17,117 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from kv_kernels.reference.paged_cache import PagedCache
-
 # Queries of a chunk per call: most of the masked triangle is skipped, and scores stay in L2.
 QUERY_TILE = 64
 # A group of decoding sequences ends where the next is shorter than this share of its longest, or
 # where the pages gathered for one layer would leave the cache before attention reads them.
 MIN_LENGTH_RATIO = 0.85
 MAX_GATHER_BYTES = 4 << 20
-
 BlockTable = npt.NDArray[np.int64]  # [blocks], exactly those that hold a sequence's context
-
 # attend(query [rows, heads, dim], layer, out [rows, heads, dim]) fills the rows of `out` of those
 # queries that it was planned for.
 AttentionOp = Callable[[torch.Tensor, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """The arena and the views of each layer, made once: making them costs time in a decode step."""
+
+    arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, dim]
+    layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
+    # Per layer [rows, block_size * dim]; compute_page_rows has the row numbers.
+    layer_pages: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def from_arena(arena: torch.Tensor) -> "PagedCache":
+        _, layers, two, heads, block_size, dim = arena.shape
+        pages = arena.view(-1, block_size * dim)
+        return PagedCache(
+            arena, arena.unbind(1), tuple(pages[n * two * heads :] for n in range(layers))
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.arena.shape[4]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.arena.shape[3]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.arena.shape[5] * self.arena.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMapping:
+    """Where the KV of a step's tokens is written: token i into place offsets[i] of blocks[i]."""
+
+    blocks: torch.Tensor  # int64 [tokens]
+    offsets: torch.Tensor  # int64 [tokens]
+
+
+def write_kv(
+    kv: torch.Tensor,  # [tokens, 2 * kv_heads, dim], the keys of all heads before the values
+    cache: PagedCache,
+    layer: int,
+    slots: SlotMapping,
+) -> None:
+    """Write keys and values of a step's tokens into one layer of the arena."""
+    slab = cache.layer_slabs[layer]
+    slab[slots.blocks, :, :, slots.offsets] = kv.unflatten(1, slab.shape[1:3])
+
+
+def gather_slabs(
+    arena: torch.Tensor,  # [blocks, layers, ...], contiguous
+    layer: int,
+    blocks: torch.Tensor,  # int64 [n]
+    out: torch.Tensor,  # [n, ...], contiguous
+) -> None:
+    """Copy one layer of `blocks` into `out`, in the order of `blocks`."""
+    rows, index = _slab_rows(arena, layer, blocks)
+    torch.index_select(rows, 0, index, out=out.view(len(blocks), -1))
+
+
+def scatter_slabs(
+    arena: torch.Tensor,  # [blocks, layers, ...], contiguous
+    layer: int,
+    blocks: torch.Tensor,  # int64 [n], no two equal
+    source: torch.Tensor,  # [n, ...], contiguous
+) -> None:
+    """Copy `source` into one layer of `blocks`: the inverse of gather_slabs."""
+    rows, index = _slab_rows(arena, layer, blocks)
+    rows.index_copy_(0, index, source.view(len(blocks), -1))
+
+
+def _slab_rows(
+    arena: torch.Tensor, layer: int, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arena with one row per slab, and the rows of `blocks`. A row is copied by one memcpy."""
+    num_blocks, num_layers = arena.shape[:2]
+    return arena.view(num_blocks * num_layers, -1), blocks * num_layers + layer
+
+
+def copy_blocks(
+    arena: torch.Tensor,  # [blocks, ...], contiguous
+    source: torch.Tensor,  # int64 [n]
+    target: torch.Tensor,  # int64 [n], no two equal
+) -> None:
+    """Copy whole blocks. All sources are read before any target is written."""
+    rows = arena.view(arena.shape[0], -1)
+    rows.index_copy_(0, target, rows.index_select(0, source))
+
+
+def clear_blocks(
+    arena: torch.Tensor,  # [blocks, ...]
+    blocks: torch.Tensor,  # int64 [n]
+) -> None:
+    """Zero whole blocks.
+
+    A block that a step begins but does not fill is cleared first: attention over padded lengths
+    multiplies its unwritten tail by 0, and 0 times a stale NaN would be NaN."""
+    arena.index_fill_(0, blocks, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
