@@ -1,6 +1,8 @@
 """What the scheduler decides, on cases small enough to say what it must be."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +15,7 @@ from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
 from node_engine.core.sequences.sequence import SequenceState
+from node_engine.core.step.step_batch import SliceResult
 from tests.unit.node_engine.core.stepped_node import (
     BLOCK,
     PROMPT,
@@ -238,3 +241,42 @@ def test_cache_salt_isolates_tenants() -> None:
     sequence = node.scheduler.add_sequence(make_work("a", PROMPT[:64], 1), other_root)
     node.run()
     assert sequence.num_cached_tokens == 0
+
+
+# engines that run ahead
+
+
+def test_deferred_slices_belong_to_the_next_step_again() -> None:
+    node, rng = SteppedNode(max_num_seqs=4), random.Random(0)
+    works = [make_work(name, unshared_prompt(40 + name, name), 20) for name in range(6)]
+    sequences = [node.add_work(work) for work in works]
+    while (plan := node.scheduler.schedule_step()).batch is not None:
+        kept = [number == 0 or rng.random() < 0.6 for number in range(len(plan.batch.slices))]
+        computed = replace(
+            plan.batch,
+            slices=tuple(s for s, keep in zip(plan.batch.slices, kept, strict=True) if keep),
+        )
+        results = iter(node.engine.run(computed))
+        deferred = SliceResult(is_deferred=True)
+        everything = [next(results) if keep else deferred for keep in kept]
+        assert plan.batch.without_deferred(everything) == computed
+        node.outcomes += node.scheduler.update_from_results(plan.batch, everything)
+        node.pool.check_invariants()
+    for work, sequence in zip(works, sequences, strict=True):
+        assert sequence.output_token_ids == tuple(expected_tokens(work))
+
+
+def test_running_sequences_get_blocks_for_the_lookahead_of_the_engine() -> None:
+    node = SteppedNode(num_blocks=4)
+    node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)
+    node.add_work(make_work("a", PROMPT[: BLOCK - 2], 40))
+    rooms = []
+    for _ in range(20):
+        batch = node.step()
+        assert batch is not None
+        (slice_,) = batch.slices
+        rooms.append(len(slice_.block_table) * BLOCK - slice_.start - len(slice_.token_ids))
+    assert min(rooms[1:]) >= 1
+    node.add_work(make_work("b", unshared_prompt(BLOCK, 1), 4))  # the rest of the blocks
+    node.run()
+    node.pool.check_invariants()
