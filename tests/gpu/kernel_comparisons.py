@@ -350,8 +350,8 @@ def count_different_draws(
     logits = logits.to(dtype)
     drawn = sample_rows(logits.to(device), _make_sampling_rows(specs, device)).tolist()
     wanted = [
-        draw_token(values.numpy(), spec) if params.temperature else int(values.argmax())
-        for values, spec in zip(logits.float(), specs, strict=True)
+        draw_token(values, spec) if params.temperature else int(values.argmax())
+        for values, spec in zip(logits.float().numpy(), specs, strict=True)
     ]
     return sum(token != want for token, want in zip(drawn, wanted, strict=True))
 
