@@ -29,7 +29,7 @@ _NO_BLOCK = 1 << 28  # in the block tables where no kernel may read
 SAMPLING_FILTERS = {
     "greedy": SamplingParams(1, temperature=0.0),
     "temperature": SamplingParams(1, temperature=1.0),
-    "min-p": SamplingParams(1, temperature=1.7, min_p=0.05),
+    "min-p": SamplingParams(1, temperature=1.7, min_p=0.4),
     "top-k": SamplingParams(1, temperature=1.7, top_k=3),
     "top-k of all": SamplingParams(1, temperature=1.0, top_k=1000),
     "top-p": SamplingParams(1, temperature=1.0, top_p=0.9),
