@@ -93,7 +93,8 @@ def test_a_slice_that_differs_has_no_row(change: dict[str, object]) -> None:
     slice_ = decode_slice(1, 3)
     asked = next_slice(slice_, 50)
     assert predict(slice_).find_rows([asked], [50]) == {0: 0}
-    assert predict(slice_).find_rows([replace(asked, **change)], [50]) == {}  # type: ignore[arg-type]
+    changed = replace(asked, **change)  # type: ignore[arg-type]
+    assert predict(slice_).find_rows([changed], [50]) == {}
 
 
 def test_blocks_may_be_added_but_not_replaced() -> None:
