@@ -37,7 +37,7 @@ test: develop lint
 	$(MAKE) --no-print-directory --jobs=2 types suite
 
 quick: develop
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" tests/unit
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" tests/unit
 
 suite: develop
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
+
 from tools.code_budgets import ROOT, find_repeated_class_names, list_sources
 
 _NAME = re.compile(r"`([^`]+)`")
@@ -58,6 +60,7 @@ def find_missing_names(cell: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_code_has_the_names_of_every_term() -> None:
     missing = {row[0]: find_missing_names(row[1]) for row in glossary_rows()}
     assert {term: names for term, names in missing.items() if names} == {}

@@ -1,5 +1,6 @@
 """What is shown of a choice does not depend on how its tokens are cut into events."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ STOPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(TOKENS, st.lists(st.integers(1, 4), max_size=20), STOPS, st.booleans(), st.integers(0, 3))
 def test_output_does_not_depend_on_event_boundaries(

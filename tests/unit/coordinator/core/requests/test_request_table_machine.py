@@ -6,6 +6,7 @@ cancel; deadlines pass."""
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -53,6 +54,8 @@ from tests.unit.coordinator.core.requests.request_table_model import (
     expected_prompt_logprobs,
     expected_token,
 )
+
+pytestmark = pytest.mark.slow
 
 Orders = MultipleResults[PlacedOrder]
 WRONG = -1  # a token that no honest node sends

@@ -1,5 +1,6 @@
 """The pool under random operations, against a model of who owns and what is inside."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +19,8 @@ from baton.process.clock import FakeClock
 from baton.types import BlockIndex, TicketId
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockState, common_prefix_length
+
+pytestmark = pytest.mark.slow
 
 ROOT = BlockHash(b"root")
 SIZE = 4
