@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 
-# In tokens: libraries select other kernels for other sizes.
-CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS = (4, 24), (4, 24, 256, 1024)
+# In tokens: libraries select other kernels for other sizes, which a GPU loads at their first use.
+CPU_PROMPT_LENGTHS = (4, 24)
+GPU_PROMPT_LENGTHS = (4, 24, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SAMPLING_CASES = (
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5),

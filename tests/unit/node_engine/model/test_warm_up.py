@@ -7,9 +7,11 @@ import pytest
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
+from node_engine.model.common.warm_up import iter_warm_up_steps
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
+
+LENGTHS = (4, 24, 256, 1024)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_warm_up_steps_stay_within_limits(
     computed: dict[int, int] = {}
     begun: list[int] = []
     for step in iter_warm_up_steps(
-        GPU_PROMPT_LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens
+        LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens
     ):
         assert step.num_tokens <= max_batched_tokens
         blocks = [block for slice_ in step.slices for block in slice_.block_table]
