@@ -10,8 +10,8 @@ been arriving for unusually long, loses its room, so that half-sent bodies canno
 import asyncio
 import heapq
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
@@ -73,6 +73,18 @@ class IncomingBody:
         await self.budget.grow_body(self, size)
         if size > MAX_SMALL_BODY_BYTES and more > 0:
             await self.budget.pace_arrival(self, more)
+
+    @contextmanager
+    def pause_stall_clock(self) -> Iterator[None]:
+        """While the block runs, the body is not read; that time counts neither as a stall nor as
+        progress."""
+        loop = asyncio.get_running_loop()
+        began, self.is_waiting = loop.time(), True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+            self.progressed_at += loop.time() - began
 
     def is_overdue(self, now: float) -> bool:
         """Whether the body gives way to one that waits.
@@ -159,21 +171,13 @@ class BodyBudget:
         if not self._waiting_to_grow and self._make_room(more, growing=body):
             self._charge_body(body, more)
             return
-        body.is_waiting = True
-        try:
+        with body.pause_stall_clock():
             await self._wait_for_room(_BodyWaiter(body.client, more, loop.create_future(), body))
-        finally:
-            body.is_waiting = False
-            body.progressed_at = loop.time()
 
     async def pace_arrival(self, body: IncomingBody, new_bytes: int) -> None:
         """Return when more of a large body may be read, after `new_bytes`."""
-        body.is_waiting = True
-        try:
+        with body.pause_stall_clock():
             await self._arrival_pacer.wait_turn(body.charged_bytes, new_bytes)
-        finally:
-            body.is_waiting = False
-            body.progressed_at = asyncio.get_running_loop().time()
 
     def _fits(self, size: int, client: str | None) -> bool:
         """`client` is None for more bytes of a body that has room already."""

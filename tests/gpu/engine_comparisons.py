@@ -122,7 +122,7 @@ def saves_what_it_announces(make_engine: Callable[[], Engine], prompt: Sequence[
 
 
 def _view_slabs(engine: Engine, memory: mmap.mmap) -> npt.NDArray[np.uint8]:
-    """The arena, [blocks, layers, bytes of a slab]."""
+    """The bytes of the KV arena, [blocks, layers, bytes of one layer of a block]."""
     return np.frombuffer(memory, np.uint8).reshape(NUM_BLOCKS, engine.layout.num_layers, -1)
 
 

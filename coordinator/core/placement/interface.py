@@ -274,7 +274,7 @@ class LatencyPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """The nodes chosen for an attempt, and the predictions that decided."""
+    """The nodes chosen for an attempt, and the latency predictions behind the choice."""
 
     demand: PlacementDemand
     choice: NodeChoice

@@ -195,7 +195,7 @@ class RetryBudget:
 
 
 class RetryScheduler:
-    """Holds requests that are to be retried until they may enter the queue again.
+    """Holds back failed requests until the retry budget lets them enter the queue again.
 
     At most `max_held` requests are held back; they are released in order of failure, as the budget
     allows. Methods return whether a request has entered the queue.

@@ -167,7 +167,7 @@ class PreemptionPolicy(Protocol):
 
 
 class MostBlocksFirst:
-    """The sequence with the most blocks, so that few are preempted; then the newest."""
+    """Preempts the sequence with the most blocks, so that few are; of equal ones the newest."""
 
     def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         return max(candidates, key=lambda sequence: (sequence.num_own_blocks, sequence.id))

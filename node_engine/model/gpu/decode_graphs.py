@@ -183,7 +183,7 @@ def capture_decode_graphs(
         with bar, torch.inference_mode():
             graphs.capture(buckets, on_captured)
     except RuntimeError as error:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # raises again if the device is lost
         reason = str(error).partition("\n")[0]
         log.get_logger("engine").warning(
             "cuda graphs not captured, decode steps are slower", reason=reason

@@ -58,7 +58,7 @@ class DeviceCache:
         return self.num_blocks
 
     def mark_host_written(self, blocks: Sequence[BlockIndex]) -> None:
-        """The next step has to compute with what the host arena has for these blocks."""
+        """Others wrote these blocks in host memory: the next step copies them to the device."""
         self._unloaded_blocks.update(dict.fromkeys(blocks))
 
     def load_marked_blocks(self) -> None:

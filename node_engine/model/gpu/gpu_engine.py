@@ -113,9 +113,10 @@ class GpuEngine(BaseEngine):
             self.run(step)
         if self._max_graph_rows:
             tables = self._max_graph_rows * self._layout.count_blocks(self._max_model_len)
-            self._graphs = capture_decode_graphs(
-                self._model, memory.cache, self._max_graph_rows, tables, is_wanted
-            )
+            with translate_device_errors():
+                self._graphs = capture_decode_graphs(
+                    self._model, memory.cache, self._max_graph_rows, tables, is_wanted
+                )
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None

@@ -26,7 +26,7 @@ from node_engine.core.step.step_batch import (
 Words = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
-_MAX_CACHED_TABLES = 4096  # block tables of sequences, most of them ended
+_MAX_CACHED_TABLES = 4  # block tables for each slice of a step, of sequences that have ended
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -154,8 +154,6 @@ class BlockTableCache:
 
     def get_table(self, slice_: SequenceSlice, num_blocks: int) -> Words:
         """The first `num_blocks` entries of the slice's block table, int32."""
-        if len(self._tables) > _MAX_CACHED_TABLES:
-            self._tables.clear()
         wanted = list(slice_.block_table[:num_blocks])
         known, table = self._tables.get(slice_.sequence_id, ([], np.zeros(0, np.int32)))
         same = min(len(known), len(wanted))
@@ -168,6 +166,12 @@ class BlockTableCache:
         if len(wanted) > len(known) or same == 0:
             self._tables[slice_.sequence_id] = wanted, table
         return table[: len(wanted)]
+
+    def drop_unused_tables(self, slices: Sequence[SequenceSlice]) -> None:
+        """Forget sequences that are not in this step, if most of them are not."""
+        if len(self._tables) > _MAX_CACHED_TABLES * max(16, len(slices)):
+            used = {slice_.sequence_id for slice_ in slices}
+            self._tables = {key: self._tables[key] for key in self._tables.keys() & used}
 
 
 class StepInputsBuilder:
@@ -186,6 +190,7 @@ class StepInputsBuilder:
         """
         order = sorted(range(len(batch.slices)), key=lambda i: len(batch.slices[i].token_ids) > 1)
         slices = [batch.slices[i] for i in order]
+        self._tables.drop_unused_tables(slices)
         tables = [self._get_table(slice_) for slice_ in slices]
         ends = np.cumsum([len(slice_.token_ids) for slice_ in slices])
         scored = tuple(

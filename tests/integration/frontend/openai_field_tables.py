@@ -14,7 +14,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class FieldCase:
-    """`honoured_value`: a value, and where it is seen in what is submitted or told.
+    """`honoured_value`: a value, and the field of the request or response that shows it.
     `accepted_values` asks for nothing. `refused_values` is not served. `accepts_null`: may the
     field be null, as one that is not there?"""
 

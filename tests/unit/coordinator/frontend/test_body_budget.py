@@ -262,3 +262,17 @@ async def test_single_bytes_are_no_progress(monkeypatch: pytest.MonkeyPatch) -> 
             assert body.is_overdue(asyncio.get_running_loop().time())
         await body.grow_to(10)
         assert not body.is_overdue(body.progressed_at)
+
+
+async def test_single_bytes_of_a_large_body_are_no_progress_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_budget, "MAX_SMALL_BODY_BYTES", 10)
+    room = BodyBudget("bodies", 1, 1 << 20)
+    async with room.reserve_body(1) as body:
+        body.start_reading(asyncio.timeout(60))
+        await body.grow_to(body_budget.MIN_PROGRESS_BYTES + 1)
+        body.progressed_at -= body_budget.STALL_SECONDS
+        for more in range(2, 6):
+            await body.grow_to(body_budget.MIN_PROGRESS_BYTES + more)
+            assert body.is_overdue(asyncio.get_running_loop().time())
