@@ -9,6 +9,9 @@ TEST_STAMP := $(VENV)/.test-installed
 # a CUDA build on Linux; so does an empty TORCH_INDEX.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
+# The tests start several hundred processes: none of them should compile the modules of its libraries again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup develop demo test quick up lint types suite proto docs bench chaos abuse soak clean
 
 setup: $(STAMP)
