@@ -124,9 +124,10 @@ def measure_rotation_error(
         SlotMapping(slots // shape.block_size, slots % shape.block_size),
     )
 
-    result, written = qkv.to(device), arena.to(device)
+    written = arena.to(device)
+    result = torch.empty(tokens, heads, dim, dtype=dtype, device=device)
     layer_ops.rotate_and_write_kv(
-        result,
+        qkv.to(device),
         cos.to(device),
         sin.to(device),
         None if weight is None else weight.to(device),
@@ -134,13 +135,14 @@ def measure_rotation_error(
         PagedCache.from_arena(written),
         LAYER,
         slots.to(device, torch.int32),
+        result,
     )
     same = written.cpu().float() == exact_arena
     same[slots // shape.block_size, LAYER, 0, :, slots % shape.block_size] = True  # rotated keys
     if not bool(same.all()):
         return math.inf
     return max(
-        _measure_error(result[:, :heads], exact_qkv[:, :heads]),
+        _measure_error(result, exact_qkv[:, :heads]),
         _measure_error(written, exact_arena),
         key=_nan_last,
     )

@@ -68,9 +68,10 @@ def compile_kernels(dtype: torch.dtype) -> None:
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)
+    query = torch.zeros(tokens, HEADS, DIM, dtype=dtype)
     for norm in (None, torch.ones(HEADS + KV_HEADS, DIM, dtype=dtype)):
-        layer_ops.rotate_and_write_kv(qkv, x[:, :DIM], x[:, :DIM], norm, 1e-5, cache, 1, places)
-    query = qkv[:, :HEADS]
+        angles = x[:, :DIM], x[:, :DIM]
+        layer_ops.rotate_and_write_kv(qkv, *angles, norm, 1e-5, cache, 1, places, query)
     for splits in (1, 8):
         decode = SplitDecode.allocate(places, places, places, HEADS, DIM, splits)
         decode.attend(query, cache, 1, None, torch.empty(tokens, HEADS, DIM, dtype=dtype))
