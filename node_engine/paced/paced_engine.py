@@ -26,6 +26,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ from baton.kv.blocks import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import BlockIndex, TokenLogprobs
-from node_engine.core.step.engine import CacheLimits, LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback, make_completed_save
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
     SampleSpec,
@@ -147,8 +148,9 @@ class PacedEngine:
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
         """Steps compute in the arena itself."""
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """Steps compute in the arena itself."""
+        return make_completed_save()
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

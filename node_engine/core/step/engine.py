@@ -1,6 +1,7 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,13 @@ class CacheLimits:
 
 class DeviceLost(Exception):
     """The device is unusable for this process, which must exit; a new process may succeed."""
+
+
+def make_completed_save() -> Future[None]:
+    """What `Engine.save_blocks` of an engine that computes in the arena itself returns."""
+    saved: Future[None] = Future()
+    saved.set_result(None)
+    return saved
 
 
 class Engine(Protocol):
@@ -77,9 +85,11 @@ class Engine(Protocol):
         """
         ...
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """Return when the arena has what was computed for these blocks, so that others can read it.
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
+        """Write what was computed for these blocks to the arena, so that others can read it.
 
+        The future is completed when it is there, possibly on another thread; until then the blocks
+        must keep their contents. An engine that computes in the arena itself has nothing to do.
         Raises what `run` raises.
         """
         ...
@@ -99,7 +109,8 @@ class Engine(Protocol):
     ) -> tuple[SliceResult, ...]:
         """Run one forward pass; returns one result per slice.
 
-        An engine that has begun a step ahead of this call may defer slices that are new in it.
+        An engine may defer slices: those that are new beside a step that it has begun ahead of this
+        call, and those whose blocks are still being loaded. It never defers all of them.
 
         Raises OutOfMemory if the device has no memory left; blocks outside the batch are then
         unchanged.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -82,7 +83,7 @@ class BaseEngine(ABC):
     @abstractmethod
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
     @abstractmethod
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]: ...
     @abstractmethod
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

@@ -1,6 +1,7 @@
 """GpuEngine: runs a model on an NVIDIA GPU, with the KV cache in device memory."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +92,13 @@ class GpuEngine(BaseEngine):
         )
 
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """See Engine.load_blocks. The copies are queued with the next step."""
+        """See Engine.load_blocks. The next step begins the copies."""
         self._bound_memory.mark_host_written(blocks)
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """See Engine.save_blocks."""
         with torch.inference_mode(), translate_device_errors():
-            self._bound_memory.save_blocks(blocks)
+            return self._bound_memory.save_blocks(blocks)
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
@@ -132,15 +133,30 @@ class GpuEngine(BaseEngine):
         memory = self._bound_memory
         with torch.inference_mode(), translate_device_errors():
             memory.load_marked_blocks()
+            unloaded = memory.find_unloaded_slices(batch.slices)
+            if len(unloaded) == len(batch.slices) or on_layer is not None or batch.block_copies:
+                memory.wait_for_loads()
+                unloaded = set()
             if batch.block_copies:
                 copies = torch.tensor(batch.block_copies, device=self._device)
                 self._kernels.copy_blocks(memory.cache.arena, *copies.unbind(1))
+            if unloaded:
+                return self._run_others(batch, unloaded)
             if not batch.slices:
                 return ()
             if on_layer is not None:
                 self._ahead = None
                 return self._run_at_once(batch, on_layer)
             return self._run_with_prediction(batch)
+
+    def _run_others(self, batch: StepBatch, deferred: set[int]) -> tuple[SliceResult, ...]:
+        """Run the slices that need not be deferred."""
+        computed = [i for i in range(len(batch.slices)) if i not in deferred]
+        results = [SliceResult(is_deferred=True)] * len(batch.slices)
+        others = StepBatch(tuple(batch.slices[i] for i in computed))
+        for index, result in zip(computed, self._run_with_prediction(others), strict=True):
+            results[index] = result
+        return tuple(results)
 
     def _run_with_prediction(self, batch: StepBatch) -> tuple[SliceResult, ...]:
         """Take what the last call has launched ahead; slices that are not part of it wait."""
