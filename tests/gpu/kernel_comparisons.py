@@ -14,9 +14,14 @@ import torch
 
 from baton.types import SamplingParams
 from kv_kernels.reference import elementwise, paged_attention
+from kv_kernels.reference.block_checksums import compute_checksums
 from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import layer_ops
-from kv_kernels.triton.block_copy import copy_blocks_between
+from kv_kernels.triton.block_copy import (
+    compute_block_checksums,
+    copy_blocks_between,
+    move_blocks,
+)
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
@@ -385,3 +390,24 @@ def check_block_copies(source: torch.Tensor, target: torch.Tensor, layer: int | 
     if source.is_cuda:
         torch.cuda.synchronize()
     return torch.equal(target.cpu(), wanted)
+
+
+def check_moved_blocks(
+    source: torch.Tensor, target: torch.Tensor, layer: int | None
+) -> tuple[bool, bool]:
+    """Whether `move_blocks` moves a few blocks of these arenas and nothing else, and whether its
+    checksums, and those computed where the blocks were written, are right."""
+    places = torch.tensor([4, 0, 3]), torch.tensor([1, 5, 2])
+    source.copy_(_randn(*source.shape, dtype=torch.float32, seed=0))
+    target.copy_(_randn(*target.shape, dtype=torch.float32, seed=1))
+    wanted, copied = target.cpu().clone(), source.cpu()
+    part = slice(None) if layer is None else layer
+    wanted[places[1], part] = copied[places[0], part]
+    moved, written = (place.to(source.device, torch.int32) for place in places)
+    sums = move_blocks(source, target, moved, written, layer)
+    sums_there = compute_block_checksums(target, written, layer)
+    if source.is_cuda:
+        torch.cuda.synchronize()
+    words = copied[places[0], part].reshape(3, -1).view(torch.int64).numpy().view(np.uint64)
+    exact = compute_checksums(words).view(np.int64).tolist()
+    return torch.equal(target.cpu(), wanted), sums.tolist() == sums_there.tolist() == exact

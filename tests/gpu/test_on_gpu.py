@@ -149,6 +149,8 @@ def test_block_copies_between_gpu_and_host_change_nothing_else(
     host = memory_as_cuda_tensor(memoryview(memory), dtype).view(shape)
     assert compare.check_block_copies(device, host, layer)
     assert compare.check_block_copies(host, device, layer)
+    assert compare.check_moved_blocks(device, host, layer) == (True, True)
+    assert compare.check_moved_blocks(host, device, layer) == (True, True)
 
 
 def load_gpu_engine(folder: Path) -> BaseEngine:

@@ -102,6 +102,14 @@ def test_block_copies_change_nothing_else(measured: Measured, layer: int | None,
     assert measured[f"copy of layer {layer} {kind}"] is True
 
 
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("layer", [None, 2])
+def test_moved_blocks_have_the_checksums_of_the_reference(
+    measured: dict[str, list[bool]], layer: int | None, kind: str
+) -> None:
+    assert measured[f"moves of layer {layer} {kind}"] == [True, True]
+
+
 @pytest.mark.parametrize("parts", ["", " of several parts"])
 @pytest.mark.parametrize("case", SAMPLING_FILTERS)
 def test_draws_equal_those_of_the_reference(measured: Measured, case: str, parts: str) -> None:

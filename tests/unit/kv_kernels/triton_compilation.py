@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
-from kv_kernels.triton.block_copy import copy_blocks_between
+from kv_kernels.triton.block_copy import copy_blocks_between, move_blocks
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
@@ -83,6 +83,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     sample_rows(torch.zeros(tokens, 128_256, dtype=dtype), rows)
     for layer in (None, 1):
         copy_blocks_between(cache.arena, cache.arena.clone(), places, layer)
+        move_blocks(cache.arena, cache.arena.clone(), places, places, layer)
 
 
 def main() -> None:

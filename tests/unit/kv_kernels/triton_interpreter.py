@@ -68,6 +68,9 @@ def main() -> None:
             results[f"copy of layer {layer} {kind}"] = compare.check_block_copies(
                 source, torch.empty_like(source), layer
             )
+            results[f"moves of layer {layer} {kind}"] = compare.check_moved_blocks(
+                source, torch.empty_like(source), layer
+            )
     for name, params in SAMPLING_FILTERS.items():
         results[f"draws {name}"] = compare.count_different_draws(params, 900, 6, torch.float32, CPU)
         # Several programs draw for a row.
