@@ -28,7 +28,9 @@ def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
 
 def check_driver(found: Mapping[str, Any], *, may_use_gpus: bool) -> Finding:
     """Check that the machine's NVIDIA driver, if it has one, can be used by this process."""
-    driver = found.get("driver")
+    if "driver" not in found:
+        return ok_finding("gpu driver", "not looked for: see torch")
+    driver = found["driver"]
     if driver is None:
         return ok_finding("gpu driver", "no NVIDIA driver on this machine")
     name = f"NVIDIA {driver['version'] or 'driver'}"

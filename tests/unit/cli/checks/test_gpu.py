@@ -63,6 +63,7 @@ def test_cpu_by_accident(
 
 def test_driver() -> None:
     assert_finding(gpu.check_driver(PROBE_RESULT, may_use_gpus=True), "ok", "no NVIDIA driver")
+    assert_finding(gpu.check_driver({"error": "it died"}, may_use_gpus=True), "ok", "see torch")
     found = {"driver": DRIVER}
     assert_finding(
         gpu.check_driver(found, may_use_gpus=True), "ok", "NVIDIA 570.86.15", "up to 12.8"
