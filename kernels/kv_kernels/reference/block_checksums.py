@@ -15,7 +15,8 @@ def compute_checksums(
 ) -> npt.NDArray[np.uint64]:  # [n]
     """The checksum of each row; see `kv_kernels.triton.block_copy`."""
     places = np.arange(blocks.shape[1], dtype=np.uint64) * np.uint64(POSITION_FACTOR)
-    return _mix(blocks ^ places).sum(1, dtype=np.uint64)
+    sums: npt.NDArray[np.uint64] = _mix(blocks ^ places).sum(1, dtype=np.uint64)
+    return sums
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

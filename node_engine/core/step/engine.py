@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
@@ -36,6 +36,35 @@ class CacheLimits:
     device_bytes: int | None = None
 
 
+class DeviceMemory(NamedTuple):
+    """The memory of a device, whoever uses it."""
+
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """What an engine computes on."""
+
+    device: str = "cpu"  # cpu, or cuda:INDEX
+    name: str = ""  # as its driver reports it; empty for a CPU
+    threads: int = 0  # that compute a step on a CPU; 0 for a GPU
+    # Measures the device's own memory; None: the engine computes in host memory. Any thread may
+    # call it; it returns None when the device does not answer.
+    measure_memory: Callable[[], DeviceMemory | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a model that decide what a step costs."""
+
+    layer_parameters: int  # weights of the matrix products of all layers together
+    head_parameters: int  # weights of the product that gives the logits
+    attention_width: int  # query heads * head_dim
+    windows: tuple[int | None, ...]  # per layer: tokens that a query attends to, None for all
+
+
 class DeviceLost(Exception):
     """The device is unusable for this process, which must exit; a new process may succeed."""
 
@@ -49,6 +78,9 @@ def make_completed_save() -> Future[None]:
 
 class Engine(Protocol):
     """A model, or a stand-in for one, over one arena of KV blocks. Compute thread only."""
+
+    compute_device: ComputeDevice
+    model_size: ModelSize | None  # None if it has no model
 
     @property
     def layout(self) -> KVLayout: ...
