@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
 from node_engine.model.gpu.fused_transformer import choose_splits
 from node_engine.model.gpu.step_inputs import StepInputs
-from tests.gpu import engine_comparisons
+from tests.gpu import block_comparisons, engine_comparisons
 from tests.gpu import kernel_comparisons as compare
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
@@ -148,10 +148,10 @@ def test_block_copies_between_gpu_and_host_change_nothing_else(
     device = torch.empty(shape, dtype=dtype, device=CUDA)
     memory = mmap.mmap(-1, device.nbytes)
     host = memory_as_cuda_tensor(memoryview(memory), dtype).view(shape)
-    assert compare.check_block_copies(device, host, layer)
-    assert compare.check_block_copies(host, device, layer)
-    assert compare.check_moved_blocks(device, host, layer) == (True, True)
-    assert compare.check_moved_blocks(host, device, layer) == (True, True)
+    assert block_comparisons.check_block_copies(device, host, layer)
+    assert block_comparisons.check_block_copies(host, device, layer)
+    assert block_comparisons.check_moved_blocks(device, host, layer) == (True, True)
+    assert block_comparisons.check_moved_blocks(host, device, layer) == (True, True)
 
 
 def load_gpu_engine(folder: Path) -> BaseEngine:

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from tests.gpu import block_comparisons
 from tests.gpu import kernel_comparisons as compare
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
@@ -65,10 +66,10 @@ def main() -> None:
         results |= measure_errors(kind)
         source = torch.empty(6, 3, 2, 2, 4, 10, dtype=getattr(torch, kind))
         for layer in (None, 2):
-            results[f"copy of layer {layer} {kind}"] = compare.check_block_copies(
+            results[f"copy of layer {layer} {kind}"] = block_comparisons.check_block_copies(
                 source, torch.empty_like(source), layer
             )
-            results[f"moves of layer {layer} {kind}"] = compare.check_moved_blocks(
+            results[f"moves of layer {layer} {kind}"] = block_comparisons.check_moved_blocks(
                 source, torch.empty_like(source), layer
             )
     for name, params in SAMPLING_FILTERS.items():
