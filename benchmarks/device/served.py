@@ -1,0 +1,231 @@
+"""Section `served`: latency and throughput through the whole server, and beside vLLM.
+
+Every system gets the same requests, row by row in turn if all fit on the device at once, and
+otherwise one system after the other. All prompts are new, so that no cache of prefixes helps.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from baton.cli.common.errors import innermost_error
+from baton.slo import Slo
+from benchmarks.device import served_systems as systems
+from benchmarks.device.model_bounds import ServedBound, bound_served_row
+from benchmarks.device.section_run import SectionRun, TimeIsUp
+from benchmarks.device.served_rows import (
+    ServedRow,
+    choose_cache_bytes,
+    describe_errors,
+    fit_together,
+    make_served_table,
+)
+from benchmarks.device.served_systems import COLOCATED, ONE_PREFILL_ONE_DECODE, VLLM
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import parse_url
+from benchmarks.load.measurement import CellResult, evaluate_cell
+from benchmarks.load.request_plan import (
+    ClosedLoop,
+    LengthDistribution,
+    PlannedRequest,
+    plan_requests,
+)
+from benchmarks.load.run_load import run_load
+
+_WARM_UP_REQUESTS = 2  # of each length, before the first row
+_ROW_SECONDS = 40.0  # at most
+_VOCABULARY = 500  # prompts have token ids below this
+_SLO = Slo(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCases:
+    """What is served, and by which systems."""
+
+    rows: Sequence[ServedRow]
+    has_1p1d: bool
+    vllm_python: str  # empty: no vLLM
+    settings: systems.ServerSettings
+
+
+@dataclass
+class _ServedSection:
+    run: SectionRun
+    cases: ServedCases
+    seed: str
+    results: dict[str, dict[ServedRow, CellResult]] = field(default_factory=dict)
+
+    async def measure_all(self) -> None:
+        names = [COLOCATED]
+        names += [ONE_PREFILL_ONE_DECODE] if self.cases.has_1p1d else []
+        names += [VLLM] if self.cases.vllm_python else []
+        self.results |= {name: {} for name in names}
+        groups = [names] if self._fit_together(names) else [[name] for name in names]
+        for group in groups:
+            async with AsyncExitStack() as stack:
+                clients = {
+                    name: client
+                    for name in group
+                    if (client := await self._connect(name, stack)) is not None
+                }
+                for row in self.cases.rows:
+                    for name, client in clients.items():
+                        self.run.require_time()
+                        await self._measure_row(name, client, row)
+
+    def _fit_together(self, names: Sequence[str]) -> bool:
+        if self.run.device.type == "cpu":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.run.device)
+        largest = max(self.cases.settings.device_bytes(name) for name in names)
+        return fit_together(len(names), largest, free)
+
+    async def _connect(self, name: str, stack: AsyncExitStack) -> CompletionsClient | None:
+        """Start a system and warm it up; None, with a note, if that is not possible."""
+        self.run.require_time()
+        started = time.perf_counter()
+        try:
+            url = await stack.enter_async_context(self._start(name))
+        except Exception as error:
+            self.run.leave_out(f"{name} does not start: {innermost_error(error)}")
+            return None
+        seconds = time.perf_counter() - started
+        self.run.add_row(f"{name}/start", seconds, "s", note="until it answers, load included")
+        client = CompletionsClient(
+            parse_url(url), systems.MODEL_NAME, "", _VOCABULARY, timeout_seconds=60.0
+        )
+        client = await client.probe_features()
+        for prompt, output in dict.fromkeys(
+            (row.prompt_tokens, row.output_tokens) for row in self.cases.rows
+        ):
+            for number in range(_WARM_UP_REQUESTS):
+                request = PlannedRequest(0.0, prompt, output, number, salt=f"{self.seed}/warm")
+                await client.measure_request(request, 0.0)
+        return client
+
+    def _start(self, name: str) -> AbstractAsyncContextManager[str]:
+        run, settings, left = self.run, self.cases.settings, self.run.seconds_left
+        if name == VLLM:
+            _, total = torch.cuda.mem_get_info(run.device)
+            return systems.start_vllm(self.cases.vllm_python, settings, total, left)
+        prefill_nodes = int(name == ONE_PREFILL_ONE_DECODE)
+        return systems.start_baton(
+            run.console, settings, prefill_nodes=prefill_nodes, start_timeout=left
+        )
+
+    async def _measure_row(self, name: str, client: CompletionsClient, row: ServedRow) -> None:
+        if row.is_sampled:
+            client = replace(client, temperature=1.0, top_p=0.9)
+        load = ClosedLoop(row.concurrency)
+        lengths = (
+            LengthDistribution("fixed", row.prompt_tokens),
+            LengthDistribution("fixed", row.output_tokens),
+        )
+        plan = plan_requests(load, *lengths, row.num_requests, f"{self.seed}/{row.name}")
+        seconds = min(_ROW_SECONDS, self.run.seconds_left)
+        measurements = await run_load(client, load, plan, seconds)
+        result = evaluate_cell(row.name, measurements, _SLO)
+        self.results[name][row] = result
+        self._add_rows(name, row, result)
+
+    def _add_rows(self, name: str, row: ServedRow, result: CellResult) -> None:
+        """Add the figures of a row. A row without an answer has only a note."""
+        run, errors = self.run, describe_errors(result)
+        if result.ttft is None or result.tpot is None:
+            run.leave_out(f"{name}/{row.name} has no answer: {errors}")
+            return
+        bound = self._bound(row)
+        prefix = f"{name}/{row.name}"
+        if bound is None:
+            run.add_row(f"{prefix}/ttft", result.ttft.p50 * 1e3, "ms", note=errors)
+            run.add_row(f"{prefix}/tpot", result.tpot.p50 * 1e3, "ms", note=errors)
+        elif row.concurrency > 1:  # prompts wait for one another
+            run.add_row(f"{prefix}/ttft", result.ttft.p50 * 1e3, "ms", note=errors)
+            run.add_time(f"{prefix}/tpot", result.tpot.p50, bound.tpot, errors)
+        else:
+            run.add_time(f"{prefix}/ttft", result.ttft.p50, bound.ttft, errors)
+            run.add_time(f"{prefix}/tpot", result.tpot.p50, bound.tpot, errors)
+        limit = bound.tokens_per_second if bound else None
+        run.add_row(f"{prefix}/tokens", result.tokens_per_second, "tokens/s", limit, errors)
+
+    def _bound(self, row: ServedRow) -> ServedBound | None:
+        run = self.run
+        if run.rates is None:
+            return None
+        lengths = row.prompt_tokens, row.output_tokens
+        return bound_served_row(run.model.size, run.rates, *lengths, row.concurrency)
+
+    def conclude(self) -> None:
+        """Add the ratios of what was measured, and print the table."""
+        for name, cells in self.results.items():
+            _add_ratios(self.run, name, cells, self.results.get(VLLM, {}))
+        bounds = {
+            row: bound.tokens_per_second
+            for row in self.cases.rows
+            if (bound := self._bound(row)) is not None
+        }
+        self.run.console.print(make_served_table(self.results, bounds))
+
+
+def make_cases(
+    run: SectionRun,
+    rows: Sequence[ServedRow],
+    *,
+    has_1p1d: bool,
+    vllm_python: str,
+    overrides: Mapping[str, object],
+) -> ServedCases:
+    """The same sizes for all systems: those that the rows need."""
+    longest = max(row.prompt_tokens + row.output_tokens for row in rows)
+    settings = systems.ServerSettings(
+        model=run.model,
+        device=run.device.type,
+        cache_bytes=choose_cache_bytes(rows, run.model.size),
+        max_model_len=min(2 * longest, run.model.config.max_position_embeddings),
+        max_num_seqs=max(64, *(row.concurrency for row in rows)),
+        overrides=overrides,
+    )
+    return ServedCases(rows, has_1p1d, vllm_python, settings)
+
+
+def measure(run: SectionRun, cases: ServedCases) -> None:
+    """Start the systems, measure all rows, and add the ratios of what there is."""
+    section = _ServedSection(run, cases, secrets.token_hex(8))
+    try:
+        asyncio.run(_measure_within(section, run.seconds_left))
+    finally:
+        section.conclude()
+
+
+async def _measure_within(section: _ServedSection, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await section.measure_all()
+    except TimeoutError:
+        raise TimeIsUp from None
+
+
+def _add_ratios(
+    run: SectionRun,
+    name: str,
+    cells: Mapping[ServedRow, CellResult],
+    others: Mapping[ServedRow, CellResult],
+) -> None:
+    """Throughput with sampling over greedy, and the figures of a system over those of vLLM."""
+    for row, result in cells.items():
+        rate, greedy = result.tokens_per_second, cells.get(replace(row, is_sampled=False))
+        if row.is_sampled and greedy is not None and greedy.tokens_per_second:
+            ratio = rate / greedy.tokens_per_second
+            run.add_row(f"{name}/{row.name}/tokens_of_greedy", ratio, "x")
+        other = others.get(row)
+        if name == VLLM or other is None or not other.tokens_per_second:
+            continue
+        run.add_row(f"{name}/{row.name}/tokens_of_vllm", rate / other.tokens_per_second, "x")
+        if result.ttft is not None and other.ttft is not None:
+            ratio = result.ttft.p50 / other.ttft.p50
+            run.add_row(f"{name}/{row.name}/ttft_of_vllm", ratio, "x")
