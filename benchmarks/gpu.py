@@ -8,6 +8,7 @@ what has no time left is left out with a line. Progress goes to standard error.
 """
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import sys
@@ -36,6 +37,11 @@ _SERVED = "served"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(parser)
+    _add_served_arguments(parser)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", default="", help=f"sections, separated by commas: {','.join(SECTION_WEIGHTS)}"
     )
@@ -57,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu is for --only served: it shows that the servers run (default cuda)",
     )
+
+
+def _add_served_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         default=TABLE_ROWS,
@@ -187,6 +196,14 @@ def run_section(run: SectionRun, name: str, measure: Callable[[], None]) -> bool
         traceback.print_exception(error, file=sys.stderr)
         run.leave_out(f"failed: {type(error).__name__}: {error}")
         succeeded = False
+    _free_device_memory()
     if rows := run.list_section_rows():
         print_rows(run.console, f"gpu: {name}", rows)
     return succeeded
+
+
+def _free_device_memory() -> None:
+    """Give back what the section has allocated: servers are other processes."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -73,7 +73,7 @@ class LoadedEngine:
         return SequenceSlice(self.new_sequence(), ids, 0, table, SampleSpec(_GREEDY, 0, tokens))
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory, for another engine."""
         del self.engine
         gc.collect()
         if torch.cuda.is_available():

@@ -34,6 +34,8 @@ class EngineCases:
 
 CASES = EngineCases()
 SIZES = EngineSizes()
+_IDLE_LIMIT = 100.0  # microseconds that the device may wait between two steps
+_LAUNCH_LIMIT = 200.0  # launches of a step: more take longer than a short step
 _SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.0, top_p=0.9, seed=1)
 
 
@@ -89,9 +91,10 @@ def _measure_idle_time(run: SectionRun, loaded: LoadedEngine, cases: EngineCases
             continue
         note = f"median of {len(gaps)}, greatest {max(gaps) * 1e6:,.0f}"
         idle = statistics.median(gaps) * 1e6
-        run.add_row(f"idle_between_steps_batch_{batch}", idle, "us", note=note)
+        run.add_row(f"idle_between_steps_batch_{batch}", idle, "us", _IDLE_LIMIT, note)
         launches = recorded.launches_per_step
-        run.add_row(f"launches_of_decode_step_batch_{batch}", launches, "launches")
+        name = f"launches_of_decode_step_batch_{batch}"
+        run.add_row(name, launches, "launches", _LAUNCH_LIMIT)
 
 
 def _measure_launches(run: SectionRun, loaded: LoadedEngine, cases: EngineCases) -> None:
@@ -101,7 +104,7 @@ def _measure_launches(run: SectionRun, loaded: LoadedEngine, cases: EngineCases)
         recorded = profile_steps(loaded, decode_rows, context, tokens)
         note = f"{decode_rows} decode slices and a chunk of {tokens} tokens"
         launches = recorded.launches_per_step
-        run.add_row(f"launches_of_{name}", launches, "launches", note=note)
+        run.add_row(f"launches_of_{name}", launches, "launches", _LAUNCH_LIMIT, note)
 
 
 def _measure_sampled(run: SectionRun, loaded: LoadedEngine, cases: EngineCases) -> None:

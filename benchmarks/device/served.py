@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from baton.cli.common.errors import innermost_error
+from baton.errors import NodeFailed
 from baton.slo import Slo
 from benchmarks.device import served_systems as systems
 from benchmarks.device.model_bounds import ServedBound, bound_served_row
@@ -59,6 +60,7 @@ class _ServedSection:
     cases: ServedCases
     seed: str
     results: dict[str, dict[ServedRow, CellResult]] = field(default_factory=dict)
+    not_started: list[str] = field(default_factory=list)
 
     async def measure_all(self) -> None:
         names = [COLOCATED]
@@ -77,6 +79,8 @@ class _ServedSection:
                     for name, client in clients.items():
                         self.run.require_time()
                         await self._measure_row(name, client, row)
+        if ours := [name for name in self.not_started if name != VLLM]:
+            raise NodeFailed(f"not started: {', '.join(ours)}")
 
     def _fit_together(self, names: Sequence[str]) -> bool:
         if self.run.device.type == "cpu":
@@ -93,6 +97,7 @@ class _ServedSection:
             url = await stack.enter_async_context(self._start(name))
         except Exception as error:
             self.run.leave_out(f"{name} does not start: {innermost_error(error)}")
+            self.not_started.append(name)
             return None
         seconds = time.perf_counter() - started
         self.run.add_row(f"{name}/start", seconds, "s", note="until it answers, load included")

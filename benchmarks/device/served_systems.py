@@ -122,9 +122,11 @@ def list_vllm_arguments(settings: ServerSettings, port: int, device_memory: int)
 
 
 def _vllm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """No downloads, no reports of use, and collective libraries on loopback."""
+    """No downloads, no reports of use, and collective libraries on loopback.
+
+    What `environ` has takes precedence.
+    """
     return {
-        **environ,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -133,6 +135,8 @@ def _vllm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at start, by a compiler for CUDA
+        **environ,
     }
 
 
