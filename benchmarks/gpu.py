@@ -72,6 +72,12 @@ def _add_served_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of served: PROMPT/OUTPUT:CLIENTS,...;... in tokens (default {TABLE_ROWS})",
     )
     parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="of the rows of served at most, while there is time; medians count (default 3)",
+    )
+    parser.add_argument(
         "--served-1p1d", action="store_true", help="also one prefill and one decode node"
     )
     parser.add_argument(
@@ -159,6 +165,7 @@ def plan_sections(
         rows,
         has_1p1d=options.served_1p1d,
         vllm_python=served_systems.find_vllm(options.vllm) if options.device == "cuda" else "",
+        rounds=options.rounds,
         overrides={key: getattr(config, key) for key in given},
     )
     modules = {

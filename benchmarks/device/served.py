@@ -7,6 +7,7 @@ otherwise one system after the other. All prompts are new, so that no cache of p
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,10 @@ from benchmarks.device import served_systems as systems
 from benchmarks.device.model_bounds import ServedBound, bound_served_row
 from benchmarks.device.section_run import SectionRun, TimeIsUp
 from benchmarks.device.served_rows import (
+    RowFigures,
     ServedRow,
     choose_cache_bytes,
+    combine_rounds,
     describe_errors,
     fit_together,
     make_served_table,
@@ -40,6 +43,7 @@ from benchmarks.load.run_load import run_load
 
 _WARM_UP_REQUESTS = 2  # of each length, before the first row
 _ROW_SECONDS = 40.0  # at most
+_ROUND_RESERVE = 1.2  # times the last round's seconds have to be left for another one
 _VOCABULARY = 500  # prompts have token ids below this
 _SLO = Slo(None, None)
 
@@ -51,6 +55,7 @@ class ServedCases:
     rows: Sequence[ServedRow]
     has_1p1d: bool
     vllm_python: str  # empty: no vLLM
+    rounds: int  # of all rows, as long as there is time
     settings: systems.ServerSettings
 
 
@@ -59,14 +64,14 @@ class _ServedSection:
     run: SectionRun
     cases: ServedCases
     seed: str
-    results: dict[str, dict[ServedRow, CellResult]] = field(default_factory=dict)
+    results: dict[str, dict[ServedRow, list[CellResult]]] = field(default_factory=dict)
     not_started: list[str] = field(default_factory=list)
 
     async def measure_all(self) -> None:
         names = [COLOCATED]
         names += [ONE_PREFILL_ONE_DECODE] if self.cases.has_1p1d else []
         names += [VLLM] if self.cases.vllm_python else []
-        self.results |= {name: {} for name in names}
+        self.results |= {name: defaultdict(list) for name in names}
         groups = [names] if self._fit_together(names) else [[name] for name in names]
         for group in groups:
             async with AsyncExitStack() as stack:
@@ -75,12 +80,22 @@ class _ServedSection:
                     for name in group
                     if (client := await self._connect(name, stack)) is not None
                 }
-                for row in self.cases.rows:
-                    for name, client in clients.items():
-                        self.run.require_time()
-                        await self._measure_row(name, client, row)
+                await self._measure_rounds(clients, is_last=group is groups[-1])
         if ours := [name for name in self.not_started if name != VLLM]:
             raise NodeFailed(f"not started: {', '.join(ours)}")
+
+    async def _measure_rounds(
+        self, clients: Mapping[str, CompletionsClient], *, is_last: bool
+    ) -> None:
+        """Measure all rows, and again while there is time for a whole round more."""
+        for number in range(self.cases.rounds if is_last else 1):
+            started = time.perf_counter()
+            for row in self.cases.rows:
+                for name, client in clients.items():
+                    self.run.require_time()
+                    await self._measure_row(name, client, row, number)
+            if self.run.seconds_left < _ROUND_RESERVE * (time.perf_counter() - started):
+                return
 
     def _fit_together(self, names: Sequence[str]) -> bool:
         if self.run.device.type == "cpu":
@@ -123,7 +138,9 @@ class _ServedSection:
             run.console, settings, prefill_nodes=prefill_nodes, start_timeout=left
         )
 
-    async def _measure_row(self, name: str, client: CompletionsClient, row: ServedRow) -> None:
+    async def _measure_row(
+        self, name: str, client: CompletionsClient, row: ServedRow, number: int
+    ) -> None:
         if row.is_sampled:
             client = replace(client, temperature=1.0, top_p=0.9)
         load = ClosedLoop(row.concurrency)
@@ -131,32 +148,35 @@ class _ServedSection:
             LengthDistribution("fixed", row.prompt_tokens),
             LengthDistribution("fixed", row.output_tokens),
         )
-        plan = plan_requests(load, *lengths, row.num_requests, f"{self.seed}/{row.name}")
+        seed = f"{self.seed}/{row.name}/{number}"
+        plan = plan_requests(load, *lengths, row.num_requests, seed)
         seconds = min(_ROW_SECONDS, self.run.seconds_left)
         measurements = await run_load(client, load, plan, seconds)
         result = evaluate_cell(row.name, measurements, _SLO)
-        self.results[name][row] = result
-        self._add_rows(name, row, result)
+        self.results[name][row].append(result)
+        rate = f"{result.tokens_per_second:,.0f} tokens/s"
+        self.run.report_progress(f"{name}/{row.name}, round {number + 1}: {rate}")
 
-    def _add_rows(self, name: str, row: ServedRow, result: CellResult) -> None:
-        """Add the figures of a row. A row without an answer has only a note."""
-        run, errors = self.run, describe_errors(result)
-        if result.ttft is None or result.tpot is None:
-            run.leave_out(f"{name}/{row.name} has no answer: {errors}")
-            return
-        bound = self._bound(row)
-        prefix = f"{name}/{row.name}"
-        if bound is None:
-            run.add_row(f"{prefix}/ttft", result.ttft.p50 * 1e3, "ms", note=errors)
-            run.add_row(f"{prefix}/tpot", result.tpot.p50 * 1e3, "ms", note=errors)
-        elif row.concurrency > 1:  # prompts wait for one another
-            run.add_row(f"{prefix}/ttft", result.ttft.p50 * 1e3, "ms", note=errors)
-            run.add_time(f"{prefix}/tpot", result.tpot.p50, bound.tpot, errors)
-        else:
-            run.add_time(f"{prefix}/ttft", result.ttft.p50, bound.ttft, errors)
-            run.add_time(f"{prefix}/tpot", result.tpot.p50, bound.tpot, errors)
-        limit = bound.tokens_per_second if bound else None
-        run.add_row(f"{prefix}/tokens", result.tokens_per_second, "tokens/s", limit, errors)
+    def conclude(self) -> None:
+        """Add the figures of what was measured, and print the table."""
+        figures: dict[str, dict[ServedRow, RowFigures]] = {name: {} for name in self.results}
+        for name, rows in self.results.items():
+            for row, results in rows.items():
+                found = combine_rounds(results)
+                if found is None:
+                    errors = describe_errors(results)
+                    self.run.leave_out(f"{name}/{row.name} has no answer: {errors}")
+                    continue
+                figures[name][row] = found
+                add_figures(self.run, f"{name}/{row.name}", found, row, self._bound(row))
+        for name, cells in figures.items():
+            add_ratios(self.run, name, cells, figures.get(VLLM, {}))
+        bounds = {
+            row: bound.tokens_per_second
+            for row in self.cases.rows
+            if (bound := self._bound(row)) is not None
+        }
+        self.run.console.print(make_served_table(figures, bounds))
 
     def _bound(self, row: ServedRow) -> ServedBound | None:
         run = self.run
@@ -165,17 +185,6 @@ class _ServedSection:
         lengths = row.prompt_tokens, row.output_tokens
         return bound_served_row(run.model.size, run.rates, *lengths, row.concurrency)
 
-    def conclude(self) -> None:
-        """Add the ratios of what was measured, and print the table."""
-        for name, cells in self.results.items():
-            _add_ratios(self.run, name, cells, self.results.get(VLLM, {}))
-        bounds = {
-            row: bound.tokens_per_second
-            for row in self.cases.rows
-            if (bound := self._bound(row)) is not None
-        }
-        self.run.console.print(make_served_table(self.results, bounds))
-
 
 def make_cases(
     run: SectionRun,
@@ -183,6 +192,7 @@ def make_cases(
     *,
     has_1p1d: bool,
     vllm_python: str,
+    rounds: int,
     overrides: Mapping[str, object],
 ) -> ServedCases:
     """The same sizes for all systems: those that the rows need."""
@@ -195,11 +205,11 @@ def make_cases(
         max_num_seqs=max(64, *(row.concurrency for row in rows)),
         overrides=overrides,
     )
-    return ServedCases(rows, has_1p1d, vllm_python, settings)
+    return ServedCases(rows, has_1p1d, vllm_python, rounds, settings)
 
 
 def measure(run: SectionRun, cases: ServedCases) -> None:
-    """Start the systems, measure all rows, and add the ratios of what there is."""
+    """Start the systems, measure all rows, and add the figures of what there is."""
     section = _ServedSection(run, cases, secrets.token_hex(8))
     try:
         asyncio.run(_measure_within(section, run.seconds_left))
@@ -215,22 +225,37 @@ async def _measure_within(section: _ServedSection, seconds: float) -> None:
         raise TimeIsUp from None
 
 
-def _add_ratios(
+def add_figures(
+    run: SectionRun, prefix: str, figures: RowFigures, row: ServedRow, bound: ServedBound | None
+) -> None:
+    """Add the figures of a row. The bound of TTFT is that of a prompt that does not wait."""
+    ttft_bound = bound.ttft if bound is not None and row.concurrency == 1 else None
+    for name, seconds, least in (
+        ("ttft", figures.ttft, ttft_bound),
+        ("tpot", figures.tpot, bound.tpot if bound else None),
+        ("longest_gap", figures.longest_gap, None),
+    ):
+        if least is None:
+            run.add_row(f"{prefix}/{name}", seconds * 1e3, "ms", note=figures.note)
+        else:
+            run.add_time(f"{prefix}/{name}", seconds, least, figures.note)
+    limit = bound.tokens_per_second if bound else None
+    run.add_row(f"{prefix}/tokens", figures.tokens_per_second, "tokens/s", limit, figures.note)
+
+
+def add_ratios(
     run: SectionRun,
     name: str,
-    cells: Mapping[ServedRow, CellResult],
-    others: Mapping[ServedRow, CellResult],
+    cells: Mapping[ServedRow, RowFigures],
+    vllm: Mapping[ServedRow, RowFigures],
 ) -> None:
-    """Throughput with sampling over greedy, and the figures of a system over those of vLLM."""
-    for row, result in cells.items():
-        rate, greedy = result.tokens_per_second, cells.get(replace(row, is_sampled=False))
-        if row.is_sampled and greedy is not None and greedy.tokens_per_second:
-            ratio = rate / greedy.tokens_per_second
-            run.add_row(f"{name}/{row.name}/tokens_of_greedy", ratio, "x")
-        other = others.get(row)
-        if name == VLLM or other is None or not other.tokens_per_second:
-            continue
-        run.add_row(f"{name}/{row.name}/tokens_of_vllm", rate / other.tokens_per_second, "x")
-        if result.ttft is not None and other.ttft is not None:
-            ratio = result.ttft.p50 / other.ttft.p50
-            run.add_row(f"{name}/{row.name}/ttft_of_vllm", ratio, "x")
+    """Add throughput with sampling over greedy, and the figures of a system over those of vLLM."""
+    for row, figures in cells.items():
+        prefix, rate = f"{name}/{row.name}", figures.tokens_per_second
+        greedy = cells.get(replace(row, is_sampled=False))
+        if row.is_sampled and greedy is not None:
+            run.add_row(f"{prefix}/tokens_of_greedy", rate / greedy.tokens_per_second, "x")
+        other = vllm.get(row)
+        if name != VLLM and other is not None:
+            run.add_row(f"{prefix}/tokens_of_vllm", rate / other.tokens_per_second, "x")
+            run.add_row(f"{prefix}/ttft_of_vllm", figures.ttft / other.ttft, "x")

@@ -1,6 +1,8 @@
 """The rows of the served figures: what is sent, and how results are shown. Pure."""
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,33 +72,68 @@ def fit_together(systems: int, system_bytes: int, free_bytes: int) -> bool:
     return systems * system_bytes <= free_bytes
 
 
-def describe_errors(result: CellResult) -> str:
-    """What failed of a row; empty if nothing did."""
-    kinds = [f"{count} {kind}" for kind, count in sorted(result.error_counts.items())]
-    if result.miscounted_count:
-        kinds.append(f"{result.miscounted_count} miscounted")
-    return ", ".join(kinds)
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """One row on one system: medians over its rounds. Times are in seconds."""
+
+    rounds: int
+    ttft: float  # median of the requests of a round
+    tpot: float  # likewise
+    longest_gap: float  # between two tokens of any request of a round
+    tokens_per_second: float
+    errors: str  # what failed in all rounds; empty if nothing did
+
+    @property
+    def note(self) -> str:
+        rounds = f"median of {self.rounds} rounds" if self.rounds > 1 else "one round"
+        return f"{rounds}; {self.errors}" if self.errors else rounds
+
+
+def combine_rounds(results: Sequence[CellResult]) -> RowFigures | None:
+    """Return the figures of a row; None if no round has answers of several tokens."""
+    ttfts = [result.ttft.p50 for result in results if result.ttft is not None]
+    tpots = [result.tpot.p50 for result in results if result.tpot is not None]
+    gaps = [result.itl.max for result in results if result.itl is not None]
+    if not (ttfts and tpots and gaps):
+        return None
+    return RowFigures(
+        rounds=len(results),
+        ttft=statistics.median(ttfts),
+        tpot=statistics.median(tpots),
+        longest_gap=statistics.median(gaps),
+        tokens_per_second=statistics.median(result.tokens_per_second for result in results),
+        errors=describe_errors(results),
+    )
+
+
+def describe_errors(results: Sequence[CellResult]) -> str:
+    """What failed in the rounds of a row; empty if nothing did."""
+    counts: Counter[str] = Counter()
+    for result in results:
+        counts.update(result.error_counts)
+        counts["miscounted"] += result.miscounted_count
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()) if count)
 
 
 def make_served_table(
-    results: Mapping[str, Mapping[ServedRow, CellResult]], bounds: Mapping[ServedRow, float]
+    figures: Mapping[str, Mapping[ServedRow, RowFigures]], bounds: Mapping[ServedRow, float]
 ) -> Table:
     """One line for each row, one column for each system; `bounds` are in tokens per second."""
     title = "served: median TTFT / median TPOT in ms, output tokens per second"
     table = Table("row", title=title, title_justify="left", box=None, header_style="bold")
     table.add_column("bound", justify="right")
-    for system in results:
+    for system in figures:
         table.add_column(system, justify="right", no_wrap=True)
-    for row in dict.fromkeys(row for cells in results.values() for row in cells):
+    for row in dict.fromkeys(row for cells in figures.values() for row in cells):
         bound = f"{bounds[row]:,.0f}" if row in bounds else ""
-        cells = [_format_cell(cells.get(row)) for cells in results.values()]
+        cells = [_format_cell(cells.get(row)) for cells in figures.values()]
         table.add_row(row.name, bound, *cells)
     return table
 
 
-def _format_cell(result: CellResult | None) -> str:
-    if result is None or result.ttft is None or result.tpot is None:
+def _format_cell(figures: RowFigures | None) -> str:
+    if figures is None:
         return "-"
-    latencies = f"{result.ttft.p50 * 1e3:.1f} / {result.tpot.p50 * 1e3:.2f}"
-    failed = f" ({describe_errors(result)})" if describe_errors(result) else ""
-    return f"{latencies}, {result.tokens_per_second:,.0f}{failed}"
+    failed = f" ({figures.errors})" if figures.errors else ""
+    latencies = f"{figures.ttft * 1e3:.1f} / {figures.tpot * 1e3:.2f}"
+    return f"{latencies}, {figures.tokens_per_second:,.0f}{failed}"

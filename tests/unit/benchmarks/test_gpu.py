@@ -1,6 +1,7 @@
 """The command of the GPU benchmark: what it refuses, what it leaves out, and what it writes."""
 
 import argparse
+import importlib.util
 import io
 import json
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import __main__ as command_line
 from benchmarks import gpu
-from benchmarks.device.section_run import TimeIsUp
+from benchmarks.device.section_run import SectionRun, TimeIsUp
 from benchmarks.figures.report import HardwareMissing
 from tests.unit.benchmarks.device.tiny_run import make_tiny_run
 
@@ -54,7 +55,7 @@ def test_the_plan_is_below_nine_minutes() -> None:
 
 def test_triton_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HardwareMissing, match="needs triton"):
         gpu.require_hardware("cuda", ["limits"])
 
@@ -66,7 +67,7 @@ def test_a_folder_with_weights_is_loaded_and_one_without_has_random_ones(tmp_pat
     assert gpu.find_model(str(shape.folder), tmp_path).load_format == "auto"
 
 
-def measure_and_fail(run: gpu.SectionRun) -> Callable[[], None]:
+def measure_and_fail(run: SectionRun) -> Callable[[], None]:
     def measure() -> None:
         run.add_row("read", 1.0, "GB/s")
         raise RuntimeError("the kernel is wrong")
@@ -98,7 +99,7 @@ def test_figures_of_an_incomplete_run_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def plan(
-        run: gpu.SectionRun, names: list[str], options: argparse.Namespace
+        run: SectionRun, names: list[str], options: argparse.Namespace
     ) -> dict[str, Callable[[], None]]:
         return {"served": measure_and_fail(run)}
 
@@ -120,6 +121,7 @@ def test_clusters_are_started_and_measured(tmp_path: Path) -> None:
         model="tiny",
         device="cpu",
         rows="16/4:1,2",
+        rounds=2,
         served_1p1d=True,
         vllm="",
         set=["max-batched-tokens=128"],
@@ -127,7 +129,7 @@ def test_clusters_are_started_and_measured(tmp_path: Path) -> None:
     output = io.StringIO()
     rows = gpu.main(options, Console(file=output, width=160), "some command")
     names = {row.name.removeprefix("gpu/served/") for row in rows}
-    figures = {"ttft", "tpot", "tokens"}
+    figures = {"ttft", "tpot", "longest_gap", "tokens"}
     cells = ("16_4_c1", "16_4_c1_sampled", "16_4_c2")
     for system in ("colocated", "1p1d"):
         assert {f"{system}/{cell}/{figure}" for cell in cells for figure in figures} < names

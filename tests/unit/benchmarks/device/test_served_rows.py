@@ -7,25 +7,29 @@ import pytest
 from rich.console import Console
 
 from baton.slo import Slo
+from benchmarks.device import served
+from benchmarks.device.model_bounds import ServedBound
 from benchmarks.device.served_rows import (
+    RowFigures,
     ServedRow,
     choose_cache_bytes,
+    combine_rounds,
     describe_errors,
     fit_together,
     make_served_table,
     parse_rows,
 )
 from benchmarks.gpu import TABLE_ROWS
-from benchmarks.load.measurement import RequestMeasurement, evaluate_cell
+from benchmarks.load.measurement import CellResult, RequestMeasurement, evaluate_cell
 from tests.unit.benchmarks.device.tiny_run import make_tiny_run
 
 GREEDY, SAMPLED = ServedRow(128, 128, 8), ServedRow(128, 128, 8, is_sampled=True)
 
 
-def answered(start: float, tokens: int) -> RequestMeasurement:
-    """A request whose first token takes 20 ms, and each further one 5 ms."""
+def answered(start: float, tokens: int, ttft: float = 0.02) -> RequestMeasurement:
+    """A request of which each token after the first takes 5 ms."""
     found = RequestMeasurement(start, tokens, usage_tokens=tokens)
-    found.token_arrivals = [(start + 0.02 + 0.005 * n, 1) for n in range(tokens)]
+    found.token_arrivals = [(start + ttft + 0.005 * n, 1) for n in range(tokens)]
     found.ended_at = found.token_arrivals[-1][0]
     return found
 
@@ -62,17 +66,60 @@ def test_servers_run_together_if_the_device_holds_all() -> None:
     assert not fit_together(3, 30, 60)
 
 
+def evaluate(*measurements: RequestMeasurement) -> CellResult:
+    return evaluate_cell("row", measurements, Slo())
+
+
+def failed(error: str) -> RequestMeasurement:
+    return RequestMeasurement(0.0, 4, error=error)
+
+
+def test_figures_are_medians_over_the_rounds() -> None:
+    rounds = [evaluate(answered(0.0, 11, ttft)) for ttft in (0.02, 0.5, 0.03)]
+    figures = combine_rounds([*rounds[:2], evaluate(failed("timeout"), answered(0.0, 11, 0.03))])
+    assert figures is not None
+    assert figures.ttft == pytest.approx(0.03)
+    assert figures.tpot == pytest.approx(0.005)
+    assert figures.longest_gap == pytest.approx(0.005)
+    assert figures.tokens_per_second == pytest.approx(11 / 0.08)
+    assert figures.note == "median of 3 rounds; 1 timeout"
+    assert combine_rounds([evaluate(failed("http 500"))]) is None
+    assert combine_rounds([]) is None
+
+
 def test_table_has_a_column_for_each_system() -> None:
-    result = evaluate_cell("row", [answered(0.0, 11), answered(0.1, 11)], Slo())
-    empty = evaluate_cell("row", [RequestMeasurement(0.0, 4, error="http 500")], Slo())
+    figures = combine_rounds([evaluate(answered(0.0, 11), answered(0.1, 11))])
+    assert figures is not None
+    assert figures.note == "one round"
     output = io.StringIO()
-    results = {"colocated": {GREEDY: result, SAMPLED: empty}, "vllm": {GREEDY: result}}
+    results = {"colocated": {GREEDY: figures, SAMPLED: figures}, "vllm": {GREEDY: figures}}
     Console(file=output, width=160).print(make_served_table(results, {GREEDY: 1529.2}))
     lines = output.getvalue().splitlines()
     greedy = next(line for line in lines if line.strip().startswith("128_128_c8 "))
     sampled = next(line for line in lines if "128_128_c8_sampled" in line)
     assert "1,529" in greedy
     assert greedy.count("20.0 / 5.00, 129") == 2
-    assert sampled.split() == ["128_128_c8_sampled", "-", "-"]
-    assert describe_errors(empty) == "1 http 500"
-    assert describe_errors(result) == ""
+    assert sampled.split()[-1] == "-"
+    assert describe_errors([evaluate(failed("http 500"))] * 2) == "2 http 500"
+
+
+def test_ratios_to_greedy_and_to_vllm(tmp_path: Path) -> None:
+    fast = RowFigures(1, 0.01, 0.005, 0.02, 1000.0, "")
+    slow = RowFigures(1, 0.02, 0.01, 0.04, 500.0, "")
+    run = make_tiny_run(tmp_path)
+    run.section = "served"
+    served.add_figures(run, "colocated/row", fast, GREEDY, ServedBound(0.004, 0.004, 2000.0))
+    served.add_ratios(run, "colocated", {GREEDY: fast, SAMPLED: slow}, {GREEDY: slow})
+    served.add_ratios(run, "vllm", {GREEDY: slow}, {GREEDY: slow})
+    found = {row.name.removeprefix("gpu/served/colocated/"): row for row in run.rows}
+    assert {name: row.value for name, row in found.items()} == {
+        "row/ttft": pytest.approx(10.0),
+        "row/tpot": pytest.approx(5.0),
+        "row/longest_gap": pytest.approx(20.0),
+        "row/tokens": 1000.0,
+        "128_128_c8/tokens_of_vllm": 2.0,
+        "128_128_c8/ttft_of_vllm": 0.5,
+        "128_128_c8_sampled/tokens_of_greedy": 0.5,
+    }
+    shares = [found[f"row/{name}"].share for name in ("ttft", "tpot", "tokens")]
+    assert shares == [None, pytest.approx(0.8), pytest.approx(0.5)]  # with 8 clients, prompts wait
