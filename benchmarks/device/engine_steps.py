@@ -58,7 +58,7 @@ def measure_decode(run: SectionRun, loaded: LoadedEngine, cases: EngineCases) ->
     for batch, context in cases.decode:
         run.require_time()
         seconds = time_decode(loaded, batch, context, cases.steps)
-        bound = run.model.size.decode_bound(batch, context, run.known_rates)
+        bound = run.model.bounds.bound_decode(batch, context, run.known_rates)
         run.add_time(
             name_decode(batch, context), seconds, bound, f"{batch / seconds:,.0f} tokens/s"
         )
@@ -72,7 +72,7 @@ def measure_prefill(run: SectionRun, loaded: LoadedEngine, cases: EngineCases) -
     for tokens in cases.prefill:
         run.require_time()
         seconds = time_prefill(loaded, tokens)
-        bound = run.model.size.prefill_bound(tokens, run.known_rates)
+        bound = run.model.bounds.bound_prefill(tokens, run.known_rates)
         run.add_time(name_prefill(tokens), seconds, bound, f"{tokens / seconds:,.0f} tokens/s")
 
 
@@ -112,5 +112,5 @@ def _measure_sampled(run: SectionRun, loaded: LoadedEngine, cases: EngineCases) 
     for batch, context in cases.sampled:
         run.require_time()
         seconds = time_decode(loaded, batch, context, cases.steps, _SAMPLED)
-        bound = run.model.size.decode_bound(batch, context, run.known_rates)
+        bound = run.model.bounds.bound_decode(batch, context, run.known_rates)
         run.add_time(f"sampled_{name_decode(batch, context)}", seconds, bound)

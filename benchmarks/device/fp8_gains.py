@@ -9,8 +9,8 @@ from baton.errors import BatonError
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.engine_steps import CASES, SIZES, EngineCases, name_decode, name_prefill
 from benchmarks.device.limits import time_products
-from benchmarks.device.model_bounds import ModelSize, list_layer_products
 from benchmarks.device.section_run import SectionRun
+from benchmarks.device.step_bounds import StepBounds, list_layer_products
 from benchmarks.device.timing import Call
 from kv_kernels.dispatch import kernels_for
 
@@ -70,12 +70,12 @@ def _measure_engine(run: SectionRun, cases: EngineCases, sizes: EngineSizes) -> 
     except (BatonError, TypeError) as error:
         run.leave_out(f"steps: the engine refuses fp8: {error}")
         return
-    size = ModelSize.from_config(run.model.config, is_fp8=True)
+    bounds = StepBounds(run.model.config, run.model.dtype, quantization="fp8")
     try:
         for batch, context in cases.decode:
             run.require_time()
             seconds = time_decode(loaded, batch, context, cases.steps)
-            bound = size.decode_bound(batch, context, run.known_rates)
+            bound = bounds.bound_decode(batch, context, run.known_rates)
             run.add_time(name_decode(batch, context), seconds, bound)
             _compare_with_bf16(run, name_decode(batch, context), seconds)
         for tokens in cases.prefill:

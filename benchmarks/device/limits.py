@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.device.model_bounds import DeviceRates, ProductShape, list_layer_products
 from benchmarks.device.section_run import SectionRun
+from benchmarks.device.step_bounds import DeviceRates, ProductShape, list_layer_products
 from benchmarks.device.timing import Call, capture_calls, median_seconds, time_rounds
 
 _READ_BYTES = 2 << 30  # far beyond the caches

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.device.model_bounds import DeviceRates, ModelSize
+from benchmarks.device.step_bounds import DeviceRates, StepBounds
 from benchmarks.figures.report import ResultRow, make_row, make_time_row
 from node_engine.model.config.model_config import ModelConfig
 
@@ -33,13 +33,13 @@ class MeasuredModel:
     load_format: str  # dummy if the folder has no weights
 
     @property
-    def size(self) -> ModelSize:
-        return ModelSize.from_config(self.config, self.item_bytes)
+    def bounds(self) -> StepBounds:
+        return StepBounds(self.config, self.dtype)
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of a weight as the engine has it."""
-        return 4 if self.config.stored_dtype.endswith("float32") else 2
+    def dtype(self) -> str:
+        """What the engine computes in."""
+        return "float32" if self.config.stored_dtype.endswith("float32") else "bfloat16"
 
 
 @dataclass

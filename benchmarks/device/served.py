@@ -18,7 +18,6 @@ from baton.cli.common.errors import innermost_error
 from baton.errors import NodeFailed
 from baton.slo import Slo
 from benchmarks.device import served_systems as systems
-from benchmarks.device.model_bounds import ServedBound, bound_served_row
 from benchmarks.device.section_run import SectionRun, TimeIsUp
 from benchmarks.device.served_rows import (
     RowFigures,
@@ -30,6 +29,7 @@ from benchmarks.device.served_rows import (
     make_served_table,
 )
 from benchmarks.device.served_systems import COLOCATED, ONE_PREFILL_ONE_DECODE, VLLM
+from benchmarks.device.step_bounds import ServedBound, bound_served_row
 from benchmarks.load.completions_client import CompletionsClient
 from benchmarks.load.http_stream import parse_url
 from benchmarks.load.measurement import CellResult, evaluate_cell
@@ -183,7 +183,7 @@ class _ServedSection:
         if run.rates is None:
             return None
         lengths = row.prompt_tokens, row.output_tokens
-        return bound_served_row(run.model.size, run.rates, *lengths, row.concurrency)
+        return bound_served_row(run.model.bounds, run.rates, *lengths, row.concurrency)
 
 
 def make_cases(
@@ -200,7 +200,7 @@ def make_cases(
     settings = systems.ServerSettings(
         model=run.model,
         device=run.device.type,
-        cache_bytes=choose_cache_bytes(rows, run.model.size),
+        cache_bytes=choose_cache_bytes(rows, run.model.bounds),
         max_model_len=min(2 * longest, run.model.config.max_position_embeddings),
         max_num_seqs=max(64, *(row.concurrency for row in rows)),
         overrides=overrides,

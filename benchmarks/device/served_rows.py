@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from benchmarks.device.model_bounds import ModelSize
+from benchmarks.device.step_bounds import StepBounds
 from benchmarks.load.measurement import CellResult
 
 _FEWEST_REQUESTS = 5
@@ -61,10 +61,10 @@ def parse_rows(text: str, sampled: Sequence[int]) -> list[ServedRow]:
     return rows
 
 
-def choose_cache_bytes(rows: Sequence[ServedRow], size: ModelSize) -> int:
+def choose_cache_bytes(rows: Sequence[ServedRow], bounds: StepBounds) -> int:
     """Bytes of KV that hold all requests of the largest row at once, in whole GiB."""
     tokens = max(row.concurrency * (row.prompt_tokens + row.output_tokens) for row in rows)
-    return math.ceil(_CACHE_RESERVE * tokens * size.kv_token_bytes / _GIB) * _GIB
+    return math.ceil(_CACHE_RESERVE * tokens * bounds.kv_token_bytes / _GIB) * _GIB
 
 
 def fit_together(systems: int, system_bytes: int, free_bytes: int) -> bool:

@@ -44,7 +44,7 @@ class ServerSettings:
     def device_bytes(self, system: str) -> int:
         """Memory of the device that a server takes, about."""
         nodes = 2 if system == ONE_PREFILL_ONE_DECODE else 1
-        return nodes * (self.model.size.resident_bytes + self.cache_bytes + _OTHER_DEVICE_BYTES)
+        return nodes * (self.model.bounds.resident_bytes + self.cache_bytes + _OTHER_DEVICE_BYTES)
 
 
 def find_vllm(python: str) -> str:

@@ -78,7 +78,8 @@ def plan_rotate_and_write(sizes: AttentionSizes, device: torch.device, tokens: i
         torch.rand(sizes.dim // 2, device=device), torch.arange(tokens, device=device), qkv.dtype
     )
     slots = torch.randperm(len(cache.arena) * sizes.block_size)[:tokens].to(device, torch.int32)
-    return lambda: layer_ops.rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, slots)
+    query = torch.empty_like(qkv[:, : sizes.heads])
+    return lambda: layer_ops.rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, slots, query)
 
 
 def count_rotated_bytes(sizes: AttentionSizes, tokens: int) -> int:

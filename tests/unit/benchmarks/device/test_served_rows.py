@@ -8,7 +8,6 @@ from rich.console import Console
 
 from baton.slo import Slo
 from benchmarks.device import served
-from benchmarks.device.model_bounds import ServedBound
 from benchmarks.device.served_rows import (
     RowFigures,
     ServedRow,
@@ -19,6 +18,7 @@ from benchmarks.device.served_rows import (
     make_served_table,
     parse_rows,
 )
+from benchmarks.device.step_bounds import ServedBound
 from benchmarks.gpu import TABLE_ROWS
 from benchmarks.load.measurement import CellResult, RequestMeasurement, evaluate_cell
 from tests.unit.benchmarks.device.tiny_run import make_tiny_run
@@ -54,11 +54,11 @@ def test_every_client_sends_several_requests(concurrency: int, requests: int) ->
 
 
 def test_the_cache_holds_the_largest_row(tmp_path: Path) -> None:
-    size = make_tiny_run(tmp_path).model.size
+    bounds = make_tiny_run(tmp_path).model.bounds
     rows = parse_rows("128/128:1,64;2048/64:8", sampled=())
-    chosen = choose_cache_bytes(rows, size)
+    chosen = choose_cache_bytes(rows, bounds)
     assert chosen % (1 << 30) == 0
-    assert chosen >= 8 * (2048 + 64) * size.kv_token_bytes
+    assert chosen >= 8 * (2048 + 64) * bounds.kv_token_bytes
 
 
 def test_servers_run_together_if_the_device_holds_all() -> None:

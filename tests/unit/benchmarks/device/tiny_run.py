@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
-from benchmarks.device.model_bounds import DeviceRates
 from benchmarks.device.section_run import MeasuredModel, SectionRun
+from benchmarks.device.step_bounds import DeviceRates
 from node_engine.model.config.model_config import load_model_config
 
 RATES = DeviceRates(
