@@ -94,6 +94,6 @@ def test_bound_of_a_served_row(
     bounds: StepBounds, prompt: int, output: int, concurrency: int, tokens_per_second: float
 ) -> None:
     bound = bound_served_row(bounds, RATES, prompt, output, concurrency)
-    assert bound.tokens_per_second == pytest.approx(tokens_per_second, rel=1e-3)
+    assert bound.tokens_per_second == pytest.approx(tokens_per_second, rel=2e-3, abs=0.5)
     assert bound.ttft == bounds.bound_prefill(prompt, RATES)
     assert bound.tpot == bounds.bound_decode(concurrency, prompt + output // 2, RATES)

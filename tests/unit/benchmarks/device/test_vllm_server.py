@@ -21,13 +21,13 @@ from tests.unit.benchmarks.device.tiny_run import make_tiny_run
 # Answers every GET with status 200, and writes its process id to the file in its environment.
 _SERVER = """
 import http.server, os, sys
-class Handler(http.server.BaseHTTPRequestHandler):
+class ModelsHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers()
         self.wfile.write(b"{}")
 open(os.environ["PID_FILE"], "w").write(str(os.getpid()))
 port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", port), ModelsHandler).serve_forever()
 """
 
 
