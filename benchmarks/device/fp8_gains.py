@@ -8,7 +8,7 @@ import torch
 from baton.errors import BatonError
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.engine_steps import CASES, SIZES, EngineCases, name_decode, name_prefill
-from benchmarks.device.limits import time_products
+from benchmarks.device.limits import multiply_by_cublas, time_products
 from benchmarks.device.section_run import SectionRun
 from benchmarks.device.step_bounds import StepBounds, list_layer_products
 from benchmarks.device.timing import Call
@@ -49,14 +49,13 @@ def _measure_products(run: SectionRun, make_linear: Callable[[torch.Tensor], _Fp
 
     for tokens in _ROWS:
         run.require_time()
-        seconds = {
-            plan: sum(
-                time_products(run.device, tokens, shape, *([plan] if plan else []))
+        plain, alone, whole = (
+            sum(
+                time_products(run.device, tokens, shape, plan)
                 for shape in list_layer_products(run.model.config)
             )
-            for plan in (None, plan_product, plan_whole)
-        }
-        plain, alone, whole = seconds.values()
+            for plan in (multiply_by_cublas, plan_product, plan_whole)
+        )
         note = f"{alone * 1e6:.1f} us a layer, bf16 {plain * 1e6:.1f} us"
         run.add_row(f"layer_products_{tokens}_of_bf16", plain / alone, "x", note=note)
         note = f"{whole * 1e6:.1f} us a layer"
