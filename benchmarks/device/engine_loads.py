@@ -46,9 +46,7 @@ class LoadedEngine:
             **options,
         )
         layout = self.engine.layout
-        room = self.engine.cache_limits.device_bytes
-        usable = sizes.cache_bytes if room is None else min(sizes.cache_bytes, room)
-        self.num_blocks = max(2, usable // layout.block_bytes)
+        self.num_blocks = max(2, sizes.cache_bytes // layout.block_bytes)
         self._next_sequence = 0
         arena = mmap.mmap(-1, self.num_blocks * layout.block_bytes)
         self.engine.bind_cache(memoryview(arena), self.num_blocks)

@@ -1,5 +1,6 @@
 """Section `fp8`: what 8-bit products and an engine that has them gain over bf16."""
 
+import inspect
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from benchmarks.device.section_run import SectionRun
 from benchmarks.device.step_bounds import StepBounds, list_layer_products
 from benchmarks.device.timing import Call
 from kv_kernels.dispatch import kernels_for
+from node_engine.model.model_loader import load_model_engine
 
 _ROWS = (1, 8, 32, 2048)  # tokens of a step
 
@@ -64,9 +66,12 @@ def _measure_products(run: SectionRun, make_linear: Callable[[torch.Tensor], _Fp
 
 def _measure_engine(run: SectionRun, cases: EngineCases, sizes: EngineSizes) -> None:
     run.require_time()
+    if "quantize" not in inspect.signature(load_model_engine).parameters:
+        run.leave_out("steps: the engine of this version has no fp8")
+        return
     try:
         loaded = LoadedEngine(run.model, run.device.type, sizes, quantize="fp8")
-    except (BatonError, TypeError) as error:
+    except BatonError as error:
         run.leave_out(f"steps: the engine refuses fp8: {error}")
         return
     bounds = StepBounds(run.model.config, run.model.dtype, quantization="fp8")

@@ -4,8 +4,10 @@ import argparse
 import importlib.util
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from benchmarks import __main__ as command_line
 from benchmarks import gpu
 from benchmarks.device.section_run import SectionRun, TimeIsUp
 from benchmarks.figures.report import HardwareMissing
-from tests.unit.benchmarks.device.tiny_run import make_tiny_run
+from tests.unit.benchmarks.device.tiny_run import RATES, make_tiny_run
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -111,6 +113,27 @@ def test_figures_of_an_incomplete_run_are_written(
     (row,) = json.loads(path.read_text())
     assert row.keys() == {"name", "value", "unit", "limit", "share", "command", "note"}
     assert row["name"] == "gpu/served/read"
+
+
+def test_rates_are_measured_first_whatever_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_rates(run: SectionRun) -> None:
+        run.rates = RATES
+        run.add_row("read", 4000.0, "GB/s")
+
+    def measure(run: SectionRun) -> None:
+        run.add_row("norm", 3000.0, "GB/s", run.known_rates.read_bytes / 1e9, "a note")
+
+    monkeypatch.setattr(gpu, "require_hardware", lambda device, names: None)
+    monkeypatch.setitem(sys.modules, "benchmarks.device.limits", Mock(measure_rates=measure_rates))
+    monkeypatch.setitem(sys.modules, "benchmarks.device.kernel_shares", Mock(measure=measure))
+    assert command_line.main(["gpu", "--only", "kernels", "--model", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "at most 520 s: kernels 520 s" in shown
+    assert shown.index("gpu/limits/read") < shown.index("gpu/kernels/norm")
+    assert "75%" in shown
+    assert "a note" in shown
 
 
 @pytest.mark.slow
