@@ -47,7 +47,7 @@ def load_model_engine(
         torch.set_num_threads(threads)
     folder = Path(path)
     config = load_model_config(folder)
-    where = _resolve_device(device)
+    where = resolve_device(device)
     kernels = choose_kernels(where)
     layout = KVLayout(
         config.num_layers,
@@ -101,7 +101,8 @@ def _build_dummy(
     return build_dummy_weights(config, dtype, device, kernels)
 
 
-def _resolve_device(device: Device) -> torch.device:
+def resolve_device(device: Device) -> torch.device:
+    """The device that `device` names here. Raises ConfigError for a GPU that torch does not see."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
     if device == "auto":

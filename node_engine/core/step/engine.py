@@ -31,8 +31,6 @@ class CacheLimits:
     # Tokens that a step may write behind those of its batch, if the blocks are there: steps that
     # the engine begins before the scheduler asks for them.
     lookahead_tokens: int = 0
-    # Bytes of KV blocks that its device has room for now; None if it computes in the arena itself.
-    device_bytes: int | None = None
 
 
 class DeviceLost(Exception):

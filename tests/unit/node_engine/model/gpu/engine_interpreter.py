@@ -18,10 +18,12 @@ import torch
 from baton.kv.blocks import KVLayout
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
+from node_engine.model.gpu.memory_profile import run_widest_steps
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_loader import load_model_engine
 from tests.gpu import engine_comparisons as compare
@@ -63,6 +65,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
     }
+    run_widest_steps(engine, StepLimits(max_num_seqs=3, max_batched_tokens=10))
     compare.bind_engine(engine)
     compare.bind_engine(reference)
     results["is_damage_reported"] = compare.reports_damaged_cache(engine)
