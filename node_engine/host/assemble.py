@@ -238,11 +238,12 @@ def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> St
 def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
     """Build the engine that `--engine` names; this takes seconds.
 
-    Raises ConfigError for a model that cannot be served.
+    Raises ConfigError for a model that cannot be served, NodeFailed if the GPU failed.
     """
     if config.engine == "paced":
         return _build_paced_engine(config)
-    return _build_model_engine(config, device, limits)
+    with _node_failed_at_device_loss():
+        return _build_model_engine(config, device, limits)
 
 
 def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
@@ -338,8 +339,7 @@ def _node_failed_at_device_loss() -> Iterator[None]:
     try:
         yield
     except DeviceLost as error:
-        reason, _, _ = str(error).partition("\n")  # torch adds advice for developers
-        raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
+        raise NodeFailed(f"the GPU failed at start: {error.reason}") from error
 
 
 def load_model_files(config: NodeConfig) -> ModelFileDigests:

@@ -12,6 +12,7 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.model.loading.model_size import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
@@ -56,7 +57,7 @@ def load_model_engine(
         block_size,
         _resolve_dtype(dtype, config),
     )
-    with torch.inference_mode():
+    with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
         weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
         longest = _resolve_length(max_model_len, config)

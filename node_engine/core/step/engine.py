@@ -36,6 +36,11 @@ class CacheLimits:
 class DeviceLost(Exception):
     """The device is unusable for this process, which must exit; a new process may succeed."""
 
+    @property
+    def reason(self) -> str:
+        """The first line of the message: torch adds advice for developers."""
+        return str(self).partition("\n")[0]
+
 
 class Engine(Protocol):
     """A model, or a stand-in for one, over one arena of KV blocks. Compute thread only."""

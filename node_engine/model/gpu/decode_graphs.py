@@ -168,7 +168,8 @@ def capture_decode_graphs(
 ) -> DecodeGraphs | None:
     """Capture steps of up to `max_rows` sequences, with a progress bar if stderr is a terminal.
 
-    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
+    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible;
+    raises torch.AcceleratorError if the GPU has failed.
     """
     graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
     buckets = list_buckets(max_rows)
@@ -182,11 +183,14 @@ def capture_decode_graphs(
     try:
         with bar, torch.inference_mode():
             graphs.capture(buckets, on_captured)
+        return graphs
     except RuntimeError as error:
-        torch.cuda.synchronize()  # raises again if the device is lost
         reason = str(error).partition("\n")[0]
-        log.get_logger("engine").warning(
-            "cuda graphs not captured, decode steps are slower", reason=reason
-        )
-        return None
-    return graphs
+    # Outside the handler: the error's traceback keeps the captured memory alive.
+    del graphs
+    torch.cuda.synchronize()  # raises if the device is lost
+    torch.cuda.empty_cache()
+    log.get_logger("engine").warning(
+        "cuda graphs not captured, decode steps are slower", reason=reason
+    )
+    return None
