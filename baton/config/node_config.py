@@ -27,6 +27,13 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         Literal["auto", "float32", "bfloat16"],
         help_text("Of weights and cache; auto: the model's own, float16 as bfloat16"),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        help_text(
+            "Compute each request's tokens on a GPU in the same order, whatever else is computed "
+            "with them; slower"
+        ),
+    ] = False
     threads: Annotated[
         str, help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
     ] = "auto"

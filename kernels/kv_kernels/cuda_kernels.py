@@ -8,6 +8,7 @@ import torch
 
 from kv_kernels.reference import host_memory, linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
 
 
 class CudaKernels(TorchKernels):
@@ -16,3 +17,9 @@ class CudaKernels(TorchKernels):
     memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
     make_linear = staticmethod(linear.PlainLinear)
+
+
+class BatchInvariantCudaKernels(CudaKernels):
+    """What a row computes does not depend on the other rows of a step."""
+
+    make_linear = BatchInvariantLinear  # type: ignore[assignment]

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -257,17 +258,18 @@ def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimi
         max_model_len=config.max_model_len or None,
         threads=count_compute_threads(config),
         load_format=config.load_format,
-        choose_kernels=choose_kernels,
+        choose_kernels=partial(choose_kernels, deterministic=config.deterministic),
         sampler=choose_sampler(),
         max_num_seqs=limits.max_num_seqs,
+        deterministic=config.deterministic,
     )
 
 
-def choose_kernels(device: "torch.device") -> "TorchKernels":
+def choose_kernels(device: "torch.device", *, deterministic: bool) -> "TorchKernels":
     """The kernels that a model uses on `device`."""
     from kv_kernels.dispatch import kernels_for
 
-    return kernels_for(device)
+    return kernels_for(device, deterministic=deterministic)
 
 
 def choose_sampler() -> "Sampler":

@@ -60,11 +60,8 @@ def test_steps_without_graphs_give_equal_tokens(
         return run_step(graphs, inputs)
 
     monkeypatch.setattr(DecodeGraphs, "_run_step", run_or_fail)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     engine.warm_up(64)
     assert seen == captured + 1
-    assert torch.cuda.memory_allocated() - before < 1 << 20
     [tokens] = engine_comparisons.generate_in_chunks(engine, [stable.prompt], 12)
     assert tokens == list(stable.reference_tokens)
 

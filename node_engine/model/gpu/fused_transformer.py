@@ -42,6 +42,7 @@ def choose_splits(rows: int, kv_heads: int) -> int:
 class _AttentionPlan:
     """What the layers of one step share."""
 
+    tiles: torch.Tensor  # int32 [tiles, 4], as attend_chunks takes them
     decode: SplitDecode | None  # of the first rows
     sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: of all rows
 
@@ -56,9 +57,15 @@ class FusedTransformer:
         max_model_len: int,
         *,
         upcast: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """`upcast`: multiply in fp32 in attention, for Triton's interpreter."""
+        """`upcast`: multiply in fp32 in attention, for Triton's interpreter.
+
+        With `deterministic` and linear layers that are batch-invariant, what a token computes
+        depends on the tokens before it alone: every query attends in the order of a prefill chunk.
+        """
         self._config = config
+        self._deterministic = deterministic
         self._weights = weights
         self._upcast = upcast
         self._cos, self._sin = self._compute_angle_tables(max_model_len)
@@ -101,14 +108,12 @@ class FusedTransformer:
             query = self._project_qkv(layer, index, normed, cos, sin, inputs, cache)
             if on_written is not None:
                 on_written(index)
-            if index == len(weights.layers) - 1 and plan.sampled is not None:
-                if not inputs.shape.sampled_rows:
-                    return None
-                query = query.index_select(0, inputs.sampled_rows)
-                residual = residual.index_select(0, inputs.sampled_rows)
-                attended = self._attend_rows(plan.sampled, query, cache, index)
-            else:
+            if index < len(weights.layers) - 1:
                 attended = self._attend(plan, query, cache, index, inputs)
+            elif not inputs.shape.sampled_rows:
+                return None
+            else:
+                attended, residual = self._attend_last(plan, query, residual, cache, inputs)
             x = layer.output(attended.view(len(attended), -1))
             normed = layer_ops.add_rms_norm(x, residual, layer.mlp_norm.weight, eps)
             x = layer.down(layer_ops.silu_mul(layer.gate_up(normed)))
@@ -120,8 +125,12 @@ class FusedTransformer:
 
     def _plan_attention(self, inputs: DeviceInputs) -> _AttentionPlan:
         shape = inputs.shape
+        if self._deterministic:
+            tiles = torch.cat((_list_decode_tiles(inputs), inputs.tiles))
+            return _AttentionPlan(tiles, None, None)
         is_all_sampled = shape.sampled_rows == shape.tokens
         return _AttentionPlan(
+            inputs.tiles,
             self._allocate_decode(inputs.tables, inputs.decode_starts, inputs.decode_lengths),
             None
             if is_all_sampled
@@ -184,15 +193,36 @@ class FusedTransformer:
         index: int,
         inputs: DeviceInputs,
     ) -> torch.Tensor:
-        out = query.new_empty(query.shape)
+        # Rows of padding have no tile.
+        out = query.new_zeros(query.shape) if self._deterministic else query.new_empty(query.shape)
         window, rows = self._config.windows[index], inputs.shape.decode_rows
         if plan.decode is not None:
             plan.decode.attend(query[:rows], cache, index, window, out[:rows])
-        if inputs.shape.tiles:
+        if len(plan.tiles):
             attend_chunks(
-                query, cache, index, inputs.tables, inputs.tiles, window, out, upcast=self._upcast
+                query, cache, index, inputs.tables, plan.tiles, window, out, upcast=self._upcast
             )
         return out
+
+    def _attend_last(
+        self,
+        plan: _AttentionPlan,
+        query: torch.Tensor,  # [tokens, heads, head_dim]
+        residual: torch.Tensor,  # [tokens, hidden]
+        cache: PagedCache,
+        inputs: DeviceInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention in the last layer, and the residual: of the sampled rows only."""
+        index = len(self._weights.layers) - 1
+        if plan.sampled is not None:
+            query = query.index_select(0, inputs.sampled_rows)
+            attended = self._attend_rows(plan.sampled, query, cache, index)
+            return attended, residual.index_select(0, inputs.sampled_rows)
+        attended = self._attend(plan, query, cache, index, inputs)
+        if inputs.shape.sampled_rows == inputs.shape.tokens:
+            return attended, residual
+        rows = inputs.sampled_rows
+        return attended.index_select(0, rows), residual.index_select(0, rows)
 
     def _attend_rows(
         self, decode: SplitDecode, query: torch.Tensor, cache: PagedCache, index: int
@@ -200,3 +230,10 @@ class FusedTransformer:
         out = query.new_empty(query.shape)
         decode.attend(query, cache, index, self._config.windows[index], out)
         return out
+
+
+def _list_decode_tiles(inputs: DeviceInputs) -> torch.Tensor:
+    """A tile of one query for each decode row, int32 [rows, 4]; of padding rows it is empty."""
+    lengths = inputs.decode_lengths
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return torch.stack((inputs.decode_starts, rows, lengths - 1, lengths.clamp(max=1)), 1)
