@@ -12,6 +12,7 @@ PREFILL_LIMITS: Mapping[DeviceType, StepLimits] = {
     # overtake long ones sooner, and hand the first blocks over sooner.
     "cpu": StepLimits(max_num_seqs=64, max_batched_tokens=512),
     # A GPU needs thousands of tokens to be bound by arithmetic and not by launches and by reading
-    # the weights. No running sequence waits for a step of a prefill node.
-    "cuda": StepLimits(max_num_seqs=64, max_batched_tokens=4096),
+    # the weights. No running sequence waits for a step of a prefill node. It has the slots of a
+    # decode node, which it may become.
+    "cuda": StepLimits(max_num_seqs=256, max_batched_tokens=4096),
 }

@@ -54,7 +54,7 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     block_size: Annotated[int, Meta(ge=1, le=256), help_text("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)],
-        help_text("Sequences that a node runs at once; auto: 64, on a GPU 256 for a decode node"),
+        help_text("Sequences that a node runs at once; auto: 64, on a GPU 256"),
     ] = "auto"
     max_batched_tokens: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=16, le=65536)],
