@@ -44,6 +44,7 @@ from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.core.step.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
+from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
@@ -141,7 +142,13 @@ def assemble_node(
     )
     compute_thread = ComputeThread(context, inbox, monotonic_clock)
     member = NodeLinkMember(
-        context, switchable_role, compute_thread, lookups, pool_client, model_files
+        context,
+        switchable_role,
+        compute_thread,
+        lookups,
+        pool_client,
+        model_files,
+        DeviceMonitor(engine, monotonic_clock),
     )
     link = CoordinatorLink(
         member, address=config.coordinator, token=config.cluster_token, silence=config.silence
@@ -313,9 +320,10 @@ def create_arena(
     if device == "cpu":
         return create_host_arena(config, engine, limits)
     from node_engine.model.gpu.decode_graphs import list_buckets  # imports triton
+    from node_engine.model.gpu.layer_graphs import TOKEN_BUCKETS
     from node_engine.model.gpu.memory_profile import profile_device_memory
 
-    num_graphs = len(list_buckets(limits.max_num_seqs))
+    num_graphs = len(list_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
     with _node_failed_at_device_loss():
         memory = profile_device_memory(engine, limits, num_graphs)
     return create_host_arena(config, engine, limits, memory)

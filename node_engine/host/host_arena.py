@@ -20,7 +20,7 @@ from baton.shared_memory.available_memory import (
 )
 from baton.shared_memory.segment import Segment
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
-from node_engine.core.step.device_memory import DeviceMemory, compute_device_cache_bytes
+from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_limits import DeviceType, StepLimits
 from node_engine.shared_pool.pool_client import NodeAddressSpace
@@ -63,7 +63,7 @@ def create_host_arena(
     config: NodeConfig,
     engine: Engine,
     limits: StepLimits,
-    device_memory: DeviceMemory | None = None,
+    device_memory: DeviceMemoryProfile | None = None,
 ) -> HostArena:
     """Create the segment of a node and map it. Takes seconds; the caller closes the arena.
 
@@ -99,7 +99,7 @@ def compute_cache_blocks(
     config: NodeConfig,
     block_bytes: int,
     max_useful_blocks: int,
-    device_memory: DeviceMemory | None = None,
+    device_memory: DeviceMemoryProfile | None = None,
 ) -> int:
     """Number of KV blocks that fit in --kv-memory, on a GPU in `device_memory`.
 
@@ -149,7 +149,7 @@ def _choose_host_bytes(config: NodeConfig, room: AvailableMemory, promised: int)
 
 
 def _choose_device_bytes(
-    config: NodeConfig, device_memory: DeviceMemory, room: AvailableMemory, promised: int
+    config: NodeConfig, device_memory: DeviceMemoryProfile, room: AvailableMemory, promised: int
 ) -> int:
     """Bytes of --kv-memory on a GPU; the host has a copy of the same size."""
     memory = compute_device_cache_bytes(

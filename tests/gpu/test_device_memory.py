@@ -13,7 +13,8 @@ from tests.models import build_model, find_stable_prompts
 
 pytest.importorskip("triton")
 
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, StepOutput
+from node_engine.model.gpu.decode_graphs import DecodeGraphs
+from node_engine.model.gpu.draws import StepOutput
 from node_engine.model.gpu.memory_profile import profile_device_memory, run_widest_steps
 from node_engine.model.gpu.step_inputs import DeviceInputs
 from tests.gpu import engine_comparisons

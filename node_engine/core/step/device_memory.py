@@ -14,7 +14,7 @@ _AUTO_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceMemoryProfile:
     """The memory of a device with the weights of a model and without its cache, in bytes."""
 
     total_bytes: int
@@ -49,7 +49,7 @@ class DeviceMemory:
 
 
 def compute_device_cache_bytes(
-    kv_memory: str, memory: DeviceMemory, nodes_per_gpu: int, host_bytes: int
+    kv_memory: str, memory: DeviceMemoryProfile, nodes_per_gpu: int, host_bytes: int
 ) -> int:
     """Bytes that --kv-memory gives the cache of a node on a GPU.
 

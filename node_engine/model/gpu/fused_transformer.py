@@ -7,6 +7,7 @@ Shapes and addresses depend on nothing but the StepShape, so that a step can be 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -43,8 +44,40 @@ class _AttentionPlan:
     """What the layers of one step share."""
 
     tiles: torch.Tensor  # int32 [tiles, 4], as attend_chunks takes them
+    selects_rows: bool  # the sampled rows are not all rows
     decode: SplitDecode | None  # of the first rows
-    sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: of all rows
+    sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: as of all rows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The rows of a step, one per token, between its attention launches."""
+
+    residual: torch.Tensor  # [tokens, hidden], the sum of the layers so far
+    query: torch.Tensor  # [tokens, heads, head_dim], of the layer that has begun
+    attended: torch.Tensor  # [tokens, heads, head_dim], its result
+    cos: torch.Tensor  # [tokens, head_dim]
+    sin: torch.Tensor  # [tokens, head_dim], the first half negated
+    slots: torch.Tensor  # int32 [tokens], block * block_size + place in the block
+
+    def first(self, tokens: int) -> "TokenRows":
+        """The first rows, in the same memory."""
+        return TokenRows(
+            self.residual[:tokens],
+            self.query[:tokens],
+            self.attended[:tokens],
+            self.cos[:tokens],
+            self.sin[:tokens],
+            self.slots[:tokens],
+        )
+
+
+class LayerReplay(Protocol):
+    """Captured calls of `FusedTransformer.begin_layer` for one number of tokens."""
+
+    @property
+    def rows(self) -> TokenRows: ...
+    def begin_layer(self, layer: int) -> None: ...
 
 
 class FusedTransformer:
@@ -88,55 +121,117 @@ class FusedTransformer:
         cos, sin = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
         return cos, sin
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._weights.layers)
+
+    def allocate_rows(self, tokens: int) -> TokenRows:
+        """Uninitialized rows of a step of so many tokens."""
+        config, embedding = self._config, self._weights.embedding
+        heads = tokens, config.num_heads, config.head_dim
+        return TokenRows(
+            residual=embedding.new_empty(tokens, config.hidden_size),
+            query=embedding.new_empty(heads),
+            # Attention writes all rows but, if deterministic, those of padding.
+            attended=(embedding.new_zeros if self._deterministic else embedding.new_empty)(heads),
+            cos=embedding.new_empty(tokens, config.head_dim),
+            sin=embedding.new_empty(tokens, config.head_dim),
+            slots=torch.empty(tokens, dtype=torch.int32, device=embedding.device),
+        )
+
     def forward(
-        self, inputs: DeviceInputs, cache: PagedCache, on_written: OnLayerWritten | None = None
+        self,
+        inputs: DeviceInputs,
+        cache: PagedCache,
+        on_written: OnLayerWritten | None = None,
+        graphs: LayerReplay | None = None,
     ) -> torch.Tensor | None:
         """Queue a step: write its KV; returns hidden states [sampled_rows, hidden].
 
         After the KV of the last layer, only sampled rows are computed. Returns None if there are
-        none.
+        none. `graphs` replays what is captured for this number of tokens.
         """
-        weights, eps = self._weights, self._config.norm_eps
-        x = weights.embedding.index_select(0, inputs.token_ids)
-        cos = self._cos.index_select(0, inputs.positions)
-        sin = self._sin.index_select(0, inputs.positions)
+        rows = self.allocate_rows(inputs.shape.tokens) if graphs is None else graphs.rows
+        self._fill_rows(rows, inputs)
         plan = self._plan_attention(inputs)
-        residual: torch.Tensor | None = None
-        for index, layer in enumerate(weights.layers):
-            normed = layer_ops.add_rms_norm(x, residual, layer.attention_norm.weight, eps)
-            residual = x if residual is None else residual
-            query = self._project_qkv(layer, index, normed, cos, sin, inputs, cache)
-            if on_written is not None:
-                on_written(index)
-            if index < len(weights.layers) - 1:
-                attended = self._attend(plan, query, cache, index, inputs)
-            elif not inputs.shape.sampled_rows:
-                return None
+        last = len(self._weights.layers) - 1
+        for layer in range(last + 1):
+            if graphs is None:
+                self.begin_layer(rows, cache, layer)
             else:
-                attended, residual = self._attend_last(plan, query, residual, cache, inputs)
-            x = layer.output(attended.view(len(attended), -1))
-            normed = layer_ops.add_rms_norm(x, residual, layer.mlp_norm.weight, eps)
-            x = layer.down(layer_ops.silu_mul(layer.gate_up(normed)))
-        return layer_ops.add_rms_norm(x, residual, weights.norm.weight, eps)
+                graphs.begin_layer(layer)
+            if on_written is not None:
+                on_written(layer)
+            if layer < last or plan.sampled is None:
+                self._attend(plan, rows, cache, layer, inputs)
+        residual, attended = rows.residual, rows.attended
+        if plan.selects_rows:
+            if not inputs.shape.sampled_rows:
+                return None
+            residual = residual.index_select(0, inputs.sampled_rows)
+            attended = self._attend_sampled_rows(plan, rows, cache, inputs)
+        x = self._finish_layer(self._weights.layers[last], attended, residual)
+        return layer_ops.add_rms_norm(x, residual, self._weights.norm.weight, self._config.norm_eps)
+
+    def begin_layer(self, rows: TokenRows, cache: PagedCache, layer: int) -> None:
+        """Compute from the attention of the layer before to the queries of this one.
+
+        Works on each token alone, so that a graph of it serves every step of its number of tokens.
+        """
+        config, layers = self._config, self._weights.layers
+        x, residual = rows.residual, None
+        if layer:
+            x = self._finish_layer(layers[layer - 1], rows.attended, rows.residual)
+            residual = rows.residual
+        weights = layers[layer]
+        normed = layer_ops.add_rms_norm(x, residual, weights.attention_norm.weight, config.norm_eps)
+        layer_ops.rotate_and_write_kv(
+            weights.qkv(normed).view(len(normed), -1, config.head_dim),
+            rows.cos,
+            rows.sin,
+            None if weights.qk_norm is None else weights.qk_norm.weight,
+            config.norm_eps,
+            cache,
+            layer,
+            rows.slots,
+            rows.query,
+        )
+
+    def _finish_layer(
+        self,
+        layer: LayerWeights,
+        attended: torch.Tensor,  # [tokens, heads, head_dim]
+        residual: torch.Tensor,  # [tokens, hidden], becomes the sum before the MLP
+    ) -> torch.Tensor:  # [tokens, hidden], to be added to the residual
+        x = layer.output(attended.view(len(attended), -1))
+        normed = layer_ops.add_rms_norm(x, residual, layer.mlp_norm.weight, self._config.norm_eps)
+        return layer.down(layer_ops.silu_mul(layer.gate_up(normed)))
+
+    def _fill_rows(self, rows: TokenRows, inputs: DeviceInputs) -> None:
+        embedding = self._weights.embedding
+        torch.index_select(embedding, 0, inputs.token_ids, out=rows.residual)
+        torch.index_select(self._cos, 0, inputs.positions, out=rows.cos)
+        torch.index_select(self._sin, 0, inputs.positions, out=rows.sin)
+        rows.slots.copy_(inputs.slots)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden states [rows, hidden]."""
         return self._weights.head(hidden)
 
     def _plan_attention(self, inputs: DeviceInputs) -> _AttentionPlan:
-        shape = inputs.shape
+        selects_rows = inputs.shape.sampled_rows != inputs.shape.tokens
         if self._deterministic:
             tiles = torch.cat((_list_decode_tiles(inputs), inputs.tiles))
-            return _AttentionPlan(tiles, None, None)
-        is_all_sampled = shape.sampled_rows == shape.tokens
+            return _AttentionPlan(tiles, selects_rows, None, None)
         return _AttentionPlan(
             inputs.tiles,
+            selects_rows,
             self._allocate_decode(inputs.tables, inputs.decode_starts, inputs.decode_lengths),
-            None
-            if is_all_sampled
-            else self._allocate_decode(
+            self._allocate_decode(
                 inputs.tables, inputs.sampled_starts, inputs.sampled_lengths, always=True
-            ),
+            )
+            if selects_rows
+            else None,
         )
 
     def _allocate_decode(
@@ -160,76 +255,34 @@ class FusedTransformer:
             upcast=self._upcast,
         )
 
-    def _project_qkv(
-        self,
-        layer: LayerWeights,
-        index: int,
-        normed: torch.Tensor,  # [tokens, hidden]
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        inputs: DeviceInputs,
-        cache: PagedCache,
-    ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Compute rotated queries; write rotated keys and values to the cache."""
-        config = self._config
-        qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
-        layer_ops.rotate_and_write_kv(
-            qkv,
-            cos,
-            sin,
-            None if layer.qk_norm is None else layer.qk_norm.weight,
-            config.norm_eps,
-            cache,
-            index,
-            inputs.slots,
-        )
-        return qkv[:, : config.num_heads]
-
     def _attend(
         self,
         plan: _AttentionPlan,
-        query: torch.Tensor,  # [tokens, heads, head_dim]
+        rows: TokenRows,
         cache: PagedCache,
-        index: int,
+        layer: int,
         inputs: DeviceInputs,
-    ) -> torch.Tensor:
-        # Rows of padding have no tile.
-        out = query.new_zeros(query.shape) if self._deterministic else query.new_empty(query.shape)
-        window, rows = self._config.windows[index], inputs.shape.decode_rows
+    ) -> None:
+        window, decode_rows = self._config.windows[layer], inputs.shape.decode_rows
+        query, out = rows.query, rows.attended
         if plan.decode is not None:
-            plan.decode.attend(query[:rows], cache, index, window, out[:rows])
+            plan.decode.attend(query[:decode_rows], cache, layer, window, out[:decode_rows])
         if len(plan.tiles):
             attend_chunks(
-                query, cache, index, inputs.tables, plan.tiles, window, out, upcast=self._upcast
+                query, cache, layer, inputs.tables, plan.tiles, window, out, upcast=self._upcast
             )
-        return out
 
-    def _attend_last(
-        self,
-        plan: _AttentionPlan,
-        query: torch.Tensor,  # [tokens, heads, head_dim]
-        residual: torch.Tensor,  # [tokens, hidden]
-        cache: PagedCache,
-        inputs: DeviceInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention in the last layer, and the residual: of the sampled rows only."""
-        index = len(self._weights.layers) - 1
-        if plan.sampled is not None:
-            query = query.index_select(0, inputs.sampled_rows)
-            attended = self._attend_rows(plan.sampled, query, cache, index)
-            return attended, residual.index_select(0, inputs.sampled_rows)
-        attended = self._attend(plan, query, cache, index, inputs)
-        if inputs.shape.sampled_rows == inputs.shape.tokens:
-            return attended, residual
-        rows = inputs.sampled_rows
-        return attended.index_select(0, rows), residual.index_select(0, rows)
-
-    def _attend_rows(
-        self, decode: SplitDecode, query: torch.Tensor, cache: PagedCache, index: int
-    ) -> torch.Tensor:
-        out = query.new_empty(query.shape)
-        decode.attend(query, cache, index, self._config.windows[index], out)
-        return out
+    def _attend_sampled_rows(
+        self, plan: _AttentionPlan, rows: TokenRows, cache: PagedCache, inputs: DeviceInputs
+    ) -> torch.Tensor:  # [sampled_rows, heads, head_dim]
+        """The attention of the last layer, of the sampled rows alone."""
+        if plan.sampled is None:
+            return rows.attended.index_select(0, inputs.sampled_rows)
+        last = self.num_layers - 1
+        query = rows.query.index_select(0, inputs.sampled_rows)
+        attended = query.new_empty(query.shape)
+        plan.sampled.attend(query, cache, last, self._config.windows[last], attended)
+        return attended
 
 
 def _list_decode_tiles(inputs: DeviceInputs) -> torch.Tensor:

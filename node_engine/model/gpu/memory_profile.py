@@ -9,7 +9,7 @@ from baton.errors import ConfigError, OutOfMemory
 from baton.limits import MAX_LOGPROBS
 from baton.shared_memory.available_memory import format_size
 from baton.types import BlockIndex, SamplingParams
-from node_engine.core.step.device_memory import DeviceMemory
+from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
@@ -20,7 +20,7 @@ from node_engine.core.step.step_batch import (
 )
 from node_engine.core.step.step_limits import StepLimits
 
-# Of one captured graph, beside the tensors that all graphs share.
+# Of the graphs of one bucket of sequences or tokens, beside the tensors that all graphs share.
 _BYTES_PER_GRAPH = 32 << 20
 _PARAMS = SamplingParams(1, temperature=1.0, top_p=0.9)  # sampling with the most scratch memory
 
@@ -55,10 +55,13 @@ def run_widest_steps(engine: Engine, limits: StepLimits) -> None:
         engine.run(step)
 
 
-def profile_device_memory(engine: Engine, limits: StepLimits, num_graphs: int) -> DeviceMemory:
+def profile_device_memory(
+    engine: Engine, limits: StepLimits, num_graphs: int
+) -> DeviceMemoryProfile:
     """Run the widest steps and read what they took. Weights are loaded, the cache is not bound.
 
-    `num_graphs` will be captured. Raises ConfigError if the steps do not fit, and DeviceLost.
+    Graphs of `num_graphs` buckets will be captured. Raises ConfigError if the steps do not fit, and
+    DeviceLost.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -75,7 +78,7 @@ def profile_device_memory(engine: Engine, limits: StepLimits, num_graphs: int) -
     activation_bytes = torch.cuda.max_memory_allocated() - weight_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(
+    return DeviceMemoryProfile(
         total_bytes=total,
         free_bytes=free,
         weight_bytes=weight_bytes,

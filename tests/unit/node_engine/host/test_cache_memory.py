@@ -7,13 +7,13 @@ import pytest
 from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from node_engine.core.step.device_memory import DeviceMemory
+from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.step_limits import DeviceType
 from node_engine.host.host_arena import compute_cache_blocks, require_cache_memory
 
 FREE = 100 << 30
 MIB = 1 << 20
-GPU = DeviceMemory(1280 * MIB, 1280 * MIB, 0, 0, 0)  # of which 1 GiB is kept in reserve
+GPU = DeviceMemoryProfile(1280 * MIB, 1280 * MIB, 0, 0, 0)  # of which 1 GiB is kept in reserve
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_cache_of_a_gpu_is_sized_by_its_memory(kv_memory: str, blocks: int, tmp_
 
 
 def test_cache_of_a_gpu_needs_as_much_host_memory(tmp_path: Path) -> None:
-    large = DeviceMemory(900 << 40, 900 << 40, 0, 0, 0)
+    large = DeviceMemoryProfile(900 << 40, 900 << 40, 0, 0, 0)
     config = Config(kv_memory="0.9", segment_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot hold \d+ bytes .*lower --kv-memory"):
         compute_cache_blocks(config, MIB, 1 << 40, large)
 
 
 def test_a_gpu_without_room_is_reported_with_figures(tmp_path: Path) -> None:
-    full = DeviceMemory(4 << 30, 1 << 30, 3 << 30, 0, 0)
+    full = DeviceMemoryProfile(4 << 30, 1 << 30, 3 << 30, 0, 0)
     with pytest.raises(ConfigError, match=r"holds 0 blocks .*1\.0GiB of 4\.0GiB are free"):
         compute_cache_blocks(Config(segment_dir=str(tmp_path)), MIB, 1 << 40, full)

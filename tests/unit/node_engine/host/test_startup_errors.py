@@ -14,7 +14,7 @@ from baton.process.runtime import EXIT_USAGE
 from baton.types import Role
 from node_engine.host.assemble import run_node
 from node_engine.model.config.model_config import load_model_config
-from node_engine.model.loading.model_size import compute_weight_bytes, report_too_large_model
+from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
 from tests.models import build_model
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -3,15 +3,15 @@
 import pytest
 
 from baton.errors import ConfigError
-from node_engine.core.step.device_memory import DeviceMemory, compute_device_cache_bytes
+from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 
 GIB = 1 << 30
 PLENTY = 1 << 50  # bytes of host memory
 
 
-def device(total: int = 80, free: int = 62, weights: int = 16) -> DeviceMemory:
+def device(total: int = 80, free: int = 62, weights: int = 16) -> DeviceMemoryProfile:
     """A device of `total` GiB with a model, in GiB; 2.4 GiB of 80 are kept in reserve."""
-    return DeviceMemory(total * GIB, free * GIB, weights * GIB, 1 * GIB, 2 * GIB)
+    return DeviceMemoryProfile(total * GIB, free * GIB, weights * GIB, 1 * GIB, 2 * GIB)
 
 
 def test_auto_takes_what_is_free_beside_steps_graphs_and_the_reserve() -> None:
@@ -30,7 +30,7 @@ def test_auto_leaves_each_node_of_a_gpu_its_share() -> None:
     cache = compute_device_cache_bytes("auto", first, 2, PLENTY)
     assert cache == first.compute_fair_share(2) == 40 * GIB - 19 * GIB - first.reserve_bytes
     assert compute_device_cache_bytes("auto", both_loaded, 2, PLENTY) == cache
-    second = DeviceMemory(
+    second = DeviceMemoryProfile(
         first.total_bytes,
         both_loaded.free_bytes - cache - first.activation_bytes - first.graph_bytes,
         first.weight_bytes,

@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype=
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 ERRORS = [(LOST, DeviceLost, "illegal memory access"), (FULL, OutOfMemory, "lower --max-batched")]
+CONFIG: Any = SimpleNamespace(
+    num_layers=1,
+    hidden_size=4,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    vocab_size=16,
+    windows=(None,),
+)
 PARAMS = SamplingParams(8, temperature=0.0)
 
 
@@ -41,7 +52,7 @@ class FailingModel:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def forward(self, *_: object) -> None:
+    def forward(self, *_: object, **__: object) -> None:
         raise self.error
 
 
@@ -82,9 +93,8 @@ class FakeLaunchedStep:
 
 
 def make_engine(model: object = None, graphs: object = None) -> GpuEngine:
-    config: Any = None
     engine = GpuEngine(
-        config,
+        CONFIG,
         model,  # type: ignore[arg-type]
         TorchKernels(),
         LAYOUT,
@@ -152,6 +162,7 @@ class CaptureCase:
         self.was_alive_when_freed: list[bool] = []
         self._error = error
         monkeypatch.setattr(DecodeGraphs, "capture", self._make_capture())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
 

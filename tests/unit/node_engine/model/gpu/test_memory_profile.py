@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv.blocks import KVLayout
-from node_engine.core.step.device_memory import DeviceMemory
+from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.core.step.step_limits import StepLimits
@@ -77,7 +77,7 @@ class FakeGpu:
             raise OutOfMemory("no memory left for this step")
         self.peak, self.cached = self.allocated + self.step_bytes, self.step_bytes + GIB
 
-    def profile(self, num_graphs: int = 0) -> DeviceMemory:
+    def profile(self, num_graphs: int = 0) -> DeviceMemoryProfile:
         return profile_device_memory(cast(Engine, self), StepLimits(4, 32), num_graphs)
 
 
@@ -85,7 +85,7 @@ def test_peak_of_the_widest_steps_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     gpu = FakeGpu(monkeypatch, step_bytes=3 * GIB)
     memory = gpu.profile()
     assert gpu.widths == [32, 32]
-    assert memory == DeviceMemory(80 * GIB, 63 * GIB, 16 * GIB, 3 * GIB, 0)
+    assert memory == DeviceMemoryProfile(80 * GIB, 63 * GIB, 16 * GIB, 3 * GIB, 0)
 
 
 def test_graphs_need_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
