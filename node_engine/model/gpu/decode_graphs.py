@@ -175,7 +175,8 @@ def capture_decode_graphs(
 ) -> DecodeGraphs | None:
     """Capture steps of up to `max_rows` sequences, with a progress bar if stderr is a terminal.
 
-    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
+    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible;
+    raises torch.AcceleratorError if the GPU has failed.
     """
     graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
     buckets = list_buckets(max_rows)
@@ -184,4 +185,8 @@ def capture_decode_graphs(
         capturing_on_side_stream() as capture_call,
     ):
         graphs.capture(buckets, capture_call, progress.on_captured)
-    return None if progress.has_failed else graphs
+    if not progress.has_failed:
+        return graphs
+    del graphs
+    torch.cuda.empty_cache()
+    return None

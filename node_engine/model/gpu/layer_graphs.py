@@ -9,6 +9,8 @@ step to its bucket write to the scratch block, and nobody reads them.
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
+
 from kv_kernels.reference.paged_attention import PagedCache
 from node_engine.model.gpu.fused_transformer import FusedTransformer, TokenRows
 from node_engine.model.gpu.graph_capture import (
@@ -97,4 +99,8 @@ def capture_layer_graphs(
         capturing_on_side_stream() as capture_call,
     ):
         graphs.capture(buckets, capture_call, progress.on_captured)
-    return None if progress.has_failed else graphs
+    if not progress.has_failed:
+        return graphs
+    del graphs
+    torch.cuda.empty_cache()
+    return None
