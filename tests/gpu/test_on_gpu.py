@@ -23,7 +23,8 @@ from tests.pool.model_node import check_reads
 
 pytest.importorskip("triton")
 
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
+from node_engine.model.gpu.decode_graphs import DecodeGraphs
+from node_engine.model.gpu.draws import StepOutput
 from node_engine.model.gpu.fused_transformer import choose_splits
 from node_engine.model.gpu.step_inputs import StepInputs
 from tests.gpu import block_comparisons, engine_comparisons
@@ -253,15 +254,15 @@ def test_graphs_change_no_token(
     folder = build_model("mixed", tmp_path)
     prompts = find_stable_prompts(folder, (50, 1, 33, 17, 9), 24)
     launched: set[tuple[int, bool]] = set()
-    launch = DecodeGraphs.launch
+    replay = DecodeGraphs.replay
 
-    def watch_launch(
-        graphs: DecodeGraphs, bucket: int, inputs: StepInputs, *, continues: bool = False
-    ) -> LaunchedStep:
-        launched.add((bucket, continues))
-        return launch(graphs, bucket, inputs, continues=continues)
+    def watch_replay(
+        graphs: DecodeGraphs, bucket: int, inputs: StepInputs, last_tokens: torch.Tensor | None
+    ) -> StepOutput:
+        launched.add((bucket, last_tokens is not None))
+        return replay(graphs, bucket, inputs, last_tokens)
 
-    monkeypatch.setattr(DecodeGraphs, "launch", watch_launch)
+    monkeypatch.setattr(DecodeGraphs, "replay", watch_replay)
     answers = []
     for uses_graphs in (False, True):
         engine = load_model_engine(

@@ -5,7 +5,6 @@ fixed addresses, which are filled by one copy before, and pads the batch to the 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,7 +18,13 @@ from node_engine.model.gpu.graph_capture import (
     CaptureProgress,
     capturing_on_side_stream,
 )
-from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepShape
+from node_engine.model.gpu.launch_mark import LaunchMark
+from node_engine.model.gpu.step_inputs import (
+    DeviceInputs,
+    StepInputs,
+    StepShape,
+    resolve_source_rows,
+)
 
 _MAX_TABLE_ENTRIES = 1 << 22  # of the block tables of all sequences of a step: 16 MiB
 _WARM_UP_RUNS = 2  # before a capture: compile kernels, choose algorithms of products
@@ -37,45 +42,13 @@ def decode_shape(rows: int) -> StepShape:
     return StepShape(tokens=rows, decode_rows=rows, sampled_rows=rows, draws=rows, tiles=0)
 
 
-class _Mark:
-    """A point in the order of launches that the host can wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def record(self) -> None:
-        """Mark what is launched so far."""
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A decode step that the GPU computes."""
-
-    logits: torch.Tensor  # [rows, vocab], valid until the next launch
-    _tokens: torch.Tensor  # int64 [rows], pinned, valid until the launch after the next one
-    _tokens_copied: _Mark
-
-    def read_tokens(self) -> list[int]:
-        """Wait for the step; the token of each row, -1 where the logits are not finite."""
-        self._tokens_copied.wait()
-        tokens: list[int] = self._tokens.tolist()
-        return tokens
-
-
 class _Staging:
-    """Host memory for the inputs and the tokens of a launch."""
+    """Host memory for the inputs of a launch."""
 
-    def __init__(self, words: int, rows: int, device: torch.device) -> None:
+    def __init__(self, words: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.words = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        self.words_copied = _Mark(device)  # the words may be overwritten
+        self.words_copied = LaunchMark(device)  # the words may be overwritten
 
 
 class DecodeGraphs:
@@ -87,7 +60,6 @@ class DecodeGraphs:
         self._cache = cache
         self._max_table_entries = max_table_entries
         self._words = torch.zeros(0, dtype=torch.int32)
-        self._last_tokens = torch.zeros(0, dtype=torch.int64)  # of the last launch, by row
         self._stagings: list[_Staging] = []  # used in turn
         self._graphs: dict[int, CapturedCall] = {}
         self._outputs: dict[int, StepOutput] = {}  # of each graph
@@ -116,8 +88,7 @@ class DecodeGraphs:
         device = self._cache.arena.device
         words = decode_shape(sizes[0]).num_words + self._max_table_entries
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
-        self._last_tokens = torch.zeros(sizes[0], dtype=torch.int64, device=device)
-        self._stagings = [_Staging(words, sizes[0], device) for _ in range(2)]
+        self._stagings = [_Staging(words, device) for _ in range(2)]
         for rows in sizes:
             inputs = DeviceInputs.unpack(self._words, decode_shape(rows))
             # All rows write to the scratch block and attend to nothing.
@@ -129,11 +100,15 @@ class DecodeGraphs:
             if not on_captured(rows):
                 return
 
-    def launch(self, bucket: int, inputs: StepInputs, *, continues: bool = False) -> LaunchedStep:
-        """Queue a step.
+    def replay(
+        self,
+        bucket: int,
+        inputs: StepInputs,
+        last_tokens: torch.Tensor | None,  # int64, by row
+    ) -> StepOutput:
+        """Queue a step; its output is valid until the next one.
 
-        With `continues`, a negative token -1 - n is the one that row n of the step launched before
-        it samples.
+        Negative tokens are replaced by `last_tokens`: see `resolve_source_rows`.
         """
         self._stagings.reverse()
         staging, count = self._stagings[0], len(inputs.words)
@@ -141,20 +116,12 @@ class DecodeGraphs:
         staging.words.numpy()[:count] = inputs.words
         self._words[:count].copy_(staging.words[:count], non_blocking=True)
         staging.words_copied.record()
-        if continues:
-            token_ids = DeviceInputs.unpack(self._words, inputs.shape).token_ids
-            # A token of -1 ends its step with an error; meanwhile it must not crash the next one.
-            sources = (-1 - token_ids).clamp_(min=0)
-            sampled = self._last_tokens.index_select(0, sources).clamp_(min=0)
-            token_ids.copy_(torch.where(token_ids < 0, sampled, token_ids))
+        if last_tokens is not None:
+            resolve_source_rows(
+                DeviceInputs.unpack(self._words, inputs.shape).token_ids, last_tokens
+            )
         self._graphs[bucket].replay()
-        output = self._outputs[bucket]
-        self._last_tokens[:bucket].copy_(output.tokens)
-        tokens = staging.tokens[:bucket]
-        tokens.copy_(output.tokens, non_blocking=True)
-        tokens_copied = _Mark(output.tokens.device)
-        tokens_copied.record()
-        return LaunchedStep(output.logits, tokens, tokens_copied)
+        return self._outputs[bucket]
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether the block tables fit into the memory of captured steps."""

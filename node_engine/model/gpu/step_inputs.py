@@ -315,6 +315,24 @@ def _pack_sampled_rows(
     }
 
 
+def encode_source_row(row: int) -> int:
+    """The token of a slice whose token is drawn in `row` of the step that is launched before."""
+    return -1 - row
+
+
+def resolve_source_rows(
+    token_ids: torch.Tensor,  # int32 [tokens]
+    last_tokens: torch.Tensor,  # int64, of the step that was launched before, by row
+) -> None:
+    """Replace encoded source rows by the tokens that were drawn there, on the device.
+
+    A token of -1 ends its step with an error; meanwhile it must not crash the next one.
+    """
+    sources = (-1 - token_ids).clamp_(min=0)
+    sampled = last_tokens.index_select(0, sources).clamp_(min=0)
+    token_ids.copy_(torch.where(token_ids < 0, sampled, token_ids))
+
+
 def build_sampling_rows(specs: Sequence[SampleSpec], device: torch.device) -> SamplingRows:
     """The parameters of some draws alone, on the device."""
     shape = StepShape(tokens=0, decode_rows=0, sampled_rows=0, draws=len(specs), tiles=0)

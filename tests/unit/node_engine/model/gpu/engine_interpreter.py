@@ -27,12 +27,13 @@ from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSli
 from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
-from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
+from node_engine.model.gpu.decode_graphs import DecodeGraphs
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs
 from node_engine.model.gpu.memory_profile import run_widest_steps
-from node_engine.model.gpu.step_inputs import StepInputs
+from node_engine.model.gpu.run_ahead import is_decode_slice
+from node_engine.model.gpu.step_launcher import LaunchedStep
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_loader import load_model_engine
 from tests.gpu import engine_comparisons as compare
@@ -78,9 +79,10 @@ class RepeatedCall:
 def capture_layers(engine: GpuEngine) -> None:
     """Let the engine replay its layers in steps of up to 40 tokens."""
     assert engine._memory is not None
-    engine._layer_graphs = BucketedLayerGraphs(engine._model, engine._memory.cache)
+    graphs = BucketedLayerGraphs(engine._model, engine._memory.cache)
     with torch.inference_mode():
-        engine._layer_graphs.capture((40, 4, 12), RepeatedCall)
+        graphs.capture((40, 4, 12), RepeatedCall)
+    engine._bound_launcher.layer_graphs = graphs
 
 
 class SlowLoads:
@@ -143,27 +145,37 @@ def run_beside_a_load(folder: Path, prompt: list[int]) -> dict[str, object]:
 
 
 def run_ahead(folder: Path, prompts: list[list[int]]) -> dict[str, object]:
-    """Tokens of sequences that join and end while steps run ahead, and without graphs."""
-    launches: list[tuple[int, bool]] = []
+    """Tokens of sequences that join and end while steps run ahead, and without graphs.
+
+    `launches` has of each launch whether it is a decode step, and whether it runs ahead.
+    """
+    launches: list[tuple[bool, bool]] = []
     answers = []
     for uses_graphs in (False, True):
-        engine = build_engine(folder)
+        engine = build_engine(folder, 4 if uses_graphs else 0)
         compare.bind_engine(engine)
         if uses_graphs:
-            assert engine._memory is not None
-            graphs = DecodeGraphs(engine._model, engine._memory.cache, 4 * compare.NUM_BLOCKS)
-            with torch.inference_mode():
-                graphs.capture((4, 1, 2), RepeatedCall)
-            launch = graphs.launch
+            capture_decode_steps(engine)
+            capture_layers(engine)
+            launch = engine._bound_launcher.launch
 
-            def watch_launch(bucket: int, inputs: StepInputs, **kind: bool) -> LaunchedStep:
-                launches.append((bucket, kind.get("continues", False)))
-                return launch(bucket, inputs, **kind)  # noqa: B023
+            def watch_launch(batch: StepBatch, **options: Any) -> LaunchedStep:
+                is_decode = all(map(is_decode_slice, batch.slices))
+                launches.append((is_decode, options.get("continues", False)))
+                return launch(batch, **options)  # noqa: B023
 
-            graphs.launch = watch_launch  # type: ignore[method-assign]
-            engine._graphs = graphs
+            engine._bound_launcher.launch = watch_launch  # type: ignore[method-assign]
         answers.append(compare.generate_staggered(engine, prompts))
     return {"eager": answers[0], "ahead": answers[1], "launches": launches}
+
+
+def capture_decode_steps(engine: GpuEngine) -> None:
+    """Let the engine replay decode steps of up to 4 sequences."""
+    assert engine._memory is not None
+    graphs = DecodeGraphs(engine._model, engine._memory.cache, 4 * compare.NUM_BLOCKS)
+    with torch.inference_mode():
+        graphs.capture((4, 1, 2), RepeatedCall)
+    engine._bound_launcher.decode_graphs = graphs
 
 
 def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
@@ -186,7 +198,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
     results["wanted_special"] = compare.run_special_rows(reference)
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
     engine.warm_up(max_batched_tokens=4)
-    results["has_graphs"] = engine._graphs is not None
+    results["has_graphs"] = engine._bound_launcher.decode_graphs is not None
     results["copied"] = compare.generate_in_a_copied_block(
         engine, next(prompt for prompt in prompts if len(prompt) == 16), count
     )

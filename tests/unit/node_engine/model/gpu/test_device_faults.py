@@ -4,7 +4,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSli
 from node_engine.model.gpu import decode_graphs, device_cache
 from node_engine.model.gpu.decode_graphs import DecodeGraphs, capture_decode_graphs
 from node_engine.model.gpu.gpu_engine import GpuEngine
-from node_engine.model.gpu.step_inputs import StepInputs
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -57,34 +56,32 @@ class FailingModel:
         raise self.error
 
 
-class FakeGraphs:
-    """Decode graphs that do nothing, and fail at one launch or when its tokens are read."""
+class FakeLauncher:
+    """Launches nothing, and fails at one launch or when its tokens are read."""
 
     def __init__(self, error: Exception, failing_launch: int, *, at_read: bool = False) -> None:
         self._error = error
         self._failing_launch, self._at_read = failing_launch, at_read
         self._launches = 0
 
-    def find_bucket(self, rows: int) -> int:
-        return rows
-
-    def fits(self, inputs: StepInputs) -> bool:
-        return True
-
-    def launch(self, bucket: int, inputs: StepInputs, *, continues: bool = False) -> Any:
+    def launch(self, batch: StepBatch, **_: object) -> Any:
         self._launches += 1
         fails = self._launches == self._failing_launch
         if fails and not self._at_read:
             raise self._error
-        return FakeLaunchedStep(self._error if fails else None)
+        return FakeLaunchedStep(batch, self._error if fails else None)
 
 
 class FakeLaunchedStep:
-    """A launched step that samples token 7."""
+    """A launched step of one sequence that samples token 7."""
 
     logits = torch.zeros(1, 16)
+    hidden = None
+    draw_by_slice = MappingProxyType({0: 0})
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, batch: StepBatch, error: Exception | None) -> None:
+        specs = tuple(slice_.sample_spec for slice_ in batch.slices)
+        self.inputs = SimpleNamespace(sample_specs=specs, drawn_slice_indices=(0,))
         self._error = error
 
     def read_tokens(self) -> list[int]:
@@ -93,7 +90,7 @@ class FakeLaunchedStep:
         return [7]
 
 
-def make_engine(model: object = None, graphs: object = None) -> GpuEngine:
+def make_engine(model: object = None, launcher: object = None) -> GpuEngine:
     engine = GpuEngine(
         CONFIG,
         model,  # type: ignore[arg-type]
@@ -102,10 +99,11 @@ def make_engine(model: object = None, graphs: object = None) -> GpuEngine:
         torch.device("cpu"),
         64,
         b"",
-        max_graph_rows=0 if graphs is None else 4,
+        max_graph_rows=0 if launcher is None else 4,
     )
     engine.bind_cache(memoryview(mmap.mmap(-1, 4 * LAYOUT.block_bytes)), 4)
-    engine._graphs = graphs  # type: ignore[assignment]
+    if launcher is not None:
+        engine._launcher = launcher  # type: ignore[assignment]
     return engine
 
 
@@ -137,7 +135,7 @@ def test_failure_of_a_graph_or_of_one_launched_ahead(
     error: Exception, expected: type[Exception], message: str, failing_launch: int, at_read: bool
 ) -> None:
     """Each call of `run` launches the next step before it reads its own."""
-    engine = make_engine(graphs=FakeGraphs(error, failing_launch, at_read=at_read))
+    engine = make_engine(launcher=FakeLauncher(error, failing_launch, at_read=at_read))
     with pytest.raises(expected, match=message):
         run_steps(engine, 4)
 
@@ -205,8 +203,7 @@ def test_a_device_lost_during_capture_is_not_a_missing_graph(
 ) -> None:
     CaptureCase(LOST, monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", raise_error(LOST))
-    engine = make_engine(graphs=object())
-    engine._graphs = None
+    engine = make_engine(launcher=SimpleNamespace())
     monkeypatch.setattr("node_engine.model.gpu.gpu_engine.iter_warm_up_steps", lambda *_: ())
     with capture_logs() as lines, pytest.raises(DeviceLost, match="illegal memory access"):
         engine.warm_up(16)

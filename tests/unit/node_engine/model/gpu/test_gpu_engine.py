@@ -80,9 +80,10 @@ def test_steps_that_run_ahead_change_no_token(computed: Computed) -> None:
     """Sequences join while a step that was launched ahead is computed, and end one by one."""
     found = computed.results["run_ahead"]
     assert found["ahead"] == found["eager"]
-    launches = [(bucket, continues) for bucket, continues in found["launches"]]
-    assert {bucket for bucket, _ in launches} == {1, 2, 4}
-    assert sum(continues for _, continues in launches) > len(launches) / 2
+    launches = [(is_decode, is_ahead) for is_decode, is_ahead in found["launches"]]
+    assert launches.count((True, True)) > len(launches) / 2
+    assert (False, True) in launches  # a prompt that joined
+    assert launches.count((True, False)) + launches.count((False, False)) <= 3
 
 
 def test_slice_is_deferred_until_its_blocks_are_loaded(computed: Computed) -> None:
