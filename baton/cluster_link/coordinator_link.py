@@ -14,6 +14,7 @@ first. Everything here runs on the member's event loop. gRPC errors do not leave
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -82,16 +83,22 @@ class LinkMember(Protocol):
         """Drop the work of the last incarnation: the coordinator has been silent for too long."""
         ...
 
-    def on_order(self, order: NodeOrder) -> None:
-        """Handle an order of the coordinator."""
-        ...
-
 
 class CoordinatorLink:
     """Keeps one member joined to the coordinator. Owns the stream."""
 
-    def __init__(self, member: LinkMember, *, address: str, token: str, silence: float) -> None:
+    def __init__(
+        self,
+        member: LinkMember,
+        *,
+        on_order: Callable[[NodeOrder], None],
+        address: str,
+        token: str,
+        silence: float,
+    ) -> None:
+        """`on_order` is called with each order, as the methods of `member` are."""
         self._member = member
+        self._on_order = on_order
         self._address = address
         self._dialer = CoordinatorDialer(token)
         self._silence = silence
@@ -309,7 +316,7 @@ class CoordinatorLink:
             case Welcome() | JoinRefusal() | Ping() | None:  # None: repeated, or of a later version
                 pass
             case _:
-                self._member.on_order(order)
+                self._on_order(order)
 
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_stream.SequenceNumbers()

@@ -122,16 +122,22 @@ def assemble_node(
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
     context = make_role_context(config, host_id, engine, arena, pool_client, reporter, inbox)
-    lookups = PoolLookups(pool_client, engine, context.pool_connector, inbox.put)
+    lookups = (
+        PoolLookups(pool_client, engine, context.pool_connector, inbox.put) if pool_client else None
+    )
     switchable_role = SwitchableRole(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
     )
-    compute_thread = ComputeThread(context, inbox, monotonic_clock)
+    compute_thread = ComputeThread(context, inbox, monotonic_clock, lookups)
     member = NodeLinkMember(
         context, switchable_role, compute_thread, lookups, pool_client, model_files
     )
     link = CoordinatorLink(
-        member, address=config.coordinator, token=config.cluster_token, silence=config.silence
+        member,
+        on_order=compute_thread.submit_command,
+        address=config.coordinator,
+        token=config.cluster_token,
+        silence=config.silence,
     )
     return NodeRuntime(context, inbox, switchable_role, compute_thread, lookups, pool_client, link)
 

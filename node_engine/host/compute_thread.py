@@ -36,7 +36,7 @@ from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
-from node_engine.shared_pool.pool_connector import PublicationEnded
+from node_engine.shared_pool.pool_connector import PoolLookups, PublicationEnded
 
 T = TypeVar("T")
 RoleFactory = Callable[[RoleContext], RolePolicy]
@@ -83,11 +83,17 @@ class ComputeThread:
     """
 
     def __init__(
-        self, context: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock
+        self,
+        context: RoleContext,
+        inbox: ComputeInbox[NodeCommand | object],
+        clock: Clock,
+        lookups: PoolLookups | None,
     ) -> None:
+        """`lookups` puts commands into `inbox`, after a look-up; None without a shared pool."""
         self._context = context
         self._inbox = inbox
         self._clock = clock
+        self._lookups = lookups
         self._role: RolePolicy | None = None
         # Snapshots for other threads, replaced in every turn of the loop.
         self.scheduler_load = context.scheduler.capacity.get_load()
@@ -107,6 +113,18 @@ class ComputeThread:
         """Stop the thread after the current step; returns when it has ended."""
         self._inbox.put(StopCompute())
         self._thread.join()
+
+    def submit_command(self, command: NodeCommand) -> None:
+        """Accept a command of the coordinator, on the event loop.
+
+        The role may act on it at once. The thread itself finds it in its inbox.
+        """
+        assert self._role is not None
+        self._role.preview_command(command)
+        if self._lookups is None:
+            self._inbox.put(command)
+        else:
+            self._lookups.submit_command(command)
 
     @property
     def progress_age_seconds(self) -> float:

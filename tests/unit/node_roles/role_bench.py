@@ -177,7 +177,11 @@ class RoleBench:
         self.pool_connector = PoolConnector(
             self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
         )
-        self.lookups = PoolLookups(self.pool_client, self.engine, self.pool_connector, self._put)
+        self.submit_command: Callable[[NodeCommand], None] = self._put
+        if self.pool_client is not None:
+            self.submit_command = PoolLookups(
+                self.pool_client, self.engine, self.pool_connector, self._put
+            ).submit_command
         self.inbox: deque[object] = deque()
         self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
@@ -206,7 +210,7 @@ class RoleBench:
         """As the event loop and then the compute thread would."""
         if isinstance(item, NodeCommand):
             self.role.preview_command(item)
-            self.lookups.submit_command(item)
+            self.submit_command(item)
         else:
             self._put(item)
         self.drain_inbox()
