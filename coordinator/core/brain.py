@@ -17,7 +17,7 @@ from coordinator.core.assemble import BrainParts
 from coordinator.core.common.effects import Effect
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry, NodeServiceState
-from coordinator.core.membership.prefix_directory import PoolMember
+from coordinator.core.membership.pool_registry import PoolMember
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.record import RequestState

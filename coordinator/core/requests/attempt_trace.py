@@ -24,12 +24,11 @@ from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.placement.interface import (
     LatencyPrediction,
-    NodeView,
     PlacementDecision,
     PlacementReason,
     PrefillSite,
-    required_roles,
 )
+from coordinator.core.placement.node_loads import NodeView
 from coordinator.core.placement.policies import is_ramping_up
 
 MAX_CONSIDERED = 16  # candidates recorded for each role; the chosen ones are always among them
@@ -104,7 +103,7 @@ NodeNameLookup = Callable[[Incarnation | None], NodeName]
 def start_trace(decision: PlacementDecision, name: NodeNameLookup, now: float) -> AttemptTrace:
     """Start the trace of an attempt that is placed now."""
     choice = decision.choice
-    roles = required_roles(decision.demand) if decision.rejected_prediction is None else tuple(Role)
+    roles = decision.demand.required_roles if decision.rejected_prediction is None else tuple(Role)
     considered = tuple(one for role in roles for one in _rank_candidates(decision, role))
     return AttemptTrace(
         name(choice.prefill),

@@ -33,8 +33,8 @@ from baton.types import (
     TokenLogprobs,
 )
 from coordinator.core.common.counters import INTERNAL_CLASS, Counters
+from coordinator.core.membership.prefix_directory import PromptBlockHashes
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.placement_state import PromptBlockHashes
 from coordinator.core.requests.attempt_trace import AttemptTrace, Timestamps
 
 

@@ -111,7 +111,9 @@ class RequestTable:
         if not internal:
             self._placement.state.workload_meter.record_arrival(
                 len(request.prompt_token_ids),
-                self._placement.state.expected_output_tokens(request),
+                self._placement.state.output_lengths.predict_tokens(
+                    request.principal.tenant, request.sampling.max_tokens
+                ),
                 now,
             )
         leader = self.records.get(request.leader_id) if request.leader_id is not None else None

@@ -21,7 +21,7 @@ from baton.types import Incarnation, Request, RequestId
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.effects import RequestTimers
 from coordinator.core.common.settings import QueueLimits, retry_backoff_seconds
-from coordinator.core.placement.node_loads import ContextCapacity
+from coordinator.core.membership.node_registry import ContextCapacity
 from coordinator.core.requests.record import RequestRecord
 
 WINDOW_SECONDS = 10.0  # over which requests and retries are counted
