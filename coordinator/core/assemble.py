@@ -1,7 +1,7 @@
 """Builds the parts of the brain and connects them."""
 
 from baton.types import RequestId
-from coordinator.core.admission.admission_controller import AdmissionController
+from coordinator.core.admission.admission_controller import AdmissionController, RetryBudget
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
@@ -34,7 +34,6 @@ from coordinator.core.requests.token_reports import TokenReportHandler
 from coordinator.core.requests.waiting_requests import (
     OversizedRequests,
     PrefixFollowers,
-    RetryBudget,
     RetryScheduler,
     WaitingRequests,
 )

@@ -6,10 +6,10 @@ A `PlacementDecision` keeps its predicted latency until the outcome is known.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.limits import LOCAL_PREFILL_BURST_STEPS
-from baton.types import Incarnation, Request
+from baton.types import Incarnation, NodeName, Request, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.prefix_directory import PromptBlockHashes
 from coordinator.core.placement.breakers import NodePair
@@ -112,6 +112,24 @@ class PlacementDecision:
     reason: PlacementReason = PlacementReason.MODE
     # prediction for the other prefill site, if that was possible
     rejected_prediction: LatencyPrediction | None = None
+
+
+FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR = "failed before", "newcomer", "kept apart"
+
+
+class ConsideredNode(NamedTuple):
+    """One candidate as placement saw it."""
+
+    node: NodeName
+    role: Role
+    attempts: int  # attempts placed there
+    uncomputed_tokens: int  # prompt tokens placed there and not computed
+    free_blocks: int
+    is_eligible: bool
+    is_chosen: bool
+    cached_tokens: int  # context tokens that its cache seems to have
+    predicted_seconds: float | None  # None if the policy predicts nothing
+    objection: str  # FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR or ""
 
 
 class PlaceableRequest(Protocol):

@@ -19,6 +19,10 @@ from coordinator.core.membership.node_registry import ContextCapacity, NodeRegis
 from coordinator.core.placement.breakers import CircuitBreakers
 from coordinator.core.placement.disaggregation import DisaggregationPolicy
 from coordinator.core.placement.interface import (
+    BLOCKED_PAIR,
+    FAILED_BEFORE,
+    RAMPING_UP,
+    ConsideredNode,
     NodeChoice,
     PlaceableRequest,
     PlacementContext,
@@ -29,7 +33,7 @@ from coordinator.core.placement.interface import (
 )
 from coordinator.core.placement.node_loads import NodeLoads, NodeView, PlacementDemand
 from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.policies import decide_nodes
+from coordinator.core.placement.policies import decide_nodes, is_ramping_up
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
 
@@ -278,6 +282,12 @@ class RequestPlacer:
             )
         return remote_prefixes
 
+    def list_considered(self, decision: PlacementDecision) -> tuple[ConsideredNode, ...]:
+        """Return the candidates of every role that the decision chose nodes for."""
+        is_site_chosen = decision.rejected_prediction is not None
+        roles = tuple(Role) if is_site_chosen else decision.demand.required_roles
+        return tuple(one for role in roles for one in _rank_candidates(decision, role))
+
     def _candidate_views(
         self, record: PlaceableRequest, in_service: Sequence[NodeView]
     ) -> Sequence[NodeView]:
@@ -327,3 +337,44 @@ class RequestPlacer:
 
 def _chosen_nodes(choice: NodeChoice) -> Iterator[Incarnation]:
     return filter(None, (choice.decode, choice.prefill))
+
+
+MAX_CONSIDERED = 16  # candidates recorded for each role; the chosen ones are always among them
+
+
+def _rank_candidates(decision: PlacementDecision, role: Role) -> Iterator[ConsideredNode]:
+    """Yield the candidates of a role: the chosen one first, then the fastest by prediction."""
+    demand, scores = decision.demand, decision.choice.predicted_seconds
+    chosen = {decision.choice.prefill, decision.choice.decode}
+    ranked = [
+        (view.incarnation not in chosen, scores.get(view.incarnation, math.inf), number)
+        for number, view in enumerate(decision.views)
+        if view.role is role
+    ]
+    ranked.sort()
+    for _, _, number in ranked[:MAX_CONSIDERED]:
+        view = decision.views[number]
+        yield ConsideredNode(
+            node=view.name,
+            role=view.role,
+            attempts=view.attempts,
+            uncomputed_tokens=view.uncomputed_tokens,
+            free_blocks=view.free_blocks,
+            is_eligible=view.can_accept(demand),
+            is_chosen=view.incarnation in chosen,
+            cached_tokens=demand.cached_tokens_on(view.incarnation),
+            predicted_seconds=scores.get(view.incarnation),
+            objection=_objection_to(decision, view),
+        )
+
+
+def _objection_to(decision: PlacementDecision, view: NodeView) -> str:
+    choice, mine = decision.choice, view.incarnation
+    pair = (mine, choice.decode) if view.role is Role.PREFILL else (choice.prefill, mine)
+    if pair in decision.blocked_pairs:
+        return BLOCKED_PAIR
+    if mine in decision.demand.avoided_nodes:
+        return FAILED_BEFORE
+    return (
+        RAMPING_UP if mine in choice.predicted_seconds and is_ramping_up(view, decision.now) else ""
+    )
