@@ -21,7 +21,6 @@ from typing import Protocol
 import grpc
 
 from baton.cluster_link import stream as link_stream
-from baton.cluster_link.codec import decode_order, encode_report
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
 from baton.cluster_link.join_codec import encode_join
 from baton.cluster_link.messages import (
@@ -37,6 +36,8 @@ from baton.cluster_link.messages import (
     PoolJoinInfo,
     Welcome,
 )
+from baton.cluster_link.order_codec import decode_order
+from baton.cluster_link.report_codec import encode_report
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES

@@ -18,8 +18,8 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from baton.cluster_link.codec import encode_order
 from baton.cluster_link.messages import LinkControl, NodeOrder, Ping
+from baton.cluster_link.order_codec import encode_order
 from baton.limits import MAX_UNSENT_MESSAGES
 from baton.pb import cluster_pb2
 from baton.process import log

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_link.codec import decode_report, encode_order
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.cluster_link.join_codec import decode_join
 from baton.cluster_link.messages import (
@@ -22,6 +21,8 @@ from baton.cluster_link.messages import (
     PoolJoinInfo,
     Welcome,
 )
+from baton.cluster_link.order_codec import encode_order
+from baton.cluster_link.report_codec import decode_report
 from baton.cluster_link.stream import MessagesLost, NodeStream, SequenceNumbers
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost

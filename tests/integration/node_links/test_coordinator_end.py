@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.cluster_link.messages import Ping
-from baton.cluster_link.pb_conversion import attempt_key_from_pb
+from baton.cluster_link.order_codec import attempt_key_from_pb
 from baton.cluster_link.stream import NodeStream, SequenceNumbers
 from baton.errors import (
     Cancelled,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from baton.cluster_link.codec import encode_report
 from baton.cluster_link.messages import LedgerReport, NodeReport
+from baton.cluster_link.report_codec import encode_report
 from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import cluster_pb2
