@@ -35,8 +35,9 @@ from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
+from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
