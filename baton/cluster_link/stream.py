@@ -84,7 +84,7 @@ async def send_message(
 ) -> None:
     """Write a numbered message to the stream, or drop or duplicate it as `failpoint` demands."""
     action = None
-    if FAILPOINTS.is_armed(failpoint):
+    if failpoint in FAILPOINTS.armed:
         # On a thread, because a delay must not hold the event loop.
         action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)
     if action is not FailpointAction.DROP:

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -27,14 +28,14 @@ from baton.cluster_link.messages import (
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
-from baton.process.failpoints import failpoint
+from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import Role
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import SliceResult, StepBatch
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PoolLookups, PublicationEnded
 
@@ -202,7 +203,8 @@ class ComputeThread:
         assert self._role is not None
         started = self._clock()
         try:
-            results = self._compute_step(self._role, batch)
+            with failpoint("decode.step") if FAILPOINTS.armed else nullcontext():
+                results = self._context.engine.run(batch, self._role.before_step(batch))
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
             self._log.error("engine step failed", **log.get_error_fields(error))
@@ -218,10 +220,6 @@ class ComputeThread:
         self._context.scheduler.prefill_budget.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
         self._role.after_step(computed, outcomes, seconds)
-
-    @failpoint("decode.step")
-    def _compute_step(self, role: RolePolicy, batch: StepBatch) -> tuple[SliceResult, ...]:
-        return self._context.engine.run(batch, role.before_step(batch))
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
         self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)
