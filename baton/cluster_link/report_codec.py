@@ -27,6 +27,7 @@ from baton.cluster_link.order_codec import (
     ticket_from_pb,
     ticket_to_pb,
 )
+from baton.cluster_link.stats_conversion import stats_from_pb, stats_to_pb
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import Incarnation, TokenEvent
@@ -38,7 +39,7 @@ def encode_report(report: NodeReport | LedgerReport, sender: Incarnation) -> pb.
         case StepTokens(events):
             message.tokens.tokens.extend(map(token_event_to_pb, events))
         case Heartbeat(stats):
-            message.heartbeat.stats.CopyFrom(wire.stats_to_pb(stats))
+            message.heartbeat.stats.CopyFrom(stats_to_pb(stats))
         case CacheEvents(number, inserted, evicted):
             message.cache_events.sequence = number
             message.cache_events.inserted.extend(inserted)
@@ -185,7 +186,7 @@ def token_event_from_pb(message: pb.Token) -> TokenEvent:
 
 
 _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
-    "heartbeat": lambda message: Heartbeat(wire.stats_from_pb(message.stats)),
+    "heartbeat": lambda message: Heartbeat(stats_from_pb(message.stats)),
     "reserved": _decode_reserved,
     "refused": lambda message: ReservationRefused(
         attempt_key_from_pb(message.key), message.needed, message.free
