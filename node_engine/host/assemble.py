@@ -131,14 +131,9 @@ def assemble_node(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
     )
     compute_thread = ComputeThread(context, inbox, monotonic_clock, lookups)
+    devices = DeviceMonitor(engine, monotonic_clock)
     member = NodeLinkMember(
-        context,
-        switchable_role,
-        compute_thread,
-        lookups,
-        pool_client,
-        model_files,
-        DeviceMonitor(engine, monotonic_clock),
+        context, switchable_role, compute_thread, lookups, pool_client, model_files, devices
     )
     link = CoordinatorLink(
         member,
