@@ -33,7 +33,7 @@ TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 
 
 class DisaggregationPolicy:
-    """Chooses the prefill site of each attempt, on the nodes that the placement policy chooses."""
+    """Chooses the prefill site in mode `auto`, on the nodes that the placement policy chooses."""
 
     def __init__(self, placement: PlacementPolicy) -> None:
         self._placement = placement

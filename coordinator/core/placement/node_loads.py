@@ -1,4 +1,4 @@
-"""Keeps what is placed on each node, between two reports of the node, and what has room there.
+"""Keeps what is placed on each node between two reports of the node, and says what fits there.
 
 A *leg* is one attempt's share of one node. Free blocks are what the node last reported, minus the
 legs that the report cannot have seen, plus the legs that it saw and that have ended since.

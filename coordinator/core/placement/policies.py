@@ -20,6 +20,7 @@ that has just joined is ramped up over `RAMP_UP_SECONDS`. Predictions that diffe
 usual error are ties, which the load decides.
 
 `choose_excluding_open_breakers` lets any policy choose only pairs whose circuit breaker is closed.
+`decide_nodes` predicts the latency of what it has chosen.
 """
 
 from abc import ABC, abstractmethod
