@@ -7,10 +7,14 @@ from baton.pb import common_pb2
 from baton.types import NodeName, RequestId, Role
 from coordinator.core.common.settings import ExplanationPacking
 from coordinator.core.common.timeline import Timeline
-from coordinator.core.placement.interface import LatencyPrediction, PlacementReason, PrefillSite
-from coordinator.core.requests.attempt_trace import ConsideredNode
+from coordinator.core.placement.interface import (
+    ConsideredNode,
+    LatencyPrediction,
+    PlacementReason,
+    PrefillSite,
+)
 from coordinator.core.requests.explanation import AttemptExplanation, RequestExplanation
-from coordinator.core.requests.record import TokenSources
+from coordinator.core.requests.token_sources import TokenSources
 
 
 def timeline_to_pb(timeline: Timeline) -> common_pb2.Timeline:

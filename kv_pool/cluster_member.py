@@ -53,7 +53,11 @@ class PoolClusterMember:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._snapshot_task: asyncio.Task[None] | None = None
         self._link = CoordinatorLink(
-            self, address=config.coordinator, token=config.cluster_token, silence=config.silence
+            self,
+            on_order=self._on_order,
+            address=config.coordinator,
+            token=config.cluster_token,
+            silence=config.silence,
         )
 
     async def run(self) -> None:
@@ -108,7 +112,7 @@ class PoolClusterMember:
     def on_coordinator_lost(self) -> None:
         """Do nothing: the pool goes on serving the nodes of its host."""
 
-    def on_order(self, order: NodeOrder) -> None:
+    def _on_order(self, order: NodeOrder) -> None:
         match order:
             case LedgerQuery(query):
                 self._link.send(self._build_ledger_report(query), self._incarnation)

@@ -110,7 +110,7 @@ class PlaneThread:
             if self._is_ended:
                 return False
             self._commands.append(command)
-        self._wakeup.set()
+            os.eventfd_write(self._wakeup.fd, 1)  # this lock is enough: see `close`
         return True
 
     def close(self) -> None:
@@ -118,6 +118,8 @@ class PlaneThread:
         self._is_stopping = True
         self._wakeup.set()
         self._thread.join()
+        with self._lock:
+            self._is_ended = True  # no command writes to a descriptor that is closed
         self._wakeup.close()
 
     def _run(self) -> None:

@@ -18,6 +18,7 @@ its look-up for the same attempt would count the attempt's own computation as a 
 """
 
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from baton.cluster_link.messages import (
@@ -29,7 +30,7 @@ from baton.cluster_link.messages import (
 )
 from baton.cluster_link.report_types import HandoffReport
 from baton.errors import BatonError, Cancelled, Preempted, StaleMessage
-from baton.process.failpoints import failpoint
+from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
 from kv_transfer.plane import (
     HandoffStats,
@@ -192,9 +193,9 @@ class PrefillRole(BaseRole):
             self._reporter.report_failed(work.key, early)
             return
         self._attempts[work.key] = _PrefillAttempt(work, needs_no_decode)
-        self._add_sequence(work, needs_no_decode, pool_prefix)
+        with failpoint("prefill.allocate") if FAILPOINTS.armed else nullcontext():
+            self._add_sequence(work, needs_no_decode, pool_prefix)
 
-    @failpoint("prefill.allocate")
     def _add_sequence(
         self, work: AttemptSpec, needs_no_decode: bool, pool_prefix: PoolPrefix | None
     ) -> None:

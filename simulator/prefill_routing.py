@@ -12,10 +12,9 @@ from baton.kv.blocks import HashChain, root_hash
 from baton.types import AttemptKey, Incarnation, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.membership.node_registry import NodeMember
-from coordinator.core.membership.prefix_directory import PrefixDirectory
-from coordinator.core.placement.interface import PlacementContext, PlacementDemand, PlacementPolicy
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.placement_state import PromptBlockHashes
+from coordinator.core.membership.prefix_directory import PrefixDirectory, PromptBlockHashes
+from coordinator.core.placement.interface import PlacementContext, PlacementPolicy
+from coordinator.core.placement.node_loads import NodeLoads, PlacementDemand
 from node_engine.core.blocks.block_pool import BlockPool
 from simulator.node_messages import SMALL_LAYOUT, make_join_info
 from simulator.virtual_clock import VirtualClock

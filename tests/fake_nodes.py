@@ -17,6 +17,13 @@ import grpc
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.dialer import CoordinatorDialer
 from baton.cluster_link.messages import PROTOCOL_VERSION
+from baton.cluster_link.order_codec import (
+    attempt_key_from_pb,
+    attempt_key_to_pb,
+    attempt_spec_from_pb,
+    ticket_to_pb,
+)
+from baton.cluster_link.report_codec import token_event_to_pb
 from baton.cluster_link.stream import SequenceNumbers
 from baton.errors import BatonError, ConfigError
 from baton.kv.blocks import KVLayout
@@ -133,7 +140,7 @@ class FakeNode:
                     self.ping_count += 1
                     continue
                 if message.HasField("cancel"):
-                    self.cancelled_keys.add(wire.attempt_key_from_pb(message.cancel.key))
+                    self.cancelled_keys.add(attempt_key_from_pb(message.cancel.key))
                 self.orders.put_nowait(message)
         except grpc.RpcError:
             pass  # a cut stream ends like any other
@@ -167,7 +174,7 @@ class FakeNode:
     async def send_reserved(self, submit: pb.Submit) -> Ticket:
         """Answer a Submit with a ticket for its writer."""
         ticket = self.make_ticket(submit)
-        reserved = pb.Reserved(key=submit.work.key, ticket=wire.ticket_to_pb(ticket))
+        reserved = pb.Reserved(key=submit.work.key, ticket=ticket_to_pb(ticket))
         await self.send_message(reserved=reserved)
         return ticket
 
@@ -176,7 +183,7 @@ class FakeNode:
         me = PeerAddress(NodeName(self.name), mine, "fake-host", "tcp://127.0.0.1:1")
         return Ticket(
             id=TicketId(mint_id()),
-            key=wire.attempt_key_from_pb(submit.work.key),
+            key=attempt_key_from_pb(submit.work.key),
             decode_peer=me,
             writer_incarnation=Incarnation(submit.writer.incarnation),
             first_block=0,
@@ -197,12 +204,12 @@ class FakeNode:
             for n, token in enumerate(tokens)
         ]
         await self.send_message(
-            tokens=pb.Tokens(tokens=[wire.token_event_to_pb(event) for event in events])
+            tokens=pb.Tokens(tokens=[token_event_to_pb(event) for event in events])
         )
 
     async def send_failed(self, key: AttemptKey, error: BatonError) -> None:
         await self.send_message(
-            failed=pb.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error))
+            failed=pb.AttemptFailed(key=attempt_key_to_pb(key), error=wire.error_to_pb(error))
         )
 
     def run_script(self, script: Coroutine[Any, Any, None]) -> None:
@@ -234,7 +241,7 @@ async def serve_prefill(node: FakeNode, plane: FakeTransferPlane) -> None:
     while (message := await node.orders.get()) is not None:
         match message.WhichOneof("message"):
             case "prefill":
-                work = wire.attempt_spec_from_pb(message.prefill.work)
+                work = attempt_spec_from_pb(message.prefill.work)
                 ended = pb.PrefillEnded(
                     key=message.prefill.work.key, computed_tokens=len(work.context_token_ids)
                 )
@@ -249,7 +256,7 @@ async def serve_prefill(node: FakeNode, plane: FakeTransferPlane) -> None:
                 else:
                     waiting[work.key] = work
             case "ticket":
-                key = wire.attempt_key_from_pb(message.ticket.ticket.key)
+                key = attempt_key_from_pb(message.ticket.ticket.key)
                 if waiting.pop(key, None):
                     plane.get_commit(key).set_result(None)
                     report = common_pb2.HandoffReport(transport="memory", bytes=4096, slabs=2)
@@ -257,7 +264,7 @@ async def serve_prefill(node: FakeNode, plane: FakeTransferPlane) -> None:
                         handed_off=pb.HandedOff(key=message.ticket.ticket.key, report=report)
                     )
             case "cancel":
-                waiting.pop(wire.attempt_key_from_pb(message.cancel.key), None)
+                waiting.pop(attempt_key_from_pb(message.cancel.key), None)
 
 
 async def serve_decode(
@@ -269,7 +276,7 @@ async def serve_decode(
         while (message := await node.orders.get()) is not None:
             if (
                 message.HasField("submit")
-                and (key := wire.attempt_key_from_pb(message.submit.work.key)) not in known
+                and (key := attempt_key_from_pb(message.submit.work.key)) not in known
             ):
                 known.add(key)
                 sequences.create_task(_serve_sequence(node, plane, message.submit, burst, gap))
@@ -278,7 +285,7 @@ async def serve_decode(
 async def _serve_sequence(
     node: FakeNode, plane: FakeTransferPlane, submit: pb.Submit, burst: int, gap: float
 ) -> None:
-    work = wire.attempt_spec_from_pb(submit.work)
+    work = attempt_spec_from_pb(submit.work)
     context = len(work.context_token_ids)
     if submit.HasField("writer"):
         await node.send_reserved(submit)

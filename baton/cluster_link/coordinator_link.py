@@ -14,13 +14,13 @@ first. Everything here runs on the member's event loop. gRPC errors do not leave
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import grpc
 
 from baton.cluster_link import stream as link_stream
-from baton.cluster_link.codec import decode_order, encode_report
 from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
 from baton.cluster_link.join_codec import encode_join
 from baton.cluster_link.messages import (
@@ -36,6 +36,8 @@ from baton.cluster_link.messages import (
     PoolJoinInfo,
     Welcome,
 )
+from baton.cluster_link.order_codec import decode_order
+from baton.cluster_link.report_codec import encode_report
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT_MESSAGES
@@ -82,16 +84,22 @@ class LinkMember(Protocol):
         """Drop the work of the last incarnation: the coordinator has been silent for too long."""
         ...
 
-    def on_order(self, order: NodeOrder) -> None:
-        """Handle an order of the coordinator."""
-        ...
-
 
 class CoordinatorLink:
     """Keeps one member joined to the coordinator. Owns the stream."""
 
-    def __init__(self, member: LinkMember, *, address: str, token: str, silence: float) -> None:
+    def __init__(
+        self,
+        member: LinkMember,
+        *,
+        on_order: Callable[[NodeOrder], None],
+        address: str,
+        token: str,
+        silence: float,
+    ) -> None:
+        """`on_order` is called with each order, as the methods of `member` are."""
         self._member = member
+        self._on_order = on_order
         self._address = address
         self._dialer = CoordinatorDialer(token)
         self._silence = silence
@@ -309,7 +317,7 @@ class CoordinatorLink:
             case Welcome() | JoinRefusal() | Ping() | None:  # None: repeated, or of a later version
                 pass
             case _:
-                self._member.on_order(order)
+                self._on_order(order)
 
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_stream.SequenceNumbers()

@@ -1,6 +1,6 @@
 """What nodes and pools report, and what they are ordered: plain data, stated once for both ends.
 
-`baton/cluster_link/codec.py` converts every message to and from protobuf.
+`order_codec.py`, `report_codec.py` and `join_codec.py` convert them to protobuf and back.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Named points where tests inject faults. A hit costs one truth test unless something is armed.
+"""Named points where tests inject faults.
 
 They are armed by BATON_FAILPOINTS or, in a cluster with `--failpoints-rpc`, by the node link.
 Grammar, with entries separated by `;`:
@@ -12,6 +12,8 @@ Grammar, with entries separated by `;`:
 Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `hit`
 returns `drop`, `duplicate` and `corrupt` for the call site to carry out; KNOWN_FAILPOINTS says
 which sites can. `failpoint(NAME)` puts NAME.before and NAME.after around a block or a function.
+What each request or step runs through looks at `FAILPOINTS.armed` first, so that nothing is called
+unless something is armed.
 """
 
 import os
@@ -132,7 +134,7 @@ class Failpoints:
     """The armed failpoints of one process. Thread-safe."""
 
     def __init__(self, spec: str = "", seed: int = 0) -> None:
-        self._armed: dict[str, _ArmedFailpoint] = {}
+        self.armed: dict[str, _ArmedFailpoint] = {}  # by name; replaced, never changed
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._delays_released = threading.Event()
@@ -142,7 +144,7 @@ class Failpoints:
         """Replace the armed failpoints. Raises ConfigError that names the invalid entry."""
         parsed = dict(_parse_entry(entry.strip()) for entry in spec.split(";") if entry.strip())
         with self._lock:
-            self._armed = parsed
+            self.armed = parsed
 
     def set_seed(self, seed: int) -> None:
         self._random.seed(seed)
@@ -151,16 +153,13 @@ class Failpoints:
         """End all present and future delays."""
         self._delays_released.set()
 
-    def is_armed(self, name: str) -> bool:
-        return name in self._armed
-
     def hit(self, name: str) -> FailpointAction | None:
         """Log and carry out the armed action, if there is one, on the calling thread.
 
         Returns DROP, DUPLICATE or CORRUPT for the caller to carry out, else None. Raises
         HandoffFailed for the action `error`.
         """
-        if not self._armed:
+        if not self.armed:
             return None
         armed = self._consume_hit(name)
         if armed is None:
@@ -183,12 +182,12 @@ class Failpoints:
 
     def get_argument(self, name: str) -> float | None:
         """Return the argument of a failpoint for a site that interprets it; None if not armed."""
-        armed = self._armed.get(name)
+        armed = self.armed.get(name)
         return armed.argument if armed is not None else None
 
     def _consume_hit(self, name: str) -> _ArmedFailpoint | None:
         with self._lock:
-            armed = self._armed.get(name)
+            armed = self.armed.get(name)
             if armed is None or armed.times_left == 0:
                 return None
             if armed.skips_left > 0:

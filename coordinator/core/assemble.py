@@ -1,20 +1,19 @@
 """Builds the parts of the brain and connects them."""
 
 from baton.types import RequestId
-from coordinator.core.admission.admission_controller import AdmissionController
+from coordinator.core.admission.admission_controller import AdmissionController, RetryBudget
 from coordinator.core.admission.degradation import DegradationController
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import EffectLog, PlacementSignal, RequestTimers
 from coordinator.core.common.settings import BrainSettings
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.node_registry import ContextCapacity, NodeRegistry
 from coordinator.core.membership.pool_membership import PoolMembership
 from coordinator.core.placement.breakers import CircuitBreakers
-from coordinator.core.placement.disaggregation import LatencyEstimator
 from coordinator.core.placement.interface import PlacementPolicy
-from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
+from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.request_placer import RequestPlacer
+from coordinator.core.placement.request_placer import LatencyEstimator, RequestPlacer
 from coordinator.core.placement.services import PlacementServices
 from coordinator.core.ratio.controller import RatioController
 from coordinator.core.ratio.role_probe import RoleProber
@@ -35,7 +34,6 @@ from coordinator.core.requests.token_reports import TokenReportHandler
 from coordinator.core.requests.waiting_requests import (
     OversizedRequests,
     PrefixFollowers,
-    RetryBudget,
     RetryScheduler,
     WaitingRequests,
 )

@@ -17,7 +17,7 @@ from coordinator.core.assemble import BrainParts
 from coordinator.core.common.effects import Effect
 from coordinator.core.common.settings import BrainSettings
 from coordinator.core.membership.node_registry import NodeMember, NodeRegistry, NodeServiceState
-from coordinator.core.membership.prefix_directory import PoolMember
+from coordinator.core.membership.pool_registry import PoolMember
 from coordinator.core.placement.interface import PlacementPolicy
 from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.record import RequestState
@@ -186,10 +186,12 @@ class Brain:
             self._is_member_deadline_known = True
         waiting = len(self.parts.waiting.queue) > 0
         may_degrade = waiting or self.degradation.active_steps
+        retries = self.parts.waiting.retries
         times = (
             self._member_deadline,
             self.parts.timers.next_timer_at(),
-            self.parts.waiting.retries.next_release_at(),
+            # for requests held back; earlier only if more requests arrive
+            retries.budget.next_expiry_at() if retries.held_back_since else None,
             self.degradation.next_sample_at(waiting=waiting) if may_degrade else None,
         )
         return min((time for time in times if time is not None), default=None)

@@ -7,30 +7,26 @@ its bounded outbox is full.
 
 import asyncio
 import hmac
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
 import grpc
 
-from baton.cluster_link import stream
-from baton.cluster_link.codec import decode_report, encode_order
 from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.cluster_link.join_codec import decode_join
 from baton.cluster_link.messages import (
     JoinInfo,
     JoinRefusal,
     LedgerReport,
-    LinkControl,
-    NodeOrder,
-    Ping,
     PoolJoinInfo,
     Welcome,
 )
+from baton.cluster_link.order_codec import encode_order
+from baton.cluster_link.report_codec import decode_report
+from baton.cluster_link.stream import MessagesLost, NodeStream, SequenceNumbers
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError, NodeLost
-from baton.limits import MAX_UNSENT_MESSAGES
-from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage
+from baton.pb.cluster_pb2 import Join, NodeMessage
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation, mint_id
@@ -38,66 +34,11 @@ from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.node_links.ledger_collector import LedgerCollector
 
 JOIN_TIMEOUT_SECONDS = 5.0
-_LAST_WRITE_SECONDS = 1.0  # for a write that is in progress when the stream ends
-_FAILPOINT = "link.coordinator.send"
 
 StreamContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 _log = log.get_logger("node_link")
 _limited = RateLimitedLogger()  # for lines that any client of the port can cause
-
-
-class NodeStream:
-    """The sending half of one node's stream: a bounded outbox, and pings while it is empty."""
-
-    def __init__(self, heartbeat: float) -> None:
-        self.closed = asyncio.Event()
-        self._heartbeat = heartbeat
-        self._outbox: deque[NodeOrder | LinkControl] = deque()
-        self._wake = asyncio.Event()
-
-    def send_order(self, order: NodeOrder | LinkControl) -> None:
-        if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
-            _log.error(
-                "send queue to a node full, closing its stream", unsent_messages=MAX_UNSENT_MESSAGES
-            )
-            self.close()
-        if not self.closed.is_set():
-            self._outbox.append(order)
-            self._wake.set()
-
-    def close(self) -> None:
-        self.closed.set()
-
-    async def write_messages(self, context: StreamContext) -> None:
-        """Write queued messages until cancelled."""
-        numbers = stream.SequenceNumbers()
-        while True:
-            while self._outbox:
-                message = encode_order(self._outbox.popleft())
-                numbers.number_message(message)
-                await _write_message(context, message)
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(self._heartbeat):
-                    await self._wake.wait()
-            except TimeoutError:
-                self.send_order(Ping())
-
-
-async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
-    """Write a message; on cancellation, give the write _LAST_WRITE_SECONDS to complete.
-
-    gRPC cannot end a stream during a write, so that the node would not learn of its end.
-    """
-    writing = asyncio.ensure_future(stream.send_message(context.write, message, _FAILPOINT))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.wait({writing}, timeout=_LAST_WRITE_SECONDS)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        raise
 
 
 class NodeLinkService:
@@ -204,7 +145,7 @@ class NodeLinkService:
         return message  # type: ignore[no-any-return]
 
     async def _receive_messages(self, context: StreamContext, incarnation: Incarnation) -> None:
-        counters, numbers = self._dispatcher.brain.counters, stream.SequenceNumbers()
+        counters, numbers = self._dispatcher.brain.counters, SequenceNumbers()
         while (message := await context.read()) is not grpc.aio.EOF:
             if message is None:
                 counters.dropped_messages["damaged"] += 1
@@ -213,7 +154,7 @@ class NodeLinkService:
                 if not numbers.accept_message(message):
                     counters.dropped_messages["repeated"] += 1
                     continue
-            except stream.MessagesLost as error:
+            except MessagesLost as error:
                 _limited.log_event(_log.warning, "messages from a node lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return

@@ -25,7 +25,7 @@ from coordinator.core.admission.degradation import DegradationStep
 from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.counters import DEFAULT_TENANT_CLASS, INTERNAL_CLASS
 from coordinator.core.placement.interface import PlacementReason, PrefillSite
-from coordinator.core.requests.record import TokenSources
+from coordinator.core.requests.token_sources import TokenSources
 
 MetricLabels = tuple[str, ...]
 

@@ -8,7 +8,7 @@ from baton.types import NodeName
 from baton.version import package_version
 from coordinator.core.brain import Brain
 from coordinator.core.membership.node_registry import NodeMember, NodeServiceState
-from coordinator.core.membership.prefix_directory import PoolMember
+from coordinator.core.membership.pool_registry import PoolMember
 from coordinator.node_links.dispatcher import Dispatcher
 from coordinator.operators.degradation_view import degradation_to_pb, drain_warning, list_notices
 from coordinator.operators.metrics import CoordinatorMetrics

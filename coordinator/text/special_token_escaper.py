@@ -15,23 +15,36 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Protocol
 
 import tokenizers
 
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit
 from coordinator.text.chat_template import ChatPrompt
-from coordinator.text.text_workers import SLICE_CHARS, BoundedEncoder, utf8_size
 
 _PLACEHOLDER_RANGE = range(0xF0000, 0xFFFFE)  # private-use characters, which no template writes
 _FIRST_PLACEHOLDER = chr(_PLACEHOLDER_RANGE[0])
 Placeholders = Mapping[str, str]  # placeholder to special token
+SLICE_CHARS = 64 << 10  # of a long text, looked at together
+
+
+class TextEncoder(Protocol):
+    """Encodes texts within bounds: see `BoundedEncoder`."""
+
+    def check_size(self, text: str, limit: TextLimit) -> int: ...
+
+    def encode_text(
+        self, text: str, limit: TextLimit, *, add_special_tokens: bool
+    ) -> list[int]: ...
+
+    def encode_texts(self, texts: list[str], limit: TextLimit) -> Iterator[list[int]]: ...
 
 
 class SpecialTokenEscaper:
     """Escapes the special tokens of one tokenizer. Immutable, so thread-safe."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, encoder: BoundedEncoder) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, encoder: TextEncoder) -> None:
         special = [
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         ]
@@ -74,7 +87,7 @@ class SpecialTokenEscaper:
         self, rendered: str, marks: Placeholders, limit: TextLimit, *, add_special_tokens: bool
     ) -> list[int]:
         """Encode a text with placeholders. Raises ContextLengthExceeded as early as possible."""
-        self._encoder.check_byte_size(utf8_size(rendered), limit)
+        self._encoder.check_size(rendered, limit)
         if not marks:
             return self._encoder.encode_text(rendered, limit, add_special_tokens=add_special_tokens)
         spelled = sum(rendered.count(mark) for mark in marks)

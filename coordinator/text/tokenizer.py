@@ -2,9 +2,15 @@
 
 A model without a tokenizer (or the paced engine) is served by token ids alone. Tokenizers are
 loaded in `tokenizer_loader.py`.
+
+The bound on the tokens of a text is checked before and while it is encoded. `encode_batch_fast` of
+`tokenizers` releases Python's lock while it works, unlike `encode`, but its result is freed under
+the lock. So a text that could be far too long is first encoded in slices, until they have more than
+twice the allowed tokens. A cut changes only the tokens next to it, so such a text is too long
+however it is cut.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NoReturn, Protocol
@@ -14,12 +20,15 @@ from tokenizers import processors
 
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit, check_message_count
+from coordinator.text.byte_alphabet import longest_token_bytes
 from coordinator.text.chat_template import ChatPrompt, ChatTemplate
 from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
-from coordinator.text.special_token_escaper import SpecialTokenEscaper
-from coordinator.text.text_workers import BoundedEncoder, TextWorkers, utf8_size
+from coordinator.text.special_token_escaper import SLICE_CHARS, SpecialTokenEscaper
+from coordinator.text.text_workers import Result, TextWorkers
 
 DECODE_BYTES_PER_TOKEN = 4  # of text, by which the work to decode a token is estimated
+MAX_INLINE_BYTES = 2 << 10  # shorter than the switch to a thread: done on the event loop
+ALWAYS_SMALL_BYTES = 256 << 10  # the tokens of so much text are freed within milliseconds
 NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
 
 
@@ -143,6 +152,55 @@ class _NullDetokenizer:
         return ""
 
 
+class BoundedEncoder:
+    """Encodes with one tokenizer. Thread-safe."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._longest_token_bytes = longest_token_bytes(backend)
+
+    def check_size(self, text: str, limit: TextLimit) -> int:
+        """Return the size of a text in bytes. Raises ContextLengthExceeded if no encoding of it can
+        fit."""
+        size = utf8_size(text)
+        limit.check_byte_count(size, self._longest_token_bytes)
+        return size
+
+    def encode_text(self, text: str, limit: TextLimit, *, add_special_tokens: bool) -> list[int]:
+        """Encode a text. Raises ContextLengthExceeded if it has over twice the allowed tokens.
+
+        The caller checks the exact limit.
+        """
+        if 4 * len(text) > max(2 * limit.max_tokens, ALWAYS_SMALL_BYTES):
+            self._check_in_slices(text, limit)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def encode_texts(self, texts: list[str], limit: TextLimit) -> Iterator[list[int]]:
+        """Encode each text by itself, without special tokens. Raises as `encode_text`."""
+        for text in texts:
+            if 4 * len(text) > max(2 * limit.max_tokens, ALWAYS_SMALL_BYTES):
+                self._check_in_slices(text, limit)
+        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+            yield encoding.ids
+
+    def _check_in_slices(self, text: str, limit: TextLimit) -> None:
+        tokens = 0
+        for begin in range(0, len(text), SLICE_CHARS):
+            (encoding,) = self._backend.encode_batch_fast(
+                [text[begin : begin + SLICE_CHARS]], add_special_tokens=False
+            )
+            tokens += len(encoding)
+            if tokens > 2 * limit.max_tokens + begin // SLICE_CHARS:
+                raise limit.length_exceeded_error(limit.max_tokens, "more than ")
+
+
+def utf8_size(text: str) -> int:
+    """Return the size of a text in UTF-8, in bytes."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 class HfTokenizer:
     """A fast tokenizer of Hugging Face.
 
@@ -177,9 +235,7 @@ class HfTokenizer:
             ids = self._encoder.encode_text(text, limit, add_special_tokens=add_special_tokens)
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
-        size = utf8_size(text)
-        self._encoder.check_byte_size(size, limit)
-        return await self._workers.run_work(encode, size)
+        return await self._run_work(encode, self._encoder.check_size(text, limit))
 
     async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
@@ -188,14 +244,14 @@ class HfTokenizer:
                 _start_offsets(encoding.offsets[self._duplicate_bos_count(encoding.ids) :])
             )
 
-        return await self._workers.run_work(encode, utf8_size(text))
+        return await self._run_work(encode, utf8_size(text))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         def decode() -> str:
             (text,) = self._backend.decode_batch([list(tokens)], skip_special_tokens=False)
             return text
 
-        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
+        return await self._run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     async def encode_chat(
         self,
@@ -220,7 +276,7 @@ class HfTokenizer:
             return tuple(ids[self._duplicate_bos_count(ids) :])
 
         check_message_count(len(conversation.messages))
-        return await self._workers.run_work(encode, conversation.render_bytes)
+        return await self._run_work(encode, conversation.render_bytes)
 
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         detokenizer = self.create_detokenizer()
@@ -233,7 +289,7 @@ class HfTokenizer:
                 length += len(texts[-1])
             return "".join(texts) + detokenizer.flush(), starts
 
-        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
+        return await self._run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
     def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
         return self._vocabulary.create_detokenizer(is_continuation=is_continuation)
@@ -248,7 +304,11 @@ class HfTokenizer:
         def look_up() -> list[str]:
             return [self._backend.id_to_token(token) or _token_id_string(token) for token in tokens]
 
-        return await self._workers.run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
+        return await self._run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
+
+    async def _run_work(self, work: Callable[[], Result], size: int) -> Result:
+        """Do work on `size` bytes of text, on a thread if it takes longer than to switch to one."""
+        return work() if size <= MAX_INLINE_BYTES else await self._workers.run_work(work, size)
 
     def _duplicate_bos_count(self, ids: list[int]) -> int:
         """Return 1 if the text itself begins with BOS, so that there are two, else 0."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from baton.cluster_link.pb_conversion import remote_prefix_to_pb
+from baton.cluster_link.order_codec import remote_prefix_to_pb
 from baton.errors import BatonError, PeerUnreachable, ShuttingDown
 from baton.kv.blocks import BlockHash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest, RemotePrefix

@@ -13,6 +13,7 @@ from contextlib import suppress
 import grpc
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import ticket_to_pb
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
@@ -123,7 +124,7 @@ class PromotionReceiver:
             model_digest=self._identity.model_digest,
             layout=wire.layout_to_pb(self._identity.layout),
             chain=_chain_to_pb(publication.chain.prefix(end)),
-            ticket=wire.ticket_to_pb(ticket),
+            ticket=ticket_to_pb(ticket),
         )
         # Stays set if the call is cancelled, for example because its channel is closed.
         error: BatonError | None = PeerUnreachable(f"the request to pool {peer.name} was cancelled")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import ticket_from_pb
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -100,7 +101,7 @@ class PromotionSender:
         ):
             if requested != own:
                 raise LayoutMismatch(f"{field} is {requested!r}, pool {pool.name} has {own!r}")
-        ticket = wire.ticket_from_pb(request.ticket)
+        ticket = ticket_from_pb(request.ticket)
         if not self._incarnation or ticket.writer_incarnation != self._incarnation:
             raise StaleMessage(
                 f"pool {pool.name} is incarnation {self._incarnation!r}, "

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import remote_prefix_from_pb
 from baton.errors import BatonError, InvalidRequest, ShuttingDown
 from baton.kv.blocks import BlockHash
 from baton.pb import pool_pb2 as pb
@@ -195,7 +196,7 @@ class _ClientStream:
 
     def _handle_find(self, question_id: int, find: pb.FindPrefix) -> None:
         remote_prefix = (
-            wire.remote_prefix_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
+            remote_prefix_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
         )
         token_seconds = find.token_seconds if 0 < find.token_seconds < math.inf else None
         query = PrefixQuery(

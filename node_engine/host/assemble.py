@@ -5,24 +5,20 @@
     assemble_node  puts the parts together: block pool, scheduler, shared pool, role, compute
                    thread, coordinator link
 
-What a node is made of is chosen in the functions below these, one for each choice: the engine, its
-kernels and its sampler, the arena, the roles with their transfer planes, the pool client. As a
-composition root this file stands above all packages and may import any of them.
+What a node is made of is chosen in the functions below these, one for each choice: the arena, the
+roles with their transfer planes, the pool client; the engine with its kernels and its sampler is
+built by engine_factory.py. As a composition root this file stands above all packages and may import
+any of them.
 """
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.config import flags as config_flags
 from baton.config.node_config import NodeConfig
-from baton.errors import ConfigError, NodeFailed
+from baton.errors import ConfigError
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
 from baton.models.model_source import with_local_model
 from baton.network.advertised_address import with_advertised_address
@@ -38,18 +34,22 @@ from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerLimits
+from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
+from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
-from node_engine.core.step.engine import DeviceLost, Engine
+from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
+from node_engine.host.engine_factory import (
+    build_engine,
+    node_failed_at_device_loss,
+    resolve_device_type,
+)
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
-from node_engine.paced.costs import PacedCosts
-from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import SharedPoolClient
@@ -57,14 +57,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 from prefill_node.default_limits import PREFILL_LIMITS
 from prefill_node.prefill_role import PrefillRole
 
-if TYPE_CHECKING:  # torch is imported only if a model is served
-    import torch
-
-    from kv_kernels.reference.torch_kernels import TorchKernels
-    from node_engine.model.model_engine import Sampler
-
 DEFAULT_LIMITS = {Role.PREFILL: PREFILL_LIMITS, Role.DECODE: DECODE_LIMITS}
-_PACED_MAX_MODEL_LEN = 8192
 
 
 def launch_node(role: Role, argv: Sequence[str] | None = None) -> int:
@@ -136,22 +129,21 @@ def assemble_node(
     context = make_role_context(
         config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
     )
-    lookups = PoolLookups(pool_client, engine, context.pool_connector, inbox.put)
+    lookups = make_pool_lookups(context, pool_client, inbox)
     switchable_role = SwitchableRole(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
     )
-    compute_thread = ComputeThread(context, inbox, monotonic_clock)
+    compute_thread = ComputeThread(context, inbox, monotonic_clock, lookups)
+    devices = DeviceMonitor(engine, monotonic_clock)
     member = NodeLinkMember(
-        context,
-        switchable_role,
-        compute_thread,
-        lookups,
-        pool_client,
-        model_files,
-        DeviceMonitor(engine, monotonic_clock),
+        context, switchable_role, compute_thread, lookups, pool_client, model_files, devices
     )
     link = CoordinatorLink(
-        member, address=config.coordinator, token=config.cluster_token, silence=config.silence
+        member,
+        on_order=compute_thread.submit_command,
+        address=config.coordinator,
+        token=config.cluster_token,
+        silence=config.silence,
     )
     return NodeRuntime(context, inbox, switchable_role, compute_thread, lookups, pool_client, link)
 
@@ -192,6 +184,16 @@ def make_role_context(
     )
 
 
+def make_pool_lookups(
+    context: RoleContext,
+    pool_client: SharedPoolClient | None,
+    inbox: ComputeInbox[NodeCommand | object],
+) -> PoolLookups | None:
+    if pool_client is None:
+        return None
+    return PoolLookups(pool_client, context.engine, context.pool_connector, inbox.put)
+
+
 def make_scheduler(
     config: NodeConfig, limits: StepLimits, engine: Engine, arena: HostArena
 ) -> Scheduler:
@@ -222,15 +224,6 @@ def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | Non
     return copy_and_load
 
 
-def resolve_device_type(config: NodeConfig) -> DeviceType:
-    """What computes here. Takes seconds for a model. Raises ConfigError for a missing GPU."""
-    if config.engine == "paced":
-        return "cpu"
-    from node_engine.model.model_loader import resolve_device
-
-    return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
-
-
 def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
     """How much the node computes at once: see prefill_node and decode_node, default_limits.py."""
     limits = resolve_step_limits(config, DEFAULT_LIMITS[role][device])
@@ -241,73 +234,6 @@ def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> St
         max_batched_tokens=limits.max_batched_tokens,
     )
     return limits
-
-
-def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
-    """Build the engine that `--engine` names; this takes seconds.
-
-    Raises ConfigError for a model that cannot be served, NodeFailed if the GPU failed.
-    """
-    if config.engine == "paced":
-        return _build_paced_engine(config)
-    with _node_failed_at_device_loss():
-        return _build_model_engine(config, device, limits)
-
-
-def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
-    from node_engine.model.model_loader import load_model_engine
-
-    return load_model_engine(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        block_size=config.block_size,
-        max_model_len=config.max_model_len or None,
-        threads=count_compute_threads(config),
-        load_format=config.load_format,
-        choose_kernels=partial(choose_kernels, deterministic=config.deterministic),
-        sampler=choose_sampler(),
-        max_num_seqs=limits.max_num_seqs,
-        deterministic=config.deterministic,
-    )
-
-
-def choose_kernels(device: "torch.device", *, deterministic: bool) -> "TorchKernels":
-    """The kernels that a model uses on `device`."""
-    from kv_kernels.dispatch import kernels_for
-
-    return kernels_for(device, deterministic=deterministic)
-
-
-def choose_sampler() -> "Sampler":
-    """What draws a model's next tokens from its logits."""
-    from node_engine.model.sampling.sampler import sample_tokens
-
-    return sample_tokens
-
-
-def _build_paced_engine(config: NodeConfig) -> Engine:
-    costs = PacedCosts(
-        prefill_us_per_token=config.paced_prefill_us_per_token,
-        decode_base_us=config.paced_step_ms * 1e3,
-        decode_us_per_sequence=config.paced_sequence_us,
-    )
-    return PacedEngine(
-        costs,
-        layout=replace(PACED_LAYOUT, block_size=config.block_size),
-        vocab_size=config.paced_vocab_size,
-        reread=config.paced_reread,
-        max_model_len=config.max_model_len or _PACED_MAX_MODEL_LEN,
-    )
-
-
-def count_compute_threads(config: NodeConfig) -> int:
-    """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
-    if config.threads == "auto":
-        return max(1, len(os.sched_getaffinity(0)) - 1)
-    if not config.threads.isdigit() or int(config.threads) < 1:
-        raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
-    return int(config.threads)
 
 
 def create_arena(
@@ -324,7 +250,7 @@ def create_arena(
     from node_engine.model.gpu.memory_profile import profile_device_memory
 
     num_graphs = len(list_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
-    with _node_failed_at_device_loss():
+    with node_failed_at_device_loss():
         memory = profile_device_memory(engine, limits, num_graphs)
     return create_host_arena(config, engine, limits, memory)
 
@@ -333,7 +259,7 @@ def warm_up_engine(
     engine: Engine, arena: HostArena, max_batched_tokens: int, stop: asyncio.Event
 ) -> None:
     """Bind the cache and warm up; on a GPU this takes seconds. Raises NodeFailed if it failed."""
-    with _node_failed_at_device_loss():
+    with node_failed_at_device_loss():
         engine.bind_cache(arena.engine_memory, arena.num_blocks)
         started = monotonic_clock()
         engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
@@ -341,15 +267,6 @@ def warm_up_engine(
         log.get_logger("process").info(
             "engine warm-up finished", seconds=round(monotonic_clock() - started, 3)
         )
-
-
-@contextmanager
-def _node_failed_at_device_loss() -> Iterator[None]:
-    """Raise NodeFailed, with one line, for DeviceLost."""
-    try:
-        yield
-    except DeviceLost as error:
-        raise NodeFailed(f"the GPU failed at start: {error.reason}") from error
 
 
 def load_model_files(config: NodeConfig) -> ModelFileDigests:

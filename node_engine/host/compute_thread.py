@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -27,7 +28,7 @@ from baton.cluster_link.messages import (
 from baton.errors import BatonError
 from baton.process import log
 from baton.process.clock import Clock
-from baton.process.failpoints import failpoint
+from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import Role
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
@@ -35,9 +36,9 @@ from node_engine.core.metrics.utilization import WorkMeter, make_step_costs
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.engine import DeviceLost, LayerCallback
-from node_engine.core.step.step_batch import SliceResult, StepBatch
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
-from node_engine.shared_pool.pool_connector import PublicationEnded
+from node_engine.shared_pool.pool_connector import PoolLookups, PublicationEnded
 
 T = TypeVar("T")
 RoleFactory = Callable[[RoleContext], RolePolicy]
@@ -84,11 +85,17 @@ class ComputeThread:
     """
 
     def __init__(
-        self, context: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock
+        self,
+        context: RoleContext,
+        inbox: ComputeInbox[NodeCommand | object],
+        clock: Clock,
+        lookups: PoolLookups | None,
     ) -> None:
+        """`lookups` puts commands into `inbox`, after a look-up; None without a shared pool."""
         self._context = context
         self._inbox = inbox
         self._clock = clock
+        self._lookups = lookups
         self._role: RolePolicy | None = None
         # Snapshots for other threads, replaced in every turn of the loop.
         self.scheduler_load = context.scheduler.capacity.get_load()
@@ -109,6 +116,18 @@ class ComputeThread:
         """Stop the thread after the current step; returns when it has ended."""
         self._inbox.put(StopCompute())
         self._thread.join()
+
+    def submit_command(self, command: NodeCommand) -> None:
+        """Accept a command of the coordinator, on the event loop.
+
+        The role may act on it at once. The thread itself finds it in its inbox.
+        """
+        assert self._role is not None
+        self._role.preview_command(command)
+        if self._lookups is None:
+            self._inbox.put(command)
+        else:
+            self._lookups.submit_command(command)
 
     @property
     def progress_age_seconds(self) -> float:
@@ -191,7 +210,8 @@ class ComputeThread:
         assert self._role is not None
         started = self._clock()
         try:
-            results = self._compute_step(self._role, batch)
+            with failpoint("decode.step") if FAILPOINTS.armed else nullcontext():
+                results = self._context.engine.run(batch, self._role.before_step(batch))
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
             self.work_meter.pause()
@@ -210,10 +230,6 @@ class ComputeThread:
         self._context.scheduler.prefill_budget.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
         self._role.after_step(computed, outcomes, seconds)
-
-    @failpoint("decode.step")
-    def _compute_step(self, role: RolePolicy, batch: StepBatch) -> tuple[SliceResult, ...]:
-        return self._context.engine.run(batch, role.before_step(batch))
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
         self._device_time.charge_step(batch, self._context.scheduler.sequences_in_flight, seconds)

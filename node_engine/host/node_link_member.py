@@ -1,17 +1,16 @@
-"""A node as a member of the cluster: what the coordinator link asks for, and where orders go.
+"""A node as a member of the cluster: how it describes itself, and what a new incarnation means.
 
-Runs on the event loop. Commands go to the compute thread by way of the look-up in the shared pool;
-statistics are snapshots that the compute thread has left.
+Runs on the event loop. Statistics are snapshots that the compute thread has left.
 """
 
 import os
 
-from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo, NodeOrder
+from baton.cluster_link.messages import PROTOCOL_VERSION, JoinInfo
 from baton.cluster_link.report_types import NodeStats
 from baton.models.file_digests import ModelFileDigests
 from baton.process import log
 from baton.types import Incarnation
-from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.host.compute_thread import ComputeThread, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
@@ -28,7 +27,7 @@ class NodeLinkMember:
         context: RoleContext,
         role: SwitchableRole,
         compute_thread: ComputeThread,
-        lookups: PoolLookups,
+        lookups: PoolLookups | None,
         pool_client: SharedPoolClient | None,
         model_files: ModelFileDigests,
         device_monitor: DeviceMonitor,
@@ -42,17 +41,10 @@ class NodeLinkMember:
         self._device_monitor = device_monitor
 
     def on_joined(self, incarnation: Incarnation) -> None:
-        self._deliver_command(NodeJoined(incarnation))
+        self._compute_thread.submit_command(NodeJoined(incarnation))
 
     def on_coordinator_lost(self) -> None:
-        self._deliver_command(CoordinatorLost())
-
-    def on_order(self, order: NodeOrder) -> None:
-        self._deliver_command(order)
-
-    def _deliver_command(self, command: NodeCommand) -> None:
-        self._role.preview_command(command)
-        self._lookups.submit_command(command)
+        self._compute_thread.submit_command(CoordinatorLost())
 
     def build_join(self) -> JoinInfo:
         config, engine = self._context.config, self._context.engine
@@ -108,7 +100,7 @@ class NodeLinkMember:
 
     def _pool_counters(self) -> dict[str, float]:
         return (
-            self._lookups.counters()
+            (self._lookups.counters() if self._lookups else {})
             | self._context.pool_connector.counters()
             | (self._pool_client.counters() if self._pool_client else {})
         )

@@ -35,7 +35,7 @@ class NodeRuntime:
         inbox: ComputeInbox[NodeCommand | object],
         role: SwitchableRole,
         compute_thread: ComputeThread,
-        lookups: PoolLookups,
+        lookups: PoolLookups | None,
         pool_client: SharedPoolClient | None,
         link: CoordinatorLink,
     ) -> None:
@@ -76,7 +76,8 @@ class NodeRuntime:
         """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
         self._link.send(NodeLeaving("stopping"), self._reporter.incarnation)
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
-        self._lookups.end_all_lookups()
+        if self._lookups is not None:
+            self._lookups.end_all_lookups()
         self._inbox.put(CallWhenIdle(lambda: call_on_loop(loop, idle.set)))
         try:
             async with asyncio.timeout(self._config.drain_timeout):

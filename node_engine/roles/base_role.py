@@ -162,7 +162,7 @@ class BaseRole(ABC):
 
     def _begin_attempt(self, order: PrefillOrder | DecodeOrder, hit: PoolHit | None) -> None:
         work = order.work
-        pool_prefix = self._pool_connector.build_pool_prefix(hit)
+        pool_prefix = None if hit is None else self._pool_connector.build_pool_prefix(hit)
         if not self._is_known(work.key):  # else the order is a duplicate
             try:
                 self._start_attempt(order, pool_prefix)

@@ -100,9 +100,9 @@ class PoolConnector:
             else {}
         )
 
-    def build_pool_prefix(self, hit: PoolHit | None) -> PoolPrefix | None:
+    def build_pool_prefix(self, hit: PoolHit) -> PoolPrefix | None:
         """The pool prefix that a command came with; the caller owns its reference on the pin."""
-        if hit is None or hit.pin is None:
+        if hit.pin is None:
             return None
         partial = (
             PartialHit(*hit.partial_block)
@@ -211,7 +211,7 @@ class PoolLookups:
 
     def __init__(
         self,
-        pool_client: SharedPoolClient | None,
+        pool_client: SharedPoolClient,
         engine: Engine,
         pool_connector: PoolConnector,
         deliver: Callable[[NodeCommand], None],
@@ -228,8 +228,6 @@ class PoolLookups:
         self._seconds = 0.0  # total duration of all look-ups
 
     def counters(self) -> dict[str, float]:
-        if self._pool_client is None:
-            return {}
         results = (("hit", self._hits), ("miss", self._misses))
         found = {
             f'baton_pool_lookups_total{{result="{name}"}}': float(number)
@@ -247,11 +245,7 @@ class PoolLookups:
             if isinstance(command, CancelOrder):
                 self._end_lookup(lookup, None)
             return
-        elif (
-            isinstance(command, DecodeOrder | PrefillOrder)
-            and self._pool_client is not None
-            and self._pool_client.is_attached
-        ):
+        elif isinstance(command, DecodeOrder | PrefillOrder) and self._pool_client.is_attached:
             self._begin_lookup(command)
             return
         self._deliver_command(command)
@@ -303,7 +297,6 @@ class PoolLookups:
         packed_tokens: bytes,
         max_tokens: int,
     ) -> None:
-        assert self._pool_client is not None
         epoch = self._pool_connector.publication_epoch
         lookup.num_tries += 1
 
@@ -328,7 +321,6 @@ class PoolLookups:
         )
 
     def _release_hit(self, hit: PoolHit) -> None:
-        assert self._pool_client is not None
         if hit.pin is not None:
             self._pool_client.release_pin(hit.pin)
 

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import ticket_from_pb
 from baton.errors import HandoffFailed
 from baton.pb import cluster_pb2 as pb
 from baton.types import AttemptKey, Ticket
@@ -20,7 +21,7 @@ from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDialer, ZmqWriterLink
 from node_engine.core.step.step_limits import StepLimits
-from node_engine.host.assemble import build_engine
+from node_engine.host.engine_factory import build_engine
 from tests.fake_nodes import FakeNode
 from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster, PendingCall, make_call
 from tests.history import ClientApi
@@ -98,7 +99,7 @@ class RogueWriter:
         while (given := await self._next_ticket(asked)) is None:
             salt += 1000  # somebody honest serves it
             asked = self._cluster.start_call(make_call(ClientApi.SSE, 100, 6, salt=salt))
-        ticket = wire.ticket_from_pb(given)
+        ticket = ticket_from_pb(given)
         if self._link is not None:
             self._link.close()
         self._link = self._dialer.dial(ticket.decode_peer.transfer_endpoint)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
+from baton.cluster_link.order_codec import attempt_key_from_pb
 from baton.errors import Cancelled
 from baton.types import AttemptKey, AttemptSpec, TicketId
 from decode_node.decode_role import DecodeRole
@@ -55,7 +55,7 @@ class InProcessDecodeNode(RoleBench):
     def collect_tokens(self, key: AttemptKey) -> list[int]:
         for message in self.pop_messages("tokens"):
             for token in message.tokens:
-                found = wire.attempt_key_from_pb(token.key)
+                found = attempt_key_from_pb(token.key)
                 tokens = self.tokens_by_attempt.setdefault(found, [])
                 assert token.index == len(tokens)
                 tokens.append(token.token)

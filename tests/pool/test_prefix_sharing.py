@@ -143,9 +143,9 @@ def test_unrelated_commands_do_not_end_a_lookup(host: InProcessHost) -> None:
         (LedgerQuery(1), CacheSnapshotRequest(), PeerLostNotice(Incarnation("somebody else"))),
     )
     for command in (order, *others):
-        node.lookups.submit_command(command)
+        node.submit_command(command)
     assert tuple(node.inbox) == others
-    node.lookups.submit_command(PeerLostNotice(WRITER.incarnation))
+    node.submit_command(PeerLostNotice(WRITER.incarnation))
     assert tuple(node.inbox)[3:] == (order, PeerLostNotice(WRITER.incarnation)), (
         "its writer ends after it was named"
     )

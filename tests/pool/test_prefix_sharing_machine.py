@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder, TicketOrder
+from baton.cluster_link.order_codec import attempt_key_from_pb
 from baton.errors import Cancelled
 from baton.types import AttemptKey, AttemptSpec, TicketId
 from tests.pool.in_process_nodes import InProcessDecodeNode, InProcessHost, reference_tokens
@@ -127,7 +127,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
         """Deliver tickets to their writers, and land what is computed."""
         for receiver in self.host.decode:
             for message in receiver.pop_messages("reserved"):
-                key = wire.attempt_key_from_pb(message.key)
+                key = attempt_key_from_pb(message.key)
                 if key in self.jobs and not message.HasField("ticket"):
                     for sender in self.host.prefill:
                         sender.send_item(CancelOrder(key, Cancelled("decode has all of it")))
@@ -157,7 +157,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
         for node in self.host.nodes:
             for message in node.pop_messages("tokens"):
                 for token in message.tokens:
-                    key = wire.attempt_key_from_pb(token.key)
+                    key = attempt_key_from_pb(token.key)
                     self.tokens_by_attempt.setdefault(key, []).append(token.token)
                     if (
                         token.finish
@@ -165,7 +165,7 @@ class NodesOnOnePool(RuleBasedStateMachine):
                         self.cancel_attempt(key)
             for kind in ("failed", "refused"):
                 for message in node.pop_messages(kind):
-                    self.cancel_attempt(wire.attempt_key_from_pb(message.key))
+                    self.cancel_attempt(attempt_key_from_pb(message.key))
 
     # what has to hold
 

@@ -13,8 +13,14 @@ The checks are cheap, a few sums over the waiting requests:
   is the backlog ahead over the rate at which the queue drains, and what nodes have yet to compute.
 
 Every rejection says when to retry.
+
+Retries amplify trouble: a cluster that fails every attempt would be given each request
+`--max-attempts` times. So `RetryBudget` bounds them to a share of the offered load (Finagle's
+RetryBudget, and "Handling overload" in Beyer, Jones, Petoff, Murphy, "Site Reliability
+Engineering", 2016). The floor lets a lone request have all of its attempts.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -277,3 +283,51 @@ def _carry_over_debt(
         return new
     old.set_limits(new.rate, new.burst, now)
     return old
+
+
+RETRY_WINDOW_SECONDS = 10.0  # over which requests and retries are counted
+MIN_RETRIES = 30  # allowed in any window, whatever the load
+_BUCKET_SECONDS = 0.1  # requests that arrive within are counted as one entry
+
+
+class RetryBudget:
+    """Allows `retry_share` of the requests of the last RETRY_WINDOW_SECONDS, or MIN_RETRIES if
+    that is more."""
+
+    def __init__(self, share: float) -> None:
+        self.retry_share = share
+        self._request_counts: deque[tuple[float, int]] = deque()  # start of interval, number
+        self._total = 0
+        self._retries: deque[float] = deque()
+
+    def record_request(self, now: float) -> None:
+        """Count a new request."""
+        self._expire(now)
+        if self._request_counts and now - self._request_counts[-1][0] < _BUCKET_SECONDS:
+            since, count = self._request_counts.pop()
+            self._request_counts.append((since, count + 1))
+        else:
+            self._request_counts.append((now, 1))
+        self._total += 1
+
+    def try_spend(self, now: float) -> bool:
+        """Spend one retry if the budget has one; return whether it did."""
+        if self.available_retries(now) <= 0:
+            return False
+        self._retries.append(now)
+        return True
+
+    def available_retries(self, now: float) -> int:
+        """Return the retries that are allowed now."""
+        self._expire(now)
+        return max(0, max(MIN_RETRIES, int(self.retry_share * self._total)) - len(self._retries))
+
+    def next_expiry_at(self) -> float | None:
+        """Return when the oldest retry leaves the window and may allow another one."""
+        return self._retries[0] + RETRY_WINDOW_SECONDS if self._retries else None
+
+    def _expire(self, now: float) -> None:
+        while self._request_counts and self._request_counts[0][0] <= now - RETRY_WINDOW_SECONDS:
+            self._total -= self._request_counts.popleft()[1]
+        while self._retries and self._retries[0] + RETRY_WINDOW_SECONDS <= now:
+            self._retries.popleft()

@@ -6,17 +6,26 @@ long as messages of that process arrive.
 
 `DrainSet` has the nodes taken out of service, by name, so that a restarted node stays out until it
 is put back. The set is not stored: a coordinator that restarts has forgotten it.
+
+`ContextCapacity` says how long a request may be: as long as the largest decode node can hold.
+Prefill nodes do not limit requests, since a decode node computes what no prefill node can hold. A
+node that joins with a smaller cache or `--max-model-len` takes nothing away: requests that it
+cannot hold are placed elsewhere. A node that left still counts for a while, so that its restart
+does not reject requests as too long. Requests that no present node can hold wait, and block no
+others.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from baton.cluster_link.messages import JoinInfo
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import InvalidRequest, NodeFailed, NodeLost, NodeStalled
 from baton.kv.blocks import KVLayout
+from baton.limits import ModelBounds
 from baton.models.model_identity import ModelIdentity
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.membership.join_checks import (
@@ -260,3 +269,98 @@ class NodeRegistry:
         """Return the cluster's KV layout. Valid only after the first join."""
         assert self.model_identity is not None, "no node has joined"
         return self.model_identity.layout
+
+
+# long enough for a restarted node to load its model
+DEPARTED_NODE_MEMORY_SECONDS = 600.0
+
+
+class RequestLength(Protocol):
+    """How many tokens a request has, and may have."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def remaining_tokens(self) -> int: ...
+
+    @property
+    def max_total_tokens(self) -> int: ...
+
+
+class ContextCapacity:
+    """How many tokens a request may have. With `hands_off`, prefill nodes compute prompts."""
+
+    def __init__(self, registry: NodeRegistry, *, hands_off: bool) -> None:
+        self._registry = registry
+        self._hands_off = hands_off
+        # nodes that have left, and until when each is remembered
+        self._departed_nodes: dict[NodeName, tuple[JoinInfo, float]] = {}
+        self._bounds: ModelBounds | None = None
+
+    def on_node_joined(self, info: JoinInfo) -> None:
+        """Must be called after the node was added to the registry."""
+        self._departed_nodes = {
+            name: one
+            for name, one in self._departed_nodes.items()
+            if name != info.name and one[0].model == self._registry.model_identity
+        }
+        self._compute_bounds()
+
+    def on_node_left(self, info: JoinInfo, now: float) -> None:
+        """Must be called after the node was removed from the registry."""
+        self._departed_nodes[info.name] = (info, now + DEPARTED_NODE_MEMORY_SECONDS)
+        self._compute_bounds()
+
+    def expire_departed_nodes(self, now: float) -> None:
+        """Forget nodes that left long ago, unless no node is left."""
+        gone = [name for name, (_, until) in self._departed_nodes.items() if until <= now]
+        if gone and self._registry.nodes:
+            for name in gone:
+                del self._departed_nodes[name]
+            self._compute_bounds()
+
+    def get_model_bounds(self) -> ModelBounds | None:
+        """Return the bounds of requests; None before the first join."""
+        return self._bounds
+
+    def can_fit_context(self, role: Role, tokens: int) -> bool:
+        """Return whether a node in service of the role can hold so many tokens of one request."""
+        return any(
+            node.max_context_tokens >= tokens for node in self._registry.nodes_in_service(role)
+        )
+
+    def why_too_long(self, request: RequestLength) -> str:
+        """Return why no node in service can hold the request; "" if one can, or without decode
+        nodes."""
+        alone = self._hands_off and request.remaining_tokens <= 1
+        if alone and self.can_fit_context(Role.PREFILL, request.context_tokens + 1):
+            return ""
+        contexts = (
+            node.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
+        )
+        largest = max(contexts, default=request.max_total_tokens)
+        if largest >= request.max_total_tokens:
+            return ""
+        return (
+            f"no decode node that is here can hold its {request.max_total_tokens} tokens, the"
+            f" largest holds {largest} (--max-model-len, --kv-memory)"
+        )
+
+    def _compute_bounds(self) -> None:
+        here = [node.info for node in self._registry.nodes.values()]
+        largest = _largest_node([*here, *(info for info, _ in self._departed_nodes.values())])
+        self._bounds = ModelBounds(
+            vocab_size=largest.vocab_size,
+            max_model_len=largest.max_model_len,
+            cache_tokens=largest.num_blocks * largest.layout.block_size,
+            model_digest=largest.model_digest,
+            dtype=largest.layout.dtype,
+            current_max_context=_largest_node(here).max_context_tokens if here else 0,
+        )
+
+
+def _largest_node(infos: Collection[JoinInfo]) -> JoinInfo:
+    """Return the largest decode node, or the largest node if there is no decode node."""
+    decode = [info for info in infos if info.role is Role.DECODE]
+    return max(decode or infos, key=lambda info: info.max_context_tokens)

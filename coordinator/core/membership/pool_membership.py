@@ -16,7 +16,8 @@ from baton.types import Incarnation
 from coordinator.core.common.counters import Counters
 from coordinator.core.common.effects import Effect, MemberLost, SendOrder
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.membership.prefix_directory import PoolRegistry, PrefixDirectory
+from coordinator.core.membership.pool_registry import PoolRegistry
+from coordinator.core.membership.prefix_directory import PrefixDirectory
 
 
 class PoolMembership:

@@ -15,25 +15,20 @@ nothing from then on and are swept a slice at a time: a pool's million of them w
 loop for half a second. Tables are sharded by hash, because growing a table copies it, and copying a
 million entries takes long as well.
 
-`PoolRegistry` has the shared pools of hosts as members: they send reports like nodes, but get no
-attempts. The blocks of a pool are available to every node of its host.
+`CachedPrefixes` asks the directory which nodes have cached the beginning of a prompt, and which
+pools of other hosts have more of it. Such a pool is named in the order to the node, so that the
+node's own pool can fetch the blocks instead of computing them.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from baton.cluster_link.messages import PROTOCOL_VERSION, PoolJoinInfo
-from baton.cluster_link.report_types import NodeStats
-from baton.errors import ConfigError, NodeLost
-from baton.models.model_identity import ModelIdentity
-from baton.types import Incarnation, PeerAddress
-from coordinator.core.membership.join_checks import (
-    MAX_NAME_LENGTH,
-    require_free_name,
-    require_process_nonce,
-)
+from baton.kv.blocks import HashChain, root_hash, short_hash
+from baton.types import Incarnation, Request
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.membership.pool_registry import PoolMember, PoolRegistry
 
 SNAPSHOT_TIMEOUT_SECONDS = 1.0  # after which a snapshot is asked for again
 SWEEP_SLICE = 4096  # hashes that are swept at a time
@@ -224,78 +219,99 @@ def _drain_shards(shards: list[set[int]]) -> Iterator[int]:
         yield from shards.pop()
 
 
-@dataclass(slots=True)
-class PoolMember:
-    """One membership of a pool, from a join to the loss of its connection."""
-
-    info: PoolJoinInfo
-    incarnation: Incarnation
-    joined_at: float
-    heard_at: float
-    stats: NodeStats | None = None  # None until its first heartbeat
-
-    @property
-    def address(self) -> PeerAddress:
-        return PeerAddress(self.info.name, self.incarnation, self.info.host_id, self.info.endpoint)
+MIN_EXTRA_BLOCKS = 4  # below this the request to the pool costs more than it saves
 
 
-class PoolRegistry:
-    """All pools that are members; `silence` in seconds."""
+def best_remote_pool(
+    found: Mapping[Incarnation, int], pools: Iterable[PoolMember], host: str, here: int
+) -> tuple[PoolMember, int] | None:
+    """Return the pool of another host with the most blocks of a prompt, and how many.
 
-    def __init__(self, silence: float) -> None:
-        self.members: dict[Incarnation, PoolMember] = {}
-        self._silence = silence
+    None unless it has MIN_EXTRA_BLOCKS more than `here`, the blocks on `host`. Of equal pools the
+    one that joined first is chosen.
+    """
+    there = [
+        (found.get(pool.incarnation, 0), -pool.joined_at, pool)
+        for pool in pools
+        if pool.info.host_id != host
+    ]
+    if not there:
+        return None
+    blocks, _, pool = max(there, key=lambda one: one[:2])
+    return (pool, blocks) if blocks - here >= MIN_EXTRA_BLOCKS else None
 
-    def check_join(
-        self, info: PoolJoinInfo, model: ModelIdentity | None, now: float
-    ) -> PoolMember | None:
-        """Check whether the pool may join nodes that serve `model`; return the member it would
-        replace.
 
-        Raises ConfigError naming the first field that differs; one with `retry_after` may go away
-        with time.
-        """
-        _require_equal(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
-        if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
-            raise ConfigError(
-                f"pool name {info.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters:"
-                " set --name"
-            )
-        require_process_nonce(info)
-        if info.num_blocks < 1:
-            raise ConfigError(
-                f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1"
-            )
-        if model is not None:
-            _require_equal(info, "model_digest", info.model_digest, model.model_digest)
-            _require_equal(info, "layout", info.layout, model.layout)
-        holder = next((one for one in self.members.values() if one.info.name == info.name), None)
-        if holder is not None:
-            require_free_name(info, holder.info, free_in=holder.heard_at + self._silence - now)
-        return holder
+class PromptBlockHashes:
+    """The short hashes of a prompt's full blocks, computed on demand and at most once."""
 
-    def add_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> None:
-        self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)
+    def __init__(self, chain: HashChain) -> None:
+        self._hash_chain = chain
+        self._hashes: list[int] = []
 
     @property
-    def hosts(self) -> frozenset[str]:
-        return frozenset(pool.info.host_id for pool in self.members.values())
+    def block_size(self) -> int:
+        return self._hash_chain.block_size
 
-    def find_expired(self, now: float) -> list[tuple[PoolMember, NodeLost]]:
-        """Return the silent pools."""
-        return [
-            (one, NodeLost(f"pool {one.info.name} was silent for {now - one.heard_at:.1f} s"))
-            for one in self.members.values()
-            if now - one.heard_at >= self._silence
-        ]
-
-    def next_silence_at(self) -> float | None:
-        """Return when the first pool would count as silent."""
-        return min((one.heard_at + self._silence for one in self.members.values()), default=None)
+    def __iter__(self) -> Iterator[int]:
+        """Yield the short hashes of the full blocks, from the first one on."""
+        for block in range(len(self._hash_chain.tokens) // self._hash_chain.block_size):
+            if block == len(self._hashes):
+                self._hashes.append(short_hash(self._hash_chain.block_hash(block)))
+            yield self._hashes[block]
 
 
-def _require_equal(info: PoolJoinInfo, field: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
-        raise ConfigError(
-            f"pool {info.name!r} has {field} {theirs!r}, the cluster has {ours!r}", param=field
-        )
+class CachedPrefixes:
+    """Finds which nodes and pools seem to have the beginning of a prompt in their caches."""
+
+    def __init__(
+        self, registry: NodeRegistry, directory: PrefixDirectory, pools: PoolRegistry
+    ) -> None:
+        self._registry = registry
+        self._directory = directory
+        self._pools = pools
+
+    def hash_prompt(self, request: Request) -> PromptBlockHashes:
+        """Return the block hashes of the prompt. Valid only after the first join."""
+        model = self._registry.model_identity
+        assert model is not None, "no node has joined"
+        root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
+        return PromptBlockHashes(HashChain(root, request.prompt_token_ids, model.layout.block_size))
+
+    def cached_tokens_by_node(self, block_hashes: PromptBlockHashes) -> dict[Incarnation, int]:
+        """Return the prompt tokens that each node's cache, or its host's pool, seems to have."""
+        held = self._reachable_blocks(self._directory.match_prefix(block_hashes))
+        return {node: blocks * block_hashes.block_size for node, blocks in held.items()}
+
+    def find_remote_prefixes(
+        self, block_hashes: PromptBlockHashes, nodes: Iterable[Incarnation]
+    ) -> dict[Incarnation, tuple[PoolMember, int]]:
+        """For each of `nodes` whose host has a pool and less of the prompt than another host's
+        pool: return that pool and how many tokens it seems to have."""
+        pools = self._pools.members.values()
+        if len(pools) < 2 or len(hosts := self._pools.hosts) < 2:
+            return {}
+        found = self._directory.match_prefix(block_hashes)
+        held = self._reachable_blocks(found)
+        remote: dict[Incarnation, tuple[PoolMember, int]] = {}
+        for node in nodes:
+            host = self._registry.nodes[node].info.host_id
+            there = (
+                best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            )
+            if there is not None:
+                remote[node] = (there[0], there[1] * block_hashes.block_size)
+        return remote
+
+    def _reachable_blocks(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
+        """Return the blocks that each node can reach: its own or its host's pool's."""
+        held = dict(found)
+        pooled: dict[str, int] = {}  # by host
+        for pool in self._pools.members.values():
+            blocks = held.pop(pool.incarnation, 0)
+            if blocks:
+                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
+        for node in self._registry.nodes.values() if pooled else ():
+            blocks = pooled.get(node.info.host_id, 0)
+            if blocks > held.get(node.incarnation, 0):
+                held[node.incarnation] = blocks
+        return held

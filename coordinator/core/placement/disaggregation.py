@@ -10,40 +10,30 @@ no more, but for a burst (node_engine/core/scheduling/prefill_token_budget.py). 
 burst does not cover takes 1 + 1 / share times as long as on an idle node. Prompts that are handed
 off disturb no sequence, so ties go to them. If no prefill node has room now, the hand-off is
 predicted for the time when one will have, and the request waits if that is still sooner.
-
-`LatencyEstimator` estimates the latency that a new request can expect, from the cost model and what
-is placed on each node.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.errors import DeadlineExceeded
 from baton.types import Role
-from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
-from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.breakers import NodePair
 from coordinator.core.placement.interface import (
     LatencyPrediction,
     NodeChoice,
-    NodeView,
     PlacementContext,
     PlacementDecision,
-    PlacementDemand,
     PlacementPolicy,
     PlacementReason,
     PrefillSite,
-    predict_latency,
 )
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.policies import choose_excluding_open_breakers
+from coordinator.core.placement.node_loads import NodeView, PlacementDemand
+from coordinator.core.placement.policies import decide_nodes
 
 TIE_SECONDS = 0.0005  # predictions that differ by less are equal
 
 
 class DisaggregationPolicy:
-    """Chooses the prefill site of each attempt, on the nodes that the placement policy chooses."""
+    """Chooses the prefill site in mode `auto`, on the nodes that the placement policy chooses."""
 
     def __init__(self, placement: PlacementPolicy) -> None:
         self._placement = placement
@@ -53,51 +43,20 @@ class DisaggregationPolicy:
         demand: PlacementDemand,
         views: Sequence[NodeView],
         context: PlacementContext,
-        reason: PlacementReason,
-        *,
-        may_choose_site: bool,
         blocked_pairs: frozenset[NodePair] = frozenset(),
     ) -> PlacementDecision | None:
-        """Decide the nodes and the prefill site; None is to wait.
+        """Decide the nodes and the prefill site of a demand for prefill; None is to wait.
 
-        With `may_choose_site`, prefill and decode nodes may compute the prompt; otherwise the
-        demand says which, because of `reason`. `blocked_pairs` must not hand off.
+        `blocked_pairs` must not hand off.
         """
-        decision = self._decide_with_demand(demand, views, context, blocked_pairs)
-        if decision is not None and decision.choice.prefill is None and demand.needs_prefill:
-            return replace(
-                decision, prefill_site=PrefillSite.LOCAL, reason=PlacementReason.PREFIX_CACHED
-            )
-        if not may_choose_site:
-            site = PrefillSite.HAND_OFF if demand.needs_prefill else PrefillSite.LOCAL
-            return replace(decision, prefill_site=site, reason=reason) if decision else None
-        local = self._decide_with_demand(
-            replace(demand, needs_prefill=False, needs_decode=True), views, context, blocked_pairs
-        )
-        if decision is None or local is None:
-            return self._decide_with_one_site(demand, decision, local, views, context)
-        return _choose_sooner(demand, decision, local, context.cost_model.error_margin)
-
-    def _decide_with_demand(
-        self,
-        demand: PlacementDemand,
-        views: Sequence[NodeView],
-        context: PlacementContext,
-        blocked_pairs: frozenset[NodePair],
-    ) -> PlacementDecision | None:
-        choice = choose_excluding_open_breakers(
-            self._placement, demand, views, context, blocked_pairs
-        )
-        if choice is None:
-            return None
-        return PlacementDecision(
-            demand,
-            choice,
-            predict_latency(demand, choice, views, context),
-            views,
-            context.now,
-            blocked_pairs,
-        )
+        hand_off = decide_nodes(self._placement, demand, views, context, blocked_pairs)
+        if hand_off is not None and hand_off.reason is PlacementReason.PREFIX_CACHED:
+            return hand_off
+        local_demand = replace(demand, needs_prefill=False, needs_decode=True)
+        local = decide_nodes(self._placement, local_demand, views, context, blocked_pairs)
+        if hand_off is None or local is None:
+            return self._decide_with_one_site(demand, hand_off, local, views, context)
+        return _choose_sooner(demand, hand_off, local, context.cost_model.error_margin)
 
     def _decide_with_one_site(
         self,
@@ -212,66 +171,3 @@ def _predict_later_handoff(
                 )
             )
     return min(predictions, key=completion_seconds, default=None)
-
-
-_OPTIMISM = 0.5  # of the fastest prediction, so that borderline requests get their chance
-
-
-class LatencyEstimator:
-    """Estimates waits and service times for admission, and deadlines that cannot be met."""
-
-    def __init__(
-        self,
-        registry: NodeRegistry,
-        loads: NodeLoads,
-        cost_model: CostModel,
-        decode_times: DecodeTimePredictor,
-    ) -> None:
-        self._registry = registry
-        self._decode_times = decode_times
-        self._loads = loads
-        self._cost_model = cost_model
-
-    def prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds to compute a prompt with no cached tokens on an idle node."""
-        return self._cost_model.fleet_costs.prefill_seconds(tokens, 0)
-
-    def decode_seconds(self, tenant: str, max_tokens: int) -> float:
-        """Return the seconds that a placed request takes besides computing its prompt."""
-        return self._decode_times.predict_seconds(tenant, max_tokens)
-
-    def node_wait_seconds(self, now: float) -> float:
-        """Return the seconds until the first node that computes prompts has no prompt left."""
-        role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
-        least_wait = math.inf
-        for node in self._registry.nodes_in_service(role):
-            least_wait = min(least_wait, self._loads.get_view(node).queue_wait_seconds(now))
-            if least_wait == 0.0:
-                break
-        return least_wait if least_wait < math.inf else 0.0
-
-    def is_decode_full(self, blocks: int = 0) -> bool:
-        """Return whether every decode node is out of slots, or of room for so many more blocks."""
-        decode = (
-            self._loads.get_view(node) for node in self._registry.nodes_in_service(Role.DECODE)
-        )
-        return all(
-            view.attempts >= view.max_num_seqs or view.free_blocks < blocks for view in decode
-        )
-
-    def find_deadline_error(
-        self, tokens: int, cached_tokens: int, time_left: float
-    ) -> DeadlineExceeded | None:
-        """Return the error if the context cannot be computed in `time_left` seconds;
-        `cached_tokens` of it seem to be cached."""
-        if self._cost_model.can_prefill_within(
-            tokens - cached_tokens, cached_tokens, time_left / _OPTIMISM
-        ):
-            return None
-        least_seconds = _OPTIMISM * self._cost_model.fastest_prefill_seconds(
-            tokens - cached_tokens, cached_tokens
-        )
-        return DeadlineExceeded(
-            f"a prompt of {tokens} tokens takes {least_seconds:.3g} s at least:"
-            f" {max(time_left, 0.0):.3g} s are left for it"
-        )

@@ -1,4 +1,4 @@
-"""Keeps what is placed on each node, between two reports of the node.
+"""Keeps what is placed on each node between two reports of the node, and says what fits there.
 
 A *leg* is one attempt's share of one node. Free blocks are what the node last reported, minus the
 legs that the report cannot have seen, plus the legs that it saw and that have ended since.
@@ -7,24 +7,172 @@ A refusal closes the node to demands of that size until it reports enough room, 
 before the refusal ends. Only such a leg can have freed anything: otherwise two requests that two
 nodes refuse in turn would reopen the nodes for one another for ever.
 
-`ContextCapacity` says how long a request may be: as long as the largest decode node can hold.
-Prefill nodes do not limit requests, since a decode node computes what no prefill node can hold. A
-node that joins with a smaller cache or `--max-model-len` takes nothing away: requests that it
-cannot hold are placed elsewhere. A node that left still counts for a while, so that its restart
-does not reject requests as too long. Requests that no present node can hold wait, and block no
-others.
+Policies read a node as a `NodeView`, an immutable snapshot, which says whether it can accept a
+`PlacementDemand`. The window of a node is small on purpose: requests wait in the coordinator, where
+deadlines and fairness are decided in one place, and where the loss of a node affects few of them.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from baton.cluster_link.messages import JoinInfo
-from baton.limits import ModelBounds
 from baton.types import AttemptKey, Incarnation, NodeName, Role
 from coordinator.core.estimates.workload import RecentWork
-from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
-from coordinator.core.placement.interface import NodeView
-from coordinator.core.placement.placement_state import PlaceableRequest
+from coordinator.core.membership.node_registry import NodeMember
+
+_NO_NAME = NodeName("")
+_UNLIMITED_TOKENS = 1 << 62  # tokens
+_WINDOW_STEPS = 2  # prompts, or steps: one is computed, the next is there when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDemand:
+    """What an attempt needs of the nodes that will serve it."""
+
+    context_tokens: int  # tokens of the prompt and of what was emitted so far
+    blocks: int  # KV blocks for the context and a little growth
+    needs_prefill: bool
+    needs_decode: bool
+    # nodes of the last failed attempt, chosen only if there is no other
+    avoided_nodes: frozenset[Incarnation] = frozenset()
+    # a decode node that caches the whole context: no prefill leg needed
+    prefix_holder: Incarnation | None = None
+    reserved_share: float = 0.0  # share of a node's blocks and slots to leave to the first class
+    # context tokens that each node's cache seems to have, by the prefix directory
+    cached_by_node: Mapping[Incarnation, int] = field(default_factory=dict)
+    expected_output_tokens: float = 1.0
+    # share to leave to other tenants of the class, with half of the window
+    headroom_share: float = 0.0
+    max_total_tokens: int = 0  # tokens of the prompt and of the longest output asked for
+
+    def cached_tokens_on(self, node: Incarnation) -> int:
+        """Return the usable cached tokens; the last context token is always computed."""
+        cached_tokens = self.cached_by_node.get(node)
+        return min(cached_tokens, self.context_tokens - 1) if cached_tokens else 0
+
+    def uncached_tokens_on(self, node: Incarnation) -> int:
+        """Return the context tokens that the node would have to compute."""
+        return (
+            1 if node == self.prefix_holder else self.context_tokens - self.cached_tokens_on(node)
+        )
+
+    @property
+    def required_roles(self) -> tuple[Role, ...]:
+        """The roles of which the demand needs a node."""
+        needed = ((Role.PREFILL, self.needs_prefill), (Role.DECODE, self.needs_decode))
+        return tuple(role for role, is_needed in needed if is_needed)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """An immutable snapshot of one node, from its reports and from what is placed there."""
+
+    incarnation: Incarnation
+    role: Role
+    max_num_seqs: int
+    max_batched_tokens: int
+    attempts: int  # attempts placed there that have not ended
+    pending_prefills: int  # prompts placed there and not computed yet
+    uncomputed_tokens: int  # tokens of these prompts; 0 on a decode node
+    free_blocks: int  # by the last report and what was placed and ended since
+    refused_from_blocks: int | None  # demands of this many blocks or more were refused
+    last_placed_serial: int  # orders nodes by when they last got work
+    window_tokens: int = 0  # tokens of pending prompts, each counted up to one step's
+    total_blocks: int = 0
+    first_class_blocks: int = 0  # blocks of first-class attempts
+    first_class_attempts: int = 0
+    name: NodeName = _NO_NAME
+    joined_at: float = 0.0
+    # predicted seconds of prompts that wait or are being computed there
+    queued_seconds: float = 0.0
+    head_prefill_seconds: float = 0.0  # predicted seconds of the prompt that is being computed
+    head_since: float = 0.0  # when the node began with that prompt
+    running_attempts: int = 0  # attempts whose prompt is computed
+    resident_tokens: float = 0.0  # expected tokens in the caches of its sequences
+    recent_work: float = 0.0  # see `RecentWork`
+    max_context_tokens: int = _UNLIMITED_TOKENS  # longest prompt and output that it can hold
+
+    def can_hold_request(self, demand: PlacementDemand) -> bool:
+        """Return whether the idle node could hold the request: the context and one token on a
+        prefill node, prompt and output on a decode node."""
+        return (
+            demand.context_tokens + 1 if self.role is Role.PREFILL else demand.max_total_tokens
+        ) <= self.max_context_tokens
+
+    def can_accept_prefill(self, demand: PlacementDemand) -> bool:
+        """Return whether the node has room in its window for the prompt. Blocks are not checked:
+        the coordinator does not know what the node keeps until hand-offs commit, so the node
+        refuses."""
+        if not self.can_hold_request(demand) or self.is_closed_to(demand):
+            return False
+        return self.pending_prefills < self.max_num_seqs and self._has_window(demand)
+
+    def can_accept_decode(self, demand: PlacementDemand) -> bool:
+        """Return whether the node has a slot and blocks for the attempt. If it is to compute the
+        prompt too, the window of a prefill node applies, so that later short prompts can overtake.
+        """
+        if (
+            self.attempts >= self.max_num_seqs
+            or not self.can_hold_request(demand)
+            or self.is_closed_to(demand)
+        ):
+            return False
+        if not demand.needs_prefill and not self._has_window(demand):
+            return False
+        plain = not demand.reserved_share and not demand.headroom_share
+        return demand.blocks <= self.free_blocks if plain else self._leaves_room(demand)
+
+    def can_accept(self, demand: PlacementDemand) -> bool:
+        return (
+            self.can_accept_prefill(demand)
+            if self.role is Role.PREFILL
+            else self.can_accept_decode(demand)
+        )
+
+    def queue_wait_seconds(self, now: float) -> float:
+        """Return the predicted seconds until the node has computed the prompts placed there."""
+        if not self.queued_seconds:
+            return 0.0
+        done = min(max(0.0, now - self.head_since), self.head_prefill_seconds)
+        return max(0.0, self.queued_seconds - done)
+
+    def _leaves_room(self, demand: PlacementDemand) -> bool:
+        """Return whether the reserve of the first class and the headroom stay free. A request that
+        needs more blocks than the reserve leaves may have them all, and one that leaves headroom
+        may use an empty node fully."""
+        blocks = max(
+            0,
+            min(int(demand.reserved_share * self.total_blocks), self.total_blocks - demand.blocks)
+            - self.first_class_blocks,
+        )
+        reserved = min(
+            _round_up_slots(demand.reserved_share * self.max_num_seqs), self.max_num_seqs - 1
+        )
+        places = max(0, reserved - self.first_class_attempts)
+        if self.attempts:
+            blocks += int(demand.headroom_share * (self.total_blocks - blocks))
+            places += _round_up_slots(demand.headroom_share * (self.max_num_seqs - places))
+        return (
+            demand.blocks <= self.free_blocks - blocks
+            and self.attempts < self.max_num_seqs - places
+        )
+
+    def _has_window(self, demand: PlacementDemand) -> bool:
+        """Return whether the window has room: two prompts, or two steps' worth of tokens. A long
+        prompt counts as one step's tokens, so that short prompts can be placed behind it."""
+        window = 1 if demand.headroom_share else _WINDOW_STEPS
+        if self.pending_prefills < window:
+            return True
+        share = min(demand.uncached_tokens_on(self.incarnation), self.max_batched_tokens)
+        return self.window_tokens + share <= window * self.max_batched_tokens
+
+    def is_closed_to(self, demand: PlacementDemand) -> bool:
+        return self.refused_from_blocks is not None and demand.blocks >= self.refused_from_blocks
+
+
+def _round_up_slots(share: float) -> int:
+    """Round up, so that a share of few slots is not less than was promised."""
+    return math.ceil(share - 1e-9)
 
 
 @dataclass(slots=True)
@@ -230,86 +378,3 @@ class NodeLoads:
         load.reported_free_blocks, load.freed_blocks = room, 0
         for leg in load.legs.values():
             leg.is_reported = leg.is_acknowledged
-
-
-# long enough for a restarted node to load its model
-DEPARTED_NODE_MEMORY_SECONDS = 600.0
-
-
-class ContextCapacity:
-    """How many tokens a request may have. With `hands_off`, prefill nodes compute prompts."""
-
-    def __init__(self, registry: NodeRegistry, *, hands_off: bool) -> None:
-        self._registry = registry
-        self._hands_off = hands_off
-        # nodes that have left, and until when each is remembered
-        self._departed_nodes: dict[NodeName, tuple[JoinInfo, float]] = {}
-        self._bounds: ModelBounds | None = None
-
-    def on_node_joined(self, info: JoinInfo) -> None:
-        """Must be called after the node was added to the registry."""
-        self._departed_nodes = {
-            name: one
-            for name, one in self._departed_nodes.items()
-            if name != info.name and one[0].model == self._registry.model_identity
-        }
-        self._compute_bounds()
-
-    def on_node_left(self, info: JoinInfo, now: float) -> None:
-        """Must be called after the node was removed from the registry."""
-        self._departed_nodes[info.name] = (info, now + DEPARTED_NODE_MEMORY_SECONDS)
-        self._compute_bounds()
-
-    def expire_departed_nodes(self, now: float) -> None:
-        """Forget nodes that left long ago, unless no node is left."""
-        gone = [name for name, (_, until) in self._departed_nodes.items() if until <= now]
-        if gone and self._registry.nodes:
-            for name in gone:
-                del self._departed_nodes[name]
-            self._compute_bounds()
-
-    def get_model_bounds(self) -> ModelBounds | None:
-        """Return the bounds of requests; None before the first join."""
-        return self._bounds
-
-    def can_fit_context(self, role: Role, tokens: int) -> bool:
-        """Return whether a node in service of the role can hold so many tokens of one request."""
-        return any(
-            node.max_context_tokens >= tokens for node in self._registry.nodes_in_service(role)
-        )
-
-    def why_too_long(self, record: PlaceableRequest) -> str:
-        """Return why no node in service can hold the request; "" if one can, or without decode
-        nodes."""
-        alone = self._hands_off and record.remaining_tokens <= 1
-        if alone and self.can_fit_context(Role.PREFILL, record.context_tokens + 1):
-            return ""
-        contexts = (
-            node.max_context_tokens for node in self._registry.nodes_in_service(Role.DECODE)
-        )
-        largest = max(contexts, default=record.max_total_tokens)
-        if largest >= record.max_total_tokens:
-            return ""
-        return (
-            f"no decode node that is here can hold its {record.max_total_tokens} tokens, the"
-            f" largest holds {largest}"
-            " (--max-model-len, --kv-memory)"
-        )
-
-    def _compute_bounds(self) -> None:
-        here = [node.info for node in self._registry.nodes.values()]
-        largest = _largest_node([*here, *(info for info, _ in self._departed_nodes.values())])
-        self._bounds = ModelBounds(
-            vocab_size=largest.vocab_size,
-            max_model_len=largest.max_model_len,
-            cache_tokens=largest.num_blocks * largest.layout.block_size,
-            model_digest=largest.model_digest,
-            dtype=largest.layout.dtype,
-            current_max_context=_largest_node(here).max_context_tokens if here else 0,
-        )
-
-
-def _largest_node(infos: Collection[JoinInfo]) -> JoinInfo:
-    """Return the largest decode node, or the largest node if there is no decode node."""
-    decode = [info for info in infos if info.role is Role.DECODE]
-    return max(decode or infos, key=lambda info: info.max_context_tokens)

@@ -20,6 +20,7 @@ that has just joined is ramped up over `RAMP_UP_SECONDS`. Predictions that diffe
 usual error are ties, which the load decides.
 
 `choose_excluding_open_breakers` lets any policy choose only pairs whose circuit breaker is closed.
+`decide_nodes` predicts the latency of what it has chosen.
 """
 
 from abc import ABC, abstractmethod
@@ -33,14 +34,27 @@ from baton.types import Incarnation, Role
 from coordinator.core.estimates.workload import WINDOW_SECONDS
 from coordinator.core.placement.breakers import NodePair
 from coordinator.core.placement.interface import (
+    LatencyPrediction,
     NodeChoice,
-    NodeView,
     PlacementContext,
-    PlacementDemand,
+    PlacementDecision,
     PlacementPolicy,
-    choose_prefix_holder,
-    required_roles,
+    PlacementReason,
+    PrefillSite,
 )
+from coordinator.core.placement.node_loads import NodeView, PlacementDemand
+
+
+def choose_prefix_holder(demand: PlacementDemand, nodes: Sequence[NodeView]) -> NodeChoice | None:
+    """Return the decode node that caches the whole context, alone, if it has room."""
+    if demand.prefix_holder is None:
+        return None
+    holder = next((node for node in nodes if node.incarnation == demand.prefix_holder), None)
+    return (
+        NodeChoice(None, holder.incarnation)
+        if holder is not None and holder.can_accept_decode(demand)
+        else None
+    )
 
 
 class _RankingPolicy(ABC):
@@ -53,7 +67,7 @@ class _RankingPolicy(ABC):
         if holder is not None:
             return holder
         chosen: dict[Role, Incarnation] = {}
-        for role in required_roles(demand):
+        for role in demand.required_roles:
             eligible = [node for node in nodes if node.role is role and node.can_accept(demand)]
             if not eligible:
                 return None
@@ -283,4 +297,69 @@ def choose_excluding_open_breakers(
         replace(second, predicted_seconds={**first.predicted_seconds, **second.predicted_seconds})
         if second is not None
         else None
+    )
+
+
+def predict_latency(
+    demand: PlacementDemand,
+    choice: NodeChoice,
+    nodes: Sequence[NodeView],
+    context: PlacementContext,
+) -> LatencyPrediction:
+    """Predict the latency of the demand on the chosen nodes."""
+    prefill = decode = None
+    for view in nodes:
+        if view.incarnation == choice.prefill:
+            prefill = view
+        elif view.incarnation == choice.decode:
+            decode = view
+    costs, tokens, output = context.cost_model, demand.context_tokens, demand.expected_output_tokens
+    queue = compute = transfer = step = 0.0
+    computing_node = prefill or decode
+    if computing_node is not None:
+        cached_tokens = (
+            demand.cached_tokens_on(computing_node.incarnation)
+            if computing_node.incarnation != demand.prefix_holder
+            else tokens - 1
+        )
+        queue = computing_node.queue_wait_seconds(context.now)
+        compute = costs.get_node_costs(computing_node.name).prefill_seconds(
+            tokens - cached_tokens, cached_tokens
+        )
+        if prefill is None:
+            compute = context.interleaved_prefill_seconds(computing_node, compute)
+    if prefill is not None and decode is not None:
+        missing_tokens = tokens - demand.cached_tokens_on(decode.incarnation)
+        transfer = costs.transfer_seconds(
+            prefill.name, decode.name, missing_tokens * context.token_bytes
+        )
+    resident = tokens + output / 2
+    if decode is not None:
+        step = costs.get_node_costs(decode.name).step_seconds(
+            decode.attempts + 1, decode.resident_tokens + resident
+        )
+    return LatencyPrediction(queue, compute, transfer, step, output, resident)
+
+
+def decide_nodes(
+    policy: PlacementPolicy,
+    demand: PlacementDemand,
+    views: Sequence[NodeView],
+    context: PlacementContext,
+    blocked_pairs: frozenset[NodePair],
+) -> PlacementDecision | None:
+    """Choose nodes without blocked pairs, and predict the latency there; None is to wait."""
+    choice = choose_excluding_open_breakers(policy, demand, views, context, blocked_pairs)
+    if choice is None:
+        return None
+    is_cached = choice.prefill is None and demand.needs_prefill
+    return PlacementDecision(
+        demand,
+        choice,
+        predict_latency(demand, choice, views, context),
+        views,
+        context.now,
+        blocked_pairs,
+        PrefillSite.LOCAL if is_cached else PrefillSite.HAND_OFF,
+        PlacementReason.PREFIX_CACHED if is_cached else PlacementReason.MODE,
     )

@@ -1,6 +1,12 @@
-"""Places one request: builds the demand, asks the policy, and books the legs of the attempt."""
+"""Places one request: builds the demand, asks the policy, and books the legs of the attempt.
 
+`LatencyEstimator` estimates the latency that a new request can expect, from the cost model and what
+is placed on each node.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from baton.errors import DeadlineExceeded
@@ -8,22 +14,91 @@ from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, Incarnation, NodeName, Role
 from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController, DegradationStep
-from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
+from coordinator.core.membership.node_registry import ContextCapacity, NodeRegistry
 from coordinator.core.placement.breakers import CircuitBreakers
-from coordinator.core.placement.disaggregation import DisaggregationPolicy, LatencyEstimator
+from coordinator.core.placement.disaggregation import DisaggregationPolicy
 from coordinator.core.placement.interface import (
+    BLOCKED_PAIR,
+    FAILED_BEFORE,
+    RAMPING_UP,
+    ConsideredNode,
     NodeChoice,
-    NodeView,
+    PlaceableRequest,
     PlacementContext,
     PlacementDecision,
-    PlacementDemand,
     PlacementPolicy,
     PlacementReason,
+    PrefillSite,
 )
-from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
-from coordinator.core.placement.placement_state import PlaceableRequest, PlacementState
+from coordinator.core.placement.node_loads import NodeLoads, NodeView, PlacementDemand
+from coordinator.core.placement.placement_state import PlacementState
+from coordinator.core.placement.policies import decide_nodes, is_ramping_up
 
 ServingMode = Literal["disaggregated", "colocated", "auto"]
+
+
+_OPTIMISM = 0.5  # of the fastest prediction, so that borderline requests get their chance
+
+
+class LatencyEstimator:
+    """Estimates waits and service times for admission, and deadlines that cannot be met."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        loads: NodeLoads,
+        cost_model: CostModel,
+        decode_times: DecodeTimePredictor,
+    ) -> None:
+        self._registry = registry
+        self._decode_times = decode_times
+        self._loads = loads
+        self._cost_model = cost_model
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds to compute a prompt with no cached tokens on an idle node."""
+        return self._cost_model.fleet_costs.prefill_seconds(tokens, 0)
+
+    def decode_seconds(self, tenant: str, max_tokens: int) -> float:
+        """Return the seconds that a placed request takes besides computing its prompt."""
+        return self._decode_times.predict_seconds(tenant, max_tokens)
+
+    def node_wait_seconds(self, now: float) -> float:
+        """Return the seconds until the first node that computes prompts has no prompt left."""
+        role = Role.PREFILL if self._registry.has_serving_node(Role.PREFILL) else Role.DECODE
+        least_wait = math.inf
+        for node in self._registry.nodes_in_service(role):
+            least_wait = min(least_wait, self._loads.get_view(node).queue_wait_seconds(now))
+            if least_wait == 0.0:
+                break
+        return least_wait if least_wait < math.inf else 0.0
+
+    def is_decode_full(self, blocks: int = 0) -> bool:
+        """Return whether every decode node is out of slots, or of room for so many more blocks."""
+        decode = (
+            self._loads.get_view(node) for node in self._registry.nodes_in_service(Role.DECODE)
+        )
+        return all(
+            view.attempts >= view.max_num_seqs or view.free_blocks < blocks for view in decode
+        )
+
+    def find_deadline_error(
+        self, tokens: int, cached_tokens: int, time_left: float
+    ) -> DeadlineExceeded | None:
+        """Return the error if the context cannot be computed in `time_left` seconds;
+        `cached_tokens` of it seem to be cached."""
+        if self._cost_model.can_prefill_within(
+            tokens - cached_tokens, cached_tokens, time_left / _OPTIMISM
+        ):
+            return None
+        least_seconds = _OPTIMISM * self._cost_model.fastest_prefill_seconds(
+            tokens - cached_tokens, cached_tokens
+        )
+        return DeadlineExceeded(
+            f"a prompt of {tokens} tokens takes {least_seconds:.3g} s at least:"
+            f" {max(time_left, 0.0):.3g} s are left for it"
+        )
 
 
 class RequestPlacer:
@@ -45,7 +120,8 @@ class RequestPlacer:
     ) -> None:
         self._registry = registry
         self._loads = loads
-        self._policy = DisaggregationPolicy(policy)
+        self._policy = policy
+        self._disaggregation = DisaggregationPolicy(policy)
         self._state = state
         self._cached_prefixes = state.cached_prefixes
         self._capacity = capacity
@@ -95,17 +171,14 @@ class RequestPlacer:
         context = PlacementContext(
             now, costs, work_unit, layout.token_bytes, layout.block_size, share
         )
-        may_choose_site = (
-            self._mode == "auto" and demand.needs_prefill and record.probe_node is None
-        )
-        return self._policy.decide_placement(
-            demand,
-            views,
-            context,
-            self._fixed_reason(demand),
-            may_choose_site=may_choose_site,
-            blocked_pairs=self._breakers.blocked_pairs,
-        )
+        blocked_pairs = self._breakers.blocked_pairs
+        if self._mode == "auto" and demand.needs_prefill and record.probe_node is None:
+            return self._disaggregation.decide_placement(demand, views, context, blocked_pairs)
+        decision = decide_nodes(self._policy, demand, views, context, blocked_pairs)
+        if decision is None or decision.reason is PlacementReason.PREFIX_CACHED:
+            return decision
+        site = PrefillSite.HAND_OFF if demand.needs_prefill else PrefillSite.LOCAL
+        return replace(decision, prefill_site=site, reason=self._fixed_reason(demand))
 
     def find_deadline_error(
         self, record: PlaceableRequest, now: float, *, has_rivals: bool
@@ -157,7 +230,10 @@ class RequestPlacer:
             headroom_share=headroom,
             expected_output_tokens=max(
                 1.0,
-                self._state.expected_output_tokens(record.request) - len(record.emitted_token_ids),
+                self._state.output_lengths.predict_tokens(
+                    record.request.principal.tenant, record.request.sampling.max_tokens
+                )
+                - len(record.emitted_token_ids),
             ),
             max_total_tokens=record.max_total_tokens,
         )
@@ -205,6 +281,12 @@ class RequestPlacer:
                 cost.prefill_seconds(tokens - cached_here, cached_here) / (tokens - cached_here),
             )
         return remote_prefixes
+
+    def list_considered(self, decision: PlacementDecision) -> tuple[ConsideredNode, ...]:
+        """Return the candidates of every role that the decision chose nodes for."""
+        is_site_chosen = decision.rejected_prediction is not None
+        roles = tuple(Role) if is_site_chosen else decision.demand.required_roles
+        return tuple(one for role in roles for one in _rank_candidates(decision, role))
 
     def _candidate_views(
         self, record: PlaceableRequest, in_service: Sequence[NodeView]
@@ -255,3 +337,44 @@ class RequestPlacer:
 
 def _chosen_nodes(choice: NodeChoice) -> Iterator[Incarnation]:
     return filter(None, (choice.decode, choice.prefill))
+
+
+MAX_CONSIDERED = 16  # candidates recorded for each role; the chosen ones are always among them
+
+
+def _rank_candidates(decision: PlacementDecision, role: Role) -> Iterator[ConsideredNode]:
+    """Yield the candidates of a role: the chosen one first, then the fastest by prediction."""
+    demand, scores = decision.demand, decision.choice.predicted_seconds
+    chosen = {decision.choice.prefill, decision.choice.decode}
+    ranked = [
+        (view.incarnation not in chosen, scores.get(view.incarnation, math.inf), number)
+        for number, view in enumerate(decision.views)
+        if view.role is role
+    ]
+    ranked.sort()
+    for _, _, number in ranked[:MAX_CONSIDERED]:
+        view = decision.views[number]
+        yield ConsideredNode(
+            node=view.name,
+            role=view.role,
+            attempts=view.attempts,
+            uncomputed_tokens=view.uncomputed_tokens,
+            free_blocks=view.free_blocks,
+            is_eligible=view.can_accept(demand),
+            is_chosen=view.incarnation in chosen,
+            cached_tokens=demand.cached_tokens_on(view.incarnation),
+            predicted_seconds=scores.get(view.incarnation),
+            objection=_objection_to(decision, view),
+        )
+
+
+def _objection_to(decision: PlacementDecision, view: NodeView) -> str:
+    choice, mine = decision.choice, view.incarnation
+    pair = (mine, choice.decode) if view.role is Role.PREFILL else (choice.prefill, mine)
+    if pair in decision.blocked_pairs:
+        return BLOCKED_PAIR
+    if mine in decision.demand.avoided_nodes:
+        return FAILED_BEFORE
+    return (
+        RAMPING_UP if mine in choice.predicted_seconds and is_ramping_up(view, decision.now) else ""
+    )

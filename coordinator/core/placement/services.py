@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from coordinator.core.admission.admission_controller import AdmissionController
 from coordinator.core.admission.degradation import DegradationController
+from coordinator.core.membership.node_registry import ContextCapacity
 from coordinator.core.placement.breakers import CircuitBreakers
-from coordinator.core.placement.disaggregation import LatencyEstimator
-from coordinator.core.placement.node_loads import ContextCapacity, NodeLoads
+from coordinator.core.placement.node_loads import NodeLoads
 from coordinator.core.placement.placement_state import PlacementState
-from coordinator.core.placement.request_placer import RequestPlacer
+from coordinator.core.placement.request_placer import LatencyEstimator, RequestPlacer
 
 
 @dataclass(frozen=True, slots=True)

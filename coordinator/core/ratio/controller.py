@@ -181,7 +181,9 @@ class RatioController:
                 record.timestamps.arrival,
                 RequestShape(
                     len(record.request.prompt_token_ids),
-                    self._placement_state.expected_output_tokens(record.request),
+                    self._placement_state.output_lengths.predict_tokens(
+                        record.request.principal.tenant, record.request.sampling.max_tokens
+                    ),
                 ),
             )
             for record in queued

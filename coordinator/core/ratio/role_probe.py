@@ -4,7 +4,7 @@ from baton.errors import BatonError, Cancelled
 from baton.types import FinishReason, Request, RequestId, Role, SamplingParams
 from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.disaggregation import LatencyEstimator
+from coordinator.core.placement.request_placer import LatencyEstimator
 from coordinator.core.ratio.role_switch import PROBE_TIMEOUT_SECONDS, PendingRoleSwitch
 from coordinator.core.requests.table import RequestTable
 

@@ -21,14 +21,9 @@ from coordinator.core.common.effects import EndRequest, FinishedResult
 from coordinator.core.common.settings import UNPACKED, BrainSettings, ExplanationPacking
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.estimates.workload import StageSeconds, WorkloadMeter
-from coordinator.core.requests.attempt_trace import TimelineStore
 from coordinator.core.requests.explanation import AttemptExplanation, RequestExplanation
-from coordinator.core.requests.record import (
-    Attempt,
-    RequestRecord,
-    RequestState,
-    compute_token_sources,
-)
+from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
+from coordinator.core.requests.token_sources import compute_token_sources
 
 MAX_AGE_SECONDS = 3600.0  # after which an ended request can no longer be explained
 _MAX_REASON_CHARS = 500  # characters
@@ -93,6 +88,33 @@ def _explain_attempt(attempt: Attempt, arrival: float) -> AttemptExplanation:
         held_back_seconds=trace.held_back_seconds,
         is_breaker_probe=trace.is_breaker_probe,
     )
+
+
+MAX_TIMELINES = 4096  # timelines of ended requests
+
+
+class TimelineStore:
+    """The timelines of the last requests that have ended."""
+
+    def __init__(self, kept: int = MAX_TIMELINES) -> None:
+        self._max_kept = kept
+        self._timelines: OrderedDict[RequestId, Timeline] = OrderedDict()
+
+    def add_timeline(self, request: RequestId, timeline: Timeline) -> None:
+        self._timelines[request] = timeline
+        if len(self._timelines) > self._max_kept:
+            self._timelines.popitem(last=False)
+
+    def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
+        """Add a report that arrived after the end; return whether it was the missing one."""
+        timeline = self._timelines.get(key.request_id)
+        if timeline is None or timeline.attempts != key.attempt_number or timeline.handoff:
+            return False
+        timeline.handoff = report
+        return True
+
+    def get(self, request: RequestId) -> Timeline | None:
+        return self._timelines.get(request)
 
 
 @dataclass(slots=True)

@@ -6,9 +6,13 @@ from baton.cluster_link.report_types import HandoffReport
 from baton.errors import BatonError
 from baton.types import FinishReason, RequestId
 from coordinator.core.common.timeline import Timeline
-from coordinator.core.placement.interface import LatencyPrediction, PlacementReason, PrefillSite
-from coordinator.core.requests.attempt_trace import ConsideredNode
-from coordinator.core.requests.record import TokenSources
+from coordinator.core.placement.interface import (
+    ConsideredNode,
+    LatencyPrediction,
+    PlacementReason,
+    PrefillSite,
+)
+from coordinator.core.requests.token_sources import TokenSources
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,104 +12,49 @@ QUEUED --------> PLACED --------------------> RESERVED ----------> STREAMING ---
 any of the first four ------ deadline, cancel, error that no other attempt can mend ------> FAILED
 any of the first four ------ its reader has all that it wants ----------------------------> FINISHED
 
-`compute_token_sources` says where the prompt tokens of one attempt came from, each counted once.
-`count_token_sources` adds them to the counters, once for each attempt. Tokens that a later attempt
-computes again are counted separately.
+`Timestamps` says where its time went. The time to the first token is cut at four moments, each no
+earlier than the one before and no later than the first token, so that the stages are a partition of
+it whatever arrives, in whatever order, or never:
+
+    moment   arrival     placed        reserved      prefill_ended      committed          token
+    stage          queue       reserve        prefill           transfer      first_token
+
+`placed` is the last placement before the first token. Prefill computes while decode reserves, and
+layers travel while prefill computes: a stage is the part that was exposed. `committed` is when the
+coordinator first hears of the commit, from either node. Where decode computes the prompt itself
+there is no transfer, and `prefill` lasts until the token.
+
+`count_token_sources` counts where the prompt tokens of an attempt came from, once for each attempt.
+Tokens that a later attempt computes again are counted separately.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
+from baton.cluster_link.report_types import HandoffReport
 from baton.types import (
     AttemptKey,
     AttemptSpec,
     Incarnation,
+    NodeName,
     Request,
     RequestId,
     TokenEvent,
     TokenLogprobs,
 )
 from coordinator.core.common.counters import INTERNAL_CLASS, Counters
+from coordinator.core.common.timeline import Timeline
+from coordinator.core.membership.prefix_directory import PromptBlockHashes
 from coordinator.core.placement.breakers import NodePair
-from coordinator.core.placement.placement_state import PromptBlockHashes
-from coordinator.core.requests.attempt_trace import AttemptTrace, Timestamps
-
-
-class TokenSources(NamedTuple):
-    """Numbers of prompt tokens; the field names are values of the metric label `source`."""
-
-    computed_prefill: int
-    computed_decode: int
-    local_cache: int
-    pool: int
-    remote_pool: int = 0
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.local_cache + self.pool + self.remote_pool
-
-
-def compute_token_sources(
-    ended: PrefillEnded | None, admitted: DecodeStarted | None
-) -> TokenSources:
-    """Compute where the prompt tokens of one attempt came from, from the reports of both nodes.
-
-    Tokens that decode had cached count as cached even if prefill had to compute them to reach what
-    decode lacked. Where a cache and the pool both have a prefix, the cache is counted first. No
-    number is negative, whatever nodes report.
-    """
-    if admitted is None:
-        if ended is None:
-            return TokenSources(0, 0, 0, 0, 0)
-        pooled = min(ended.pool_tokens, ended.cached_tokens)
-        remote = min(ended.remote_pool_tokens, pooled)
-        return TokenSources(
-            ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled - remote, remote
-        )
-    cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
-    received_cached = min(cached_there, admitted.received_tokens)
-    received_pooled = min(received_cached, ended.pool_tokens) if ended else 0
-    pooled = min(admitted.pool_tokens, admitted.cached_tokens)
-    remote = min(
-        pooled + received_pooled,
-        max(admitted.remote_pool_tokens, ended.remote_pool_tokens if ended else 0),
-    )
-    return TokenSources(
-        computed_prefill=admitted.received_tokens - received_cached,
-        computed_decode=admitted.computed_tokens,
-        local_cache=admitted.cached_tokens - pooled + received_cached - received_pooled,
-        pool=pooled + received_pooled - remote,
-        remote_pool=remote,
-    )
-
-
-def exclude_own_tokens(found: TokenSources, known: int, *, prefill: bool) -> TokenSources:
-    """Remove cache hits that an earlier attempt of the same request may have produced.
-
-    `known` is what caches had of the prompt at the first placement. Hits beyond it count as
-    computed, by a prefill node if `prefill`.
-    """
-    beyond = max(0, found.cached_tokens - known)
-    counts = found._asdict()
-    for source in (
-        "remote_pool",
-        "pool",
-        "local_cache",
-    ):  # a prefix begins in the cache and ends in the pool
-        own = min(beyond, counts[source])
-        counts[source] -= own
-        beyond -= own
-        counts["computed_prefill" if prefill else "computed_decode"] += own
-    return TokenSources(**counts)
-
-
-def count_computed_tokens(ended: PrefillEnded | None, admitted: DecodeStarted | None) -> int:
-    """Return the tokens that any node computed."""
-    return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)
-
+from coordinator.core.requests.attempt_trace import AttemptTrace
+from coordinator.core.requests.token_sources import (
+    TokenSources,
+    compute_token_sources,
+    count_computed_tokens,
+    exclude_own_tokens,
+)
 
 MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the last
 
@@ -139,6 +84,75 @@ _TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
 }
+
+
+@dataclass(slots=True)
+class Timestamps:
+    """Moments of one request; None has not happened in its last attempt."""
+
+    arrival: float
+    placed: float | None = None
+    reserved: float | None = None
+    prefill_ended: float | None = None
+    committed: float | None = None
+    first_token: float | None = None
+    prefill_node: NodeName | None = None
+    decode_node: NodeName | None = None
+    handoff_report: HandoffReport | None = None
+    # digests of the models that its nodes announced, each once
+    models: list[str] = field(default_factory=list)
+
+    def mark_placed(
+        self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()
+    ) -> None:
+        """Start a new attempt; earlier attempts without a token count as queueing."""
+        self.prefill_node, self.decode_node = prefill, decode
+        self.models += [model for model in dict.fromkeys(models) if model not in self.models]
+        if self.first_token is None:
+            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff_report = (
+                now,
+                None,
+                None,
+                None,
+                None,
+            )
+
+    def mark_moment(self, moment: str, now: float) -> None:
+        """Set the moment if it is not set and no token has been emitted."""
+        if self.first_token is None and getattr(self, moment) is None:
+            setattr(self, moment, now)
+
+    def mark_handoff_skipped(self) -> None:
+        """Decode computes the rest of the prompt itself, so there is no transfer."""
+        if self.first_token is None:
+            self.prefill_ended = None
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    def build_timeline(self, now: float, attempts: int) -> Timeline:
+        end = now if self.first_token is None else self.first_token
+        placed = end if self.placed is None else self.placed
+        ended = end if self.prefill_ended is None else self.prefill_ended
+        edges = [self.arrival]
+        for moment in (placed, self.reserved, ended, self.committed, end):
+            edges.append(edges[-1] if moment is None else min(max(moment, edges[-1]), end))
+        queue, reserve, prefill, transfer, first_token = (edges[i + 1] - edges[i] for i in range(5))
+        return Timeline(
+            queue=queue,
+            reserve=reserve,
+            prefill=prefill,
+            transfer=transfer,
+            first_token=first_token,
+            ttft=queue + reserve + prefill + transfer + first_token,
+            total=now - self.arrival,
+            attempts=attempts,
+            prefill_node=self.prefill_node or "",
+            decode_node=self.decode_node or "",
+            handoff=self.handoff_report,
+            models=tuple(self.models),
+        )
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Admits submitted requests to the request table, and places waiting ones on nodes.
 
-Waiting requests are placed whenever something has changed for them, in the order of the queue.
+Waiting requests are placed whenever something has changed for them, in the order of the queue. The
+nodes that were considered for an attempt are kept in its trace.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from coordinator.core.common.effects import EffectLog, PlacementSignal, RequestT
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.placement.services import PlacementServices
-from coordinator.core.requests.attempt_trace import start_trace
+from coordinator.core.requests.attempt_trace import AttemptTrace
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
 from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, ProgressClock, RequestTable
 from coordinator.core.requests.waiting_requests import WaitingRequests
@@ -161,7 +162,7 @@ class AttemptStarter:
         record.attempt_count += 1
         request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempt_count, request.choice_index)
-        trace = start_trace(decision, self._registry.name_of, now)
+        trace = self._start_trace(decision, now)
         attempt = Attempt(key, prefill, decode, trace)
         record.begin_attempt(attempt)
         attempt.legs.update(filter(None, (decode, prefill)))
@@ -182,6 +183,20 @@ class AttemptStarter:
         if record.attempt_count == 1:
             self._progress.record_progress(now)
         return attempt
+
+    def _start_trace(self, decision: PlacementDecision, now: float) -> AttemptTrace:
+        choice, name = decision.choice, self._registry.name_of
+        return AttemptTrace(
+            name(choice.prefill),
+            name(choice.decode),
+            now,
+            decision.demand.context_tokens,
+            self._placement.placer.list_considered(decision),
+            decision.prediction,
+            decision.prefill_site,
+            decision.reason,
+            decision.rejected_prediction,
+        )
 
     def _send_orders(
         self, record: RequestRecord, attempt: Attempt, decision: PlacementDecision, now: float
@@ -230,11 +245,13 @@ class PlacementLoop:
 
     def place_waiting_requests(self, now: float) -> None:
         """Admit and place whatever can be, if anything has changed since the last call."""
-        if self._waiting.retries.release_within_budget(now):
+        retries, oversized = self._waiting.retries, self._waiting.oversized
+        if retries.held_back_since and retries.release_within_budget(now):
             self._signal.request_pass()
         if not self._signal.take_request():
             return
-        self._waiting.oversized.release_fitting()
+        if oversized.held:
+            oversized.release_fitting()
         if self._table.unadmitted and not self._registry.why_unavailable(Role.DECODE):
             self._admit_waiting()
         while self._waiting.queue and self._place_next(now):

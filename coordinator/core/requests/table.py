@@ -29,13 +29,14 @@ from coordinator.core.common.effects import (
 from coordinator.core.common.settings import BrainSettings, retry_backoff_seconds
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.placement.services import PlacementServices
-from coordinator.core.requests.attempt_trace import REFUSED, SERVED, Timestamps
+from coordinator.core.requests.attempt_trace import REFUSED, SERVED
 from coordinator.core.requests.explain import EndedRequests
 from coordinator.core.requests.handoff_breakers import HandoffBreakers
 from coordinator.core.requests.record import (
     Attempt,
     RequestRecord,
     RequestState,
+    Timestamps,
     count_token_sources,
 )
 from coordinator.core.requests.waiting_requests import WaitingRequests
@@ -111,7 +112,9 @@ class RequestTable:
         if not internal:
             self._placement.state.workload_meter.record_arrival(
                 len(request.prompt_token_ids),
-                self._placement.state.expected_output_tokens(request),
+                self._placement.state.output_lengths.predict_tokens(
+                    request.principal.tenant, request.sampling.max_tokens
+                ),
                 now,
             )
         leader = self.records.get(request.leader_id) if request.leader_id is not None else None

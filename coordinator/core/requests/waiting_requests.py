@@ -5,28 +5,19 @@ the prompt that they share with their leader is in a decode node's cache: so a s
 computed once. `OversizedRequests`, which no present node can hold, wait outside the queue and block
 nobody. `RetryScheduler` holds requests that back off after repeated failures, or that the retry
 budget holds back.
-
-Retries amplify trouble: a cluster that fails every attempt would be given each request
-`--max-attempts` times. So `RetryBudget` bounds them to a share of the offered load (Finagle's
-RetryBudget, and "Handling overload" in Beyer, Jones, Petoff, Murphy, "Site Reliability
-Engineering", 2016). The floor lets a lone request have all of its attempts.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded, ServiceUnavailable
 from baton.types import Incarnation, Request, RequestId
+from coordinator.core.admission.admission_controller import RetryBudget
 from coordinator.core.admission.waiting_queue import WaitingQueue
 from coordinator.core.common.effects import RequestTimers
 from coordinator.core.common.settings import QueueLimits, retry_backoff_seconds
-from coordinator.core.placement.node_loads import ContextCapacity
+from coordinator.core.membership.node_registry import ContextCapacity
 from coordinator.core.requests.record import RequestRecord
-
-WINDOW_SECONDS = 10.0  # over which requests and retries are counted
-MIN_RETRIES = 30  # allowed in any window, whatever the load
-_BUCKET_SECONDS = 0.1  # requests that arrive within are counted as one entry
 
 
 class PrefixFollowers:
@@ -98,10 +89,10 @@ class OversizedRequests:
         self._queue = queue
         self._capacity = capacity
         self._limits = limits
-        self._held: set[RequestId] = set()
+        self.held: set[RequestId] = set()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def hold_request(self, record: RequestRecord) -> BatonError | None:
         """Park a request that is too long (see `ContextCapacity`). If too many are parked, return
@@ -112,32 +103,32 @@ class OversizedRequests:
                 f"{too_long}, and {why} already wait for a larger one",
                 retry_after=_RETRY_AFTER_SECONDS,
             )
-        self._held.add(record.request.id)
+        self.held.add(record.request.id)
         self._queue.park_request(record.request.id)
         return None
 
     def release_fitting(self) -> None:
         """Return requests to the queue that a node can hold now."""
         for request in self._list_fitting():
-            self._held.discard(request)
+            self.held.discard(request)
             self._queue.unpark_request(request)
 
     def forget_request(self, request: RequestId) -> None:
         """The request has ended. Idempotent."""
-        self._held.discard(request)
+        self.held.discard(request)
 
     def deadline_error(self, record: RequestRecord) -> BatonError:
         """Return the error for a request that has timed out: it is not the client's fault if no
         node could hold the request."""
         given = f"{record.request.timeout_seconds:g} s that its client or --request-timeout gave it"
-        if record.request.id in self._held and (why := self._capacity.why_too_long(record)):
+        if record.request.id in self.held and (why := self._capacity.why_too_long(record)):
             return ServiceUnavailable(
                 f"{why}, and no larger one came in the {given}", retry_after=_RETRY_AFTER_SECONDS
             )
         return DeadlineExceeded(f"the request took longer than the {given}")
 
     def _why_full(self, record: RequestRecord) -> str:
-        held = [self._records[request].request for request in self._held]
+        held = [self._records[request].request for request in self.held]
         if len(held) >= self._limits.max_requests:
             return f"{len(held)} requests (--max-queue)"
         tokens = sum(len(request.prompt_token_ids) for request in held)
@@ -147,51 +138,9 @@ class OversizedRequests:
     def _list_fitting(self) -> Iterable[RequestId]:
         return [
             request
-            for request in self._held
+            for request in self.held
             if not self._capacity.why_too_long(self._records[request])
         ]
-
-
-class RetryBudget:
-    """Allows `retry_share` of the requests of the last WINDOW_SECONDS, and at least MIN_RETRIES."""
-
-    def __init__(self, share: float) -> None:
-        self.retry_share = share
-        self._request_counts: deque[tuple[float, int]] = deque()  # start of interval, number
-        self._total = 0
-        self._retries: deque[float] = deque()
-
-    def record_request(self, now: float) -> None:
-        """Count a new request."""
-        self._expire(now)
-        if self._request_counts and now - self._request_counts[-1][0] < _BUCKET_SECONDS:
-            since, count = self._request_counts.pop()
-            self._request_counts.append((since, count + 1))
-        else:
-            self._request_counts.append((now, 1))
-        self._total += 1
-
-    def try_spend(self, now: float) -> bool:
-        """Spend one retry if the budget has one; return whether it did."""
-        if self.available_retries(now) <= 0:
-            return False
-        self._retries.append(now)
-        return True
-
-    def available_retries(self, now: float) -> int:
-        """Return the retries that are allowed now."""
-        self._expire(now)
-        return max(0, max(MIN_RETRIES, int(self.retry_share * self._total)) - len(self._retries))
-
-    def next_expiry_at(self) -> float | None:
-        """Return when the oldest retry leaves the window and may allow another one."""
-        return self._retries[0] + WINDOW_SECONDS if self._retries else None
-
-    def _expire(self, now: float) -> None:
-        while self._request_counts and self._request_counts[0][0] <= now - WINDOW_SECONDS:
-            self._total -= self._request_counts.popleft()[1]
-        while self._retries and self._retries[0] + WINDOW_SECONDS <= now:
-            self._retries.popleft()
 
 
 class RetryScheduler:
@@ -216,18 +165,18 @@ class RetryScheduler:
         self._timers = timers
         self._max_held = max_held
         self._backing_off: set[RequestId] = set()
-        self._held_back_since: dict[RequestId, float] = {}  # when each began to wait
+        self.held_back_since: dict[RequestId, float] = {}  # when each began to wait
 
     def __len__(self) -> int:
-        return len(self._backing_off) + len(self._held_back_since)
+        return len(self._backing_off) + len(self.held_back_since)
 
     @property
     def held_back_count(self) -> int:
-        return len(self._held_back_since)
+        return len(self.held_back_since)
 
     def has_room_for_retry(self, now: float) -> bool:
         """Return whether one more retry that is not exempt can be accepted."""
-        return len(self._held_back_since) < self._max_held or self.budget.available_retries(now) > 0
+        return len(self.held_back_since) < self._max_held or self.budget.available_retries(now) > 0
 
     def schedule_retry(
         self, record: RequestRecord, backoff_seconds: float, now: float, *, exempt: bool
@@ -236,13 +185,13 @@ class RetryScheduler:
         if exempt or self.budget.try_spend(now):
             return self._start_backoff(record, backoff_seconds, now)
         self.held_back_total += 1
-        self._held_back_since[record.request.id] = now
+        self.held_back_since[record.request.id] = now
         return False
 
     def release_within_budget(self, now: float) -> bool:
         """Release held-back requests as far as the budget allows now."""
         released: list[RequestId] = []
-        for request in self._held_back_since:
+        for request in self.held_back_since:
             if not self.budget.try_spend(now):
                 break
             released.append(request)
@@ -253,7 +202,7 @@ class RetryScheduler:
         return self._release_requests(
             [
                 request
-                for request in self._held_back_since
+                for request in self.held_back_since
                 if node in self._records[request].avoided_nodes
             ],
             now,
@@ -268,11 +217,7 @@ class RetryScheduler:
     def forget_request(self, request: RequestId) -> None:
         """The request has ended. Idempotent."""
         self._backing_off.discard(request)
-        self._held_back_since.pop(request, None)
-
-    def next_release_at(self) -> float | None:
-        """Return when the budget may next release a request, unless more requests arrive before."""
-        return self.budget.next_expiry_at() if self._held_back_since else None
+        self.held_back_since.pop(request, None)
 
     def _release_requests(self, requests: list[RequestId], now: float) -> bool:
         queued = False
@@ -280,7 +225,7 @@ class RetryScheduler:
             requests
         ):  # so that the first of them ends at the head of the queue
             record = self._records[request]
-            record.held_back_seconds += now - self._held_back_since.pop(request)
+            record.held_back_seconds += now - self.held_back_since.pop(request)
             queued |= self._start_backoff(record, retry_backoff_seconds(record.failure_count), now)
         return queued
 

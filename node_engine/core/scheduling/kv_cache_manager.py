@@ -2,26 +2,106 @@
 
 Blocks of the host's shared pool stand in the block table beside own blocks, and the sequence pins
 the pool's pin for that time (pool_prefix.py). Where kernels cannot read the pool's memory, its
-blocks are copied into own blocks at once. How blocks are taken back: capacity.py.
+blocks are copied into own blocks at once. `NodeCapacity` says what is left for new work, and
+preemption.py how blocks are taken back.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from baton.types import BlockIndex, TicketId
+from baton.errors import ContextLengthExceeded, OutOfBlocks
+from baton.types import AttemptKey, BlockIndex, TicketId
 from node_engine.core.blocks.block_pool import BlockPool, PrefixMatch
 from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.scheduling.capacity import (
     AdmissionEstimate,
     CapacityRefusal,
-    NodeCapacity,
-    Preemptor,
+    SchedulerLimits,
+    SchedulerLoad,
 )
+from node_engine.core.scheduling.preemption import Preemptor
 from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
+
+WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
+RUNNING, AWAITING_KV = SequenceState.RUNNING, SequenceState.AWAITING_KV
 
 # Copies whole blocks: pairs of source and destination.
 CopyBlocks = Callable[[SequenceOf[tuple[BlockIndex, BlockIndex]]], None]
+
+
+class NodeCapacity:
+    """What the sequences of a node leave of its slots and blocks. It changes nothing.
+
+    WAITING sequences that are entitled to room (local or ticketed prefills) have a claim on it.
+    """
+
+    def __init__(self, pool: BlockPool, sequences: SequenceTable, limits: SchedulerLimits) -> None:
+        self._block_pool = pool
+        self._sequences = sequences
+        self.limits = limits
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences may compute or await KV."""
+        taken = sum(
+            len(self._sequences.get_by_state(state)) for state in (PREFILLING, RUNNING, AWAITING_KV)
+        )
+        return max(0, self.limits.max_num_seqs - taken)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks for new work; one per running sequence is kept back, so that it can grow."""
+        running = len(self._sequences.get_by_state(RUNNING))
+        return max(0, self._block_pool.num_available_blocks - running)
+
+    @property
+    def unclaimed_slots(self) -> int:
+        """`free_slots` minus those for entitled WAITING sequences."""
+        return max(0, self.free_slots - len(self._list_entitled_waiting()))
+
+    @property
+    def unclaimed_blocks(self) -> int:
+        """`free_blocks` minus those that entitled WAITING sequences may need."""
+        claimed = sum(
+            self.count_blocks_for(sequence.context_len)
+            for sequence in self._list_entitled_waiting()
+        )
+        return max(0, self.free_blocks - claimed)
+
+    def count_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_pool.block_size)
+
+    def check_context(self, key: AttemptKey, num_tokens: int) -> None:
+        """Raise ContextLengthExceeded or OutOfBlocks if the context can never fit on this node."""
+        if num_tokens >= self.limits.max_model_len:
+            raise ContextLengthExceeded(
+                f"{key} has {num_tokens} tokens, max_model_len is {self.limits.max_model_len}:"
+                " raise --max-model-len or shorten the prompt"
+            )
+        needed = self.count_blocks_for(num_tokens)
+        if needed > self._block_pool.num_blocks:
+            raise OutOfBlocks(
+                f"{key} needs {needed} blocks, the cache has {self._block_pool.num_blocks}:"
+                " raise --kv-memory"
+            )
+
+    def get_load(self) -> SchedulerLoad:
+        queued = sum(
+            sequence.context_len - sequence.num_computed_tokens
+            for state in (WAITING, PREFILLING)
+            for sequence in self._sequences.get_by_state(state).values()
+        )
+        return SchedulerLoad(
+            {state: len(self._sequences.get_by_state(state)) for state in SequenceState}, queued
+        )
+
+    def _list_entitled_waiting(self) -> SequenceOf[Sequence]:
+        return [
+            sequence
+            for sequence in self._sequences.get_by_state(WAITING).values()
+            if not sequence.is_unticketed
+        ]
 
 
 class KVCacheManager:
@@ -71,7 +151,8 @@ class KVCacheManager:
         if fresh is None:
             self._block_pool.release_blocks(match.blocks, sequence.owner)
             return False
-        self._preemptor.on_admitted(sequence)
+        if self._preemptor.requeued:
+            self._preemptor.on_admitted(sequence)
         fresh = self._start_block_table(
             sequence, replace(match, partial_hit=partial, num_tokens=covered), fresh
         )

@@ -30,16 +30,17 @@ from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.scheduling.capacity import (
     AdmissionEstimate,
-    BlockReleaser,
     CapacityRefusal,
-    MostBlocksFirst,
-    NodeCapacity,
-    PreemptionPolicy,
-    Preemptor,
     SchedulerLimits,
 )
 from node_engine.core.scheduling.dedup import dedup_to_shared_pool
-from node_engine.core.scheduling.kv_cache_manager import CopyBlocks, KVCacheManager
+from node_engine.core.scheduling.kv_cache_manager import CopyBlocks, KVCacheManager, NodeCapacity
+from node_engine.core.scheduling.preemption import (
+    BlockReleaser,
+    MostBlocksFirst,
+    PreemptionPolicy,
+    Preemptor,
+)
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.sequences.outcomes import (
     PrefillCompleted,
@@ -86,9 +87,9 @@ class Scheduler:
         self._preemptor = Preemptor(
             pool,
             self.sequences,
-            self.capacity,
             self._releaser,
             preemption_policy or MostBlocksFirst(),
+            lambda: self.capacity.free_blocks,
         )
         self._cache_manager = KVCacheManager(
             pool, self.sequences, self.capacity, self._preemptor, copy_pool_blocks
@@ -243,7 +244,7 @@ class Scheduler:
             if length:
                 chosen.append((sequence, length))
                 budget -= length
-        outcomes = self._preemptor.pop_outcomes()
+        outcomes = self._preemptor.pop_outcomes() if self._preemptor.outcomes else ()
         return ScheduledStep(self._build_batch(chosen) if chosen else None, outcomes)
 
     def update_from_results(
@@ -362,7 +363,7 @@ class Scheduler:
         )
         self._batch_in_flight = batch = StepBatch(slices, copies)
         self.sequences_in_flight = {sequence.id: sequence for sequence, _ in chosen}
-        self._releaser.begin_step(self.sequences_in_flight.keys())
+        self._releaser.ids_in_flight = self.sequences_in_flight.keys()
         return batch
 
     def _accept_token(

@@ -18,11 +18,9 @@ from node_engine.model.common.base_engine import (
 )
 from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.gpu.decode_graphs import capture_decode_graphs
 from node_engine.model.gpu.device_cache import DeviceCache
 from node_engine.model.gpu.draws import read_draws, require_finite
 from node_engine.model.gpu.fused_transformer import FusedTransformer
-from node_engine.model.gpu.layer_graphs import capture_layer_graphs
 from node_engine.model.gpu.run_ahead import StepPrediction
 from node_engine.model.gpu.step_inputs import StepInputsBuilder
 from node_engine.model.gpu.step_launcher import LaunchedStep, StepLauncher
@@ -112,13 +110,7 @@ class GpuEngine(BaseEngine):
         if self._max_graph_rows:
             tables = self._max_graph_rows * self._layout.count_blocks(self._max_model_len)
             with translate_device_errors():
-                launcher.decode_graphs = capture_decode_graphs(
-                    self._model, memory.cache, self._max_graph_rows, tables, is_wanted
-                )
-                if is_wanted():
-                    launcher.layer_graphs = capture_layer_graphs(
-                        self._model, memory.cache, max_batched_tokens, is_wanted
-                    )
+                launcher.capture_graphs(self._max_graph_rows, tables, max_batched_tokens, is_wanted)
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None

@@ -7,11 +7,11 @@ import torch
 
 from kv_kernels.reference.paged_attention import PagedCache
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.model.gpu.decode_graphs import DecodeGraphs
+from node_engine.model.gpu.decode_graphs import DecodeGraphs, capture_decode_graphs
 from node_engine.model.gpu.draws import StepOutput, draw_tokens
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.launch_mark import LaunchMark
-from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs
+from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs, capture_layer_graphs
 from node_engine.model.gpu.run_ahead import is_decode_slice
 from node_engine.model.gpu.step_inputs import (
     DeviceInputs,
@@ -60,6 +60,26 @@ class StepLauncher:
         self.layer_graphs: BucketedLayerGraphs | None = None
         self._last_tokens = torch.zeros(0, dtype=torch.int64)  # of the last launch, by draw
         self._host_tokens = [self._last_tokens] * 2  # used in turn
+
+    def capture_graphs(
+        self,
+        max_rows: int,
+        max_table_entries: int,
+        max_tokens: int,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Capture steps of up to `max_rows` decode slices or `max_tokens` tokens.
+
+        Stops when `is_wanted` returns False. What cannot be captured is launched kernel by kernel.
+        Raises torch.AcceleratorError if the GPU has failed.
+        """
+        self.decode_graphs = capture_decode_graphs(
+            self._model, self._cache, max_rows, max_table_entries, is_wanted
+        )
+        if is_wanted():
+            self.layer_graphs = capture_layer_graphs(
+                self._model, self._cache, max_tokens, is_wanted
+            )
 
     def launch(
         self,

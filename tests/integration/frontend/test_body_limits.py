@@ -23,7 +23,7 @@ from baton.pb import generation_pb2 as pb
 from coordinator.frontend import body_budget
 from coordinator.frontend.http import request_handling as request_body
 from coordinator.frontend.http.server import bounded_protocol
-from coordinator.text import text_workers as bounded_encoder
+from coordinator.text.tokenizer import BoundedEncoder
 from tests.integration.frontend.frontend_harness import (
     COMPLETIONS_HEAD,
     MODEL_BOUNDS,
@@ -341,13 +341,13 @@ async def test_too_long_text_is_refused_before_tokenization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded: list[int] = []
-    encode = bounded_encoder.BoundedEncoder.encode_text
+    encode = BoundedEncoder.encode_text
 
     def noted(self: Any, text: str, *more: Any, **others: Any) -> list[int]:
         encoded.append(len(text))
         return encode(self, text, *more, **others)
 
-    monkeypatch.setattr(bounded_encoder.BoundedEncoder, "encode_text", noted)
+    monkeypatch.setattr(BoundedEncoder, "encode_text", noted)
     longest = max(map(len, byte_level_tokenizer().get_vocab()))
     text = "x" * (MODEL_BOUNDS.max_context * longest)
     async with running_frontend(text=hello_tokenizer()) as front:

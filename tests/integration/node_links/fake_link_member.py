@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from baton.cluster_link.messages import NodeOrder, PoolJoinInfo
+from baton.cluster_link.messages import PoolJoinInfo
 from baton.cluster_link.report_types import NodeStats
 from baton.kv.blocks import KVLayout
 from baton.types import Incarnation, NodeName
@@ -25,6 +25,3 @@ class FakeLinkMember:
 
     def on_coordinator_lost(self) -> None:
         self._deliver(CoordinatorLost())
-
-    def on_order(self, order: NodeOrder) -> None:
-        self._deliver(order)

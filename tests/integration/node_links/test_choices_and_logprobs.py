@@ -17,6 +17,8 @@ import pytest
 from baton.cli.supervisor import child_specs
 from baton.cli.supervisor.ports import Endpoints
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import attempt_key_from_pb
+from baton.cluster_link.report_codec import token_event_to_pb
 from baton.config.settings import Config
 from baton.errors import Overloaded, ServiceUnavailable
 from baton.pb import cluster_pb2 as pb
@@ -188,8 +190,8 @@ async def answer_with_scores(
     await decode.send_reserved(submit)
     await prefill.next_order("ticket")
     for index, finish in enumerate((None, FinishReason.LENGTH)):
-        token = TokenEvent(wire.attempt_key_from_pb(key), index, 5, finish, FIRST_SCORE)
-        await decode.send_message(tokens=pb.Tokens(tokens=[wire.token_event_to_pb(token)]))
+        token = TokenEvent(attempt_key_from_pb(key), index, 5, finish, FIRST_SCORE)
+        await decode.send_message(tokens=pb.Tokens(tokens=[token_event_to_pb(token)]))
     await decode.send_heartbeat()
     told = coordinator.dispatcher.brain.node_registry.nodes[Incarnation(decode.incarnation)]
     await coordinator.wait_until(lambda: told.stats is not None)  # and of what came before

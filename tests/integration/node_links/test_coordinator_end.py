@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from baton.cluster_link.messages import Ping
-from baton.cluster_link.pb_conversion import attempt_key_from_pb
-from baton.cluster_link.stream import SequenceNumbers
+from baton.cluster_link.order_codec import attempt_key_from_pb
+from baton.cluster_link.stream import NodeStream, SequenceNumbers
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,9 +19,7 @@ from baton.pb import cluster_pb2 as pb
 from baton.process.failpoints import FAILPOINTS
 from baton.types import FinishReason, Incarnation
 from coordinator.generation import TokensEvent
-from coordinator.node_links import node_link_service as node_link
 from coordinator.node_links.dispatcher import MAX_UNREAD_TOKENS
-from coordinator.node_links.node_link_service import NodeStream
 from tests.fake_nodes import expected_tokens
 from tests.integration.coordinator_harness import (
     CoordinatorHarness,
@@ -180,7 +178,7 @@ async def test_silent_node_is_dropped_and_may_rejoin() -> None:
 async def test_node_that_does_not_read_is_dropped(
     coordinator: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.node_links.node_link_service.MAX_UNSENT_MESSAGES", 3)
+    monkeypatch.setattr("baton.cluster_link.stream.MAX_UNSENT_MESSAGES", 3)
     async with coordinator.make_node("d0", "decode") as decode:
         link = coordinator.dispatcher.node_connections[decode.incarnation]  # type: ignore[index]
         for _ in range(5):  # in one turn of the loop: nothing can leave meanwhile
@@ -344,7 +342,7 @@ class BlockedStreamContext:
 async def test_pending_write_is_finished_before_the_stream_closes(
     monkeypatch: pytest.MonkeyPatch, takes: bool
 ) -> None:
-    monkeypatch.setattr(node_link, "_LAST_WRITE_SECONDS", 30.0 if takes else 0.01)
+    monkeypatch.setattr("baton.cluster_link.stream._LAST_WRITE_SECONDS", 30.0 if takes else 0.01)
     context, stream = BlockedStreamContext(), NodeStream(60.0)
     stream.send_order(Ping())
     draining = asyncio.create_task(stream.write_messages(context))

@@ -42,6 +42,7 @@ async def test_node_with_a_wrong_token_exits_with_one_line() -> None:
     async with running_coordinator(cluster_token="secret") as coordinator:
         link = CoordinatorLink(
             FakeLinkMember(lambda _: None),
+            on_order=lambda _: None,
             address=coordinator.cluster_port_address,
             token="guess",
             silence=5.0,

@@ -11,7 +11,7 @@ from baton.cluster_link.dialer import (
     derive_link_proof,
     is_token_mismatch,
 )
-from baton.cluster_link.pb_conversion import attempt_key_from_pb
+from baton.cluster_link.order_codec import attempt_key_from_pb
 from baton.cluster_link.stream import open_link_stream
 from baton.errors import (
     ConfigError,

@@ -81,7 +81,11 @@ async def running_link(attach: AttachHandler) -> AsyncIterator[NodeLinkHarness]:
     delivered: asyncio.Queue[object] = asyncio.Queue()
     address = f"127.0.0.1:{between.port}"
     link = CoordinatorLink(
-        FakeLinkMember(delivered.put_nowait), address=address, token="", silence=SILENCE_SECONDS
+        FakeLinkMember(delivered.put_nowait),
+        on_order=delivered.put_nowait,
+        address=address,
+        token="",
+        silence=SILENCE_SECONDS,
     )
     running = asyncio.create_task(link.run())
     try:

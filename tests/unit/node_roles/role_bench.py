@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from baton.cluster_link.codec import encode_report
 from baton.cluster_link.messages import LedgerReport, NodeReport
+from baton.cluster_link.report_codec import encode_report
 from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import cluster_pb2
@@ -182,7 +182,11 @@ class RoleBench:
             save_blocks=self.engine.save_blocks,
             in_place=in_place,
         )
-        self.lookups = PoolLookups(self.pool_client, self.engine, self.pool_connector, self._put)
+        self.submit_command: Callable[[NodeCommand], None] = self._put
+        if self.pool_client is not None:
+            self.submit_command = PoolLookups(
+                self.pool_client, self.engine, self.pool_connector, self._put
+            ).submit_command
         self.inbox: deque[object] = deque()
         self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
@@ -211,7 +215,7 @@ class RoleBench:
         """As the event loop and then the compute thread would."""
         if isinstance(item, NodeCommand):
             self.role.preview_command(item)
-            self.lookups.submit_command(item)
+            self.submit_command(item)
         else:
             self._put(item)
         self.drain_inbox()

@@ -8,6 +8,8 @@ import pytest
 
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PrefillOrder
+from baton.cluster_link.order_codec import attempt_key_from_pb
+from baton.cluster_link.report_codec import token_event_from_pb
 from baton.errors import Cancelled
 from baton.types import AttemptSpec, TicketId, TokenLogprobs
 from kv_transfer.plane import InboundLost, InboundSealed, InboundStarted, SealInfo
@@ -36,7 +38,7 @@ def output_scores(work: AttemptSpec, top: int) -> list[TokenLogprobs]:
 
 def sent_scores(node: RoleBench) -> list[TokenLogprobs]:
     events = [
-        wire.token_event_from_pb(token)
+        token_event_from_pb(token)
         for message in node.pop_messages("tokens")
         for token in message.tokens
     ]
@@ -46,7 +48,7 @@ def sent_scores(node: RoleBench) -> list[TokenLogprobs]:
 def sent_prompt_scores(node: RoleBench, work: AttemptSpec) -> list[TokenLogprobs]:
     found: list[TokenLogprobs] = []
     for message in node.pop_messages("prompt_scores"):
-        assert (wire.attempt_key_from_pb(message.key), message.first) == (work.key, len(found) + 1)
+        assert (attempt_key_from_pb(message.key), message.first) == (work.key, len(found) + 1)
         found += [wire.logprobs_from_pb(score) for score in message.scores]
     return found
 

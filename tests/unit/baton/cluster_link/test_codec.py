@@ -10,7 +10,6 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from baton.cluster_link import messages
-from baton.cluster_link.codec import decode_order, decode_report, encode_order, encode_report
 from baton.cluster_link.join_codec import decode_join, encode_join
 from baton.cluster_link.messages import (
     DecodeStarted,
@@ -22,6 +21,8 @@ from baton.cluster_link.messages import (
     NodeReport,
     PoolJoinInfo,
 )
+from baton.cluster_link.order_codec import decode_order, encode_order
+from baton.cluster_link.report_codec import decode_report, encode_report
 from baton.cluster_link.report_types import DeviceReport, NodeStats
 from baton.pb import cluster_pb2 as pb
 from baton.types import (

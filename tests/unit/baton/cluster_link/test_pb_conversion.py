@@ -5,6 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster_link import pb_conversion as wire
+from baton.cluster_link.order_codec import (
+    attempt_spec_from_pb,
+    attempt_spec_to_pb,
+    ticket_from_pb,
+    ticket_to_pb,
+)
+from baton.cluster_link.report_codec import token_event_from_pb, token_event_to_pb
 from baton.errors import ERRORS_BY_CODE, BatonError, error_from_code
 from baton.kv.blocks import KVLayout
 from baton.limits import MAX_SEED, ModelBounds, check_sampling
@@ -73,7 +80,7 @@ def works(draw: st.DrawFn) -> AttemptSpec:
 
 @given(works())
 def test_attempt_spec_round_trip(work: AttemptSpec) -> None:
-    assert wire.attempt_spec_from_pb(wire.attempt_spec_to_pb(work)) == work
+    assert attempt_spec_from_pb(attempt_spec_to_pb(work)) == work
     assert work.context_token_ids == work.request.prompt_token_ids + work.emitted_token_ids
 
 
@@ -95,7 +102,7 @@ def test_ticket_round_trip(
         segment,
         2**40,
     )
-    assert wire.ticket_from_pb(wire.ticket_to_pb(ticket)) == ticket
+    assert ticket_from_pb(ticket_to_pb(ticket)) == ticket
 
 
 @given(keys, st.sampled_from([None, *FinishReason]), st.none() | scores)
@@ -103,7 +110,7 @@ def test_token_event_round_trip(
     key: AttemptKey, finish: FinishReason | None, score: TokenLogprobs | None
 ) -> None:
     event = TokenEvent(key, 5, 17, finish, score)
-    assert wire.token_event_from_pb(wire.token_event_to_pb(event)) == event
+    assert token_event_from_pb(token_event_to_pb(event)) == event
 
 
 @pytest.mark.parametrize("seed", [-MAX_SEED - 1, -1, 0, MAX_SEED])
@@ -113,9 +120,7 @@ def test_every_accepted_seed_round_trips(seed: int) -> None:
     key = AttemptKey(RequestId("r"), 0, 0)
     request = Request(key.request_id, (1,), SamplingParams(max_tokens=1, seed=seed), 1.0)
     check_sampling(request.sampling, 1, bounds)
-    received = wire.attempt_spec_from_pb(
-        wire.attempt_spec_to_pb(AttemptSpec(key, request))
-    ).request.sampling
+    received = attempt_spec_from_pb(attempt_spec_to_pb(AttemptSpec(key, request))).request.sampling
     assert received.seed == seed
     check_sampling(received, 1, bounds)
 

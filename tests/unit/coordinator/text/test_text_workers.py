@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from coordinator.text.text_workers import MAX_INLINE_BYTES, MAX_SHORT_BYTES, TextWorkers
+from coordinator.text.text_workers import MAX_SHORT_BYTES, TextWorkers
 
 
 async def test_smaller_work_goes_first_and_short_work_has_its_own_lane() -> None:
@@ -20,10 +20,6 @@ async def test_smaller_work_goes_first_and_short_work_has_its_own_lane() -> None
     ]
     await asyncio.sleep(0)
     assert await workers.run_work(lambda: "short", MAX_SHORT_BYTES) == "short"
-    assert (
-        await workers.run_work(threading.current_thread, MAX_INLINE_BYTES)
-        is threading.main_thread()
-    )
     assert order == []
     gate.set()
     await asyncio.gather(*busy, *later)

@@ -3,7 +3,6 @@ wire."""
 
 import pytest
 
-from baton.cluster_link.codec import decode_order, decode_report, encode_order, encode_report
 from baton.cluster_link.messages import (
     CacheEvents,
     CacheSnapshot,
@@ -13,6 +12,8 @@ from baton.cluster_link.messages import (
     NodeReport,
     PrefillEnded,
 )
+from baton.cluster_link.order_codec import decode_order, encode_order
+from baton.cluster_link.report_codec import decode_report, encode_report
 from baton.cluster_link.stream import decode_checked, encode_checked
 from baton.kv.blocks import BlockHash, short_hash
 from baton.kv.cache_journal import CacheJournal

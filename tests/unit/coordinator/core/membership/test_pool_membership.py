@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cluster_link.codec import decode_order, encode_order
 from baton.cluster_link.messages import (
     PROTOCOL_VERSION,
     CacheEvents,
@@ -18,6 +17,7 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     StepTokens,
 )
+from baton.cluster_link.order_codec import decode_order, encode_order
 from baton.cluster_link.report_types import NodeStats
 from baton.errors import ConfigError, NodeLost
 from baton.kv.blocks import KVLayout, iter_block_hashes, root_hash, short_hash

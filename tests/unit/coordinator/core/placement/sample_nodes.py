@@ -4,11 +4,8 @@ from dataclasses import replace
 
 from baton.types import Incarnation, NodeName
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.interface import (
-    NodeView,
-    PlacementContext,
-    PlacementDemand,
-)
+from coordinator.core.placement.interface import PlacementContext
+from coordinator.core.placement.node_loads import NodeView, PlacementDemand
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
 
 NOW = 1000.0

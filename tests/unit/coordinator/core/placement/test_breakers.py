@@ -18,7 +18,8 @@ from coordinator.core.placement.breakers import (
     CircuitBreakers,
     NodePair,
 )
-from coordinator.core.placement.interface import NodeChoice, NodeView, PlacementDemand
+from coordinator.core.placement.interface import NodeChoice
+from coordinator.core.placement.node_loads import NodeView, PlacementDemand
 from coordinator.core.placement.policies import POLICIES, choose_excluding_open_breakers
 from tests.unit.coordinator.core.placement.sample_nodes import (
     DEMAND,

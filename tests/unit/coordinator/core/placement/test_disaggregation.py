@@ -13,14 +13,12 @@ from baton.types import Incarnation, NodeName
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.placement.disaggregation import DisaggregationPolicy, completion_seconds
 from coordinator.core.placement.interface import (
-    NodeView,
     PlacementContext,
     PlacementDecision,
-    PlacementDemand,
     PlacementReason,
     PrefillSite,
 )
-from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.node_loads import NodeLoads, NodeView, PlacementDemand
 from coordinator.core.placement.policies import POLICIES, PrefixAwarePolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
@@ -55,9 +53,7 @@ def decide(
     demand: PlacementDemand, *nodes: NodeView, model: CostModel = COSTS
 ) -> PlacementDecision | None:
     outlook = PlacementContext(NOW, model, 1.0, token_bytes=1024, local_prefill_share=SHARE)
-    return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
-    )
+    return DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(demand, nodes, outlook)
 
 
 def choose_site(
@@ -173,7 +169,7 @@ def test_blocked_pairs_are_neither_used_nor_waited_for() -> None:
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
     apart = frozenset({(P.incarnation, BUSY.incarnation)})
     decision = DisaggregationPolicy(PrefixAwarePolicy()).decide_placement(
-        DEMAND, [P, BUSY], outlook, PlacementReason.MODE, may_choose_site=True, blocked_pairs=apart
+        DEMAND, [P, BUSY], outlook, blocked_pairs=apart
     )
     assert decision is not None
     assert decision.prefill_site is PrefillSite.LOCAL
@@ -214,9 +210,7 @@ def test_decision_uses_only_accepting_nodes_and_never_stalls(
         expected_output_tokens=4.0,
     )
     outlook = PlacementContext(NOW, COSTS, 1.0, token_bytes=1024, local_prefill_share=SHARE)
-    decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(
-        demand, nodes, outlook, PlacementReason.MODE, may_choose_site=True
-    )
+    decision = DisaggregationPolicy(POLICIES[name]()).decide_placement(demand, nodes, outlook)
     by_id = {node.incarnation: node for node in nodes}
     if decision is None:
         able = [node.role for node in nodes if node.can_accept(demand)]

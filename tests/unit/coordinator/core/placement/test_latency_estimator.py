@@ -5,8 +5,8 @@ from baton.types import NodeName
 from coordinator.core.estimates.cost_model import CostModel, DecodeTimePredictor
 from coordinator.core.estimates.workload import OutputLengthPredictor
 from coordinator.core.membership.node_registry import NodeRegistry
-from coordinator.core.placement.disaggregation import LatencyEstimator
 from coordinator.core.placement.node_loads import NodeLoads
+from coordinator.core.placement.request_placer import LatencyEstimator
 
 
 def test_latency_estimator_finds_hopeless_deadlines() -> None:

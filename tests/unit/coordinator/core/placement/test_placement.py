@@ -7,12 +7,8 @@ import pytest
 
 from baton.types import Incarnation
 from coordinator.core.estimates.cost_model import CostModel
-from coordinator.core.placement.interface import (
-    NodeChoice,
-    NodeView,
-    PlacementContext,
-    PlacementDemand,
-)
+from coordinator.core.placement.interface import NodeChoice, PlacementContext
+from coordinator.core.placement.node_loads import NodeView, PlacementDemand
 from coordinator.core.placement.policies import LeastLoadedPolicy
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
 

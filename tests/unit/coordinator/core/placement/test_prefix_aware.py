@@ -13,15 +13,14 @@ from baton.types import AttemptKey, Incarnation, RequestId, Role
 from coordinator.core.estimates.cost_model import CostModel
 from coordinator.core.estimates.workload import WINDOW_SECONDS, RecentWork
 from coordinator.core.membership.node_registry import NodeMember
-from coordinator.core.placement.interface import (
-    NodeChoice,
-    NodeView,
-    PlacementContext,
-    PlacementDemand,
+from coordinator.core.placement.interface import NodeChoice, PlacementContext
+from coordinator.core.placement.node_loads import NodeLoads, NodeView, PlacementDemand
+from coordinator.core.placement.policies import (
+    POLICIES,
+    RAMP_UP_SECONDS,
+    PrefixAwarePolicy,
     predict_latency,
 )
-from coordinator.core.placement.node_loads import NodeLoads
-from coordinator.core.placement.policies import POLICIES, RAMP_UP_SECONDS, PrefixAwarePolicy
 from simulator.node_messages import make_join_info
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL
 from tests.unit.coordinator.core.placement.sample_nodes import (

@@ -7,7 +7,7 @@ from baton.errors import LeaseExpired, NodeLost, NotFound
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import FINISH_REASON_LENGTH
 from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
-from coordinator.core.requests.attempt_trace import MAX_CONSIDERED
+from coordinator.core.placement.request_placer import MAX_CONSIDERED
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
 from coordinator.core.requests.explanation import RequestExplanation
 from coordinator.core.requests.record import MAX_ATTEMPT_HISTORY

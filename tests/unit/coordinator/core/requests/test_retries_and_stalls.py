@@ -12,6 +12,7 @@ from baton.errors import (
     StaleMessage,
 )
 from baton.types import FinishReason, Incarnation, RequestId
+from coordinator.core.admission.admission_controller import MIN_RETRIES, RETRY_WINDOW_SECONDS
 from coordinator.core.common.breaker_state import BreakerState
 from coordinator.core.common.effects import BreakerChanged, EndRequest
 from coordinator.core.common.settings import MAX_BACKOFF_SECONDS
@@ -19,9 +20,8 @@ from coordinator.core.placement.breakers import (
     FAILURES_TO_OPEN,
     FIRST_COOLDOWN_SECONDS,
 )
-from coordinator.core.requests.attempt_trace import BLOCKED_PAIR, FAILED_BEFORE
+from coordinator.core.placement.interface import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.requests.record import RequestState
-from coordinator.core.requests.waiting_requests import MIN_RETRIES, WINDOW_SECONDS
 from tests.unit.coordinator.core.brain_harness import DECODE, PREFILL, BrainHarness
 
 FAR = 1000.0  # seconds: nobody's deadline
@@ -61,7 +61,7 @@ def test_retries_are_limited_to_share_of_offered_requests() -> None:
     assert brain.queued_requests + brain.running_requests == offered, "they wait: nobody has failed"
     assert [effect for effect in world.effects if isinstance(effect, EndRequest)] == []
     before = len(placed_keys(world, d0))
-    world.advance(2 * WINDOW_SECONDS)
+    world.advance(2 * RETRY_WINDOW_SECONDS)
     world.advance(MAX_BACKOFF_SECONDS)
     assert before < len(placed_keys(world, d0)) <= before + MIN_RETRIES, (
         "the load has gone, the floor is left"
@@ -85,8 +85,8 @@ def test_held_back_time_is_explained() -> None:
     assert (world.brain.queued_requests, world.brain.retries.held_back_total) == (1, 1)
     began, due = world.now, world.brain.next_tick_at()
     assert due is not None
-    assert due <= began + WINDOW_SECONDS
-    world.advance(WINDOW_SECONDS)
+    assert due <= began + RETRY_WINDOW_SECONDS
+    world.advance(RETRY_WINDOW_SECONDS)
     assert world.brain.get_request_state(request) is RequestState.PLACED
     attempt = world.explain_request(request).attempts[-1]
     assert attempt.held_back == pytest.approx(world.now - began)
@@ -140,7 +140,7 @@ def test_request_may_end_while_held_back() -> None:
     world.cancel(request)
     assert isinstance(world.end_error(request), Cancelled)
     assert world.brain.queued_requests == 0
-    assert world.advance(2 * WINDOW_SECONDS) == []
+    assert world.advance(2 * RETRY_WINDOW_SECONDS) == []
 
 
 # breakers

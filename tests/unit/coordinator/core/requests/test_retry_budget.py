@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.requests.waiting_requests import (
+from coordinator.core.admission.admission_controller import (
     _BUCKET_SECONDS,
     MIN_RETRIES,
-    WINDOW_SECONDS,
+    RETRY_WINDOW_SECONDS,
     RetryBudget,
 )
 
@@ -19,9 +19,9 @@ def test_min_retries_are_available_without_load() -> None:
     assert [budget.try_spend(1.0) for _ in range(MIN_RETRIES + 2)] == [True] * MIN_RETRIES + [
         False
     ] * 2
-    assert budget.next_expiry_at() == 1.0 + WINDOW_SECONDS
-    assert not budget.try_spend(0.99 + WINDOW_SECONDS)
-    assert budget.try_spend(1.0 + WINDOW_SECONDS)
+    assert budget.next_expiry_at() == 1.0 + RETRY_WINDOW_SECONDS
+    assert not budget.try_spend(0.99 + RETRY_WINDOW_SECONDS)
+    assert budget.try_spend(1.0 + RETRY_WINDOW_SECONDS)
 
 
 def test_budget_is_share_of_offered_requests() -> None:
@@ -55,13 +55,13 @@ def test_budget_is_exactly_the_share(script: list[tuple[str, float]]) -> None:
                 budget.record_request(now)
                 offered.append(now)
                 continue
-            recent = sum(at + WINDOW_SECONDS > now for at in retried)
-            least = sum(at + WINDOW_SECONDS - _BUCKET_SECONDS > now for at in offered)
-            most = sum(at + WINDOW_SECONDS > now for at in offered)
+            recent = sum(at + RETRY_WINDOW_SECONDS > now for at in retried)
+            least = sum(at + RETRY_WINDOW_SECONDS - _BUCKET_SECONDS > now for at in offered)
+            most = sum(at + RETRY_WINDOW_SECONDS > now for at in offered)
             allowed = budget.try_spend(now)
             assert not allowed or recent < max(MIN_RETRIES, SHARE * most)
             assert allowed or recent >= max(MIN_RETRIES, int(SHARE * least))
             retried += [now] * allowed
-    assert budget.available_retries(now + 2 * WINDOW_SECONDS) == MIN_RETRIES, (
+    assert budget.available_retries(now + 2 * RETRY_WINDOW_SECONDS) == MIN_RETRIES, (
         "what is long ago counts no more"
     )

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from baton.types import NodeName, RequestId
 from coordinator.core.common.timeline import Timeline
-from coordinator.core.requests.attempt_trace import TimelineStore, Timestamps
+from coordinator.core.requests.explain import TimelineStore
+from coordinator.core.requests.record import Timestamps
 
 MOMENTS = ("reserved", "prefill_ended", "committed", "first_token")
 

@@ -4,7 +4,7 @@ import pytest
 
 from baton.cluster_link.messages import DecodeStarted, PrefillEnded
 from baton.types import AttemptKey, RequestId
-from coordinator.core.requests.record import (
+from coordinator.core.requests.token_sources import (
     TokenSources,
     compute_token_sources,
     count_computed_tokens,

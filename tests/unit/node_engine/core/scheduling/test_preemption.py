@@ -6,7 +6,7 @@ import pytest
 
 from baton.types import AttemptSpec, Principal
 from node_engine.core.metrics.device_time import DeviceTime
-from node_engine.core.scheduling.capacity import (
+from node_engine.core.scheduling.preemption import (
     CheapestToResumeFirst,
     MostBlocksFirst,
     select_victim,

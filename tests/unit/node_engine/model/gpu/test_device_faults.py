@@ -203,7 +203,8 @@ def test_a_device_lost_during_capture_is_not_a_missing_graph(
 ) -> None:
     CaptureCase(LOST, monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", raise_error(LOST))
-    engine = make_engine(launcher=SimpleNamespace())
+    engine = make_engine()
+    engine._max_graph_rows = 4
     monkeypatch.setattr("node_engine.model.gpu.gpu_engine.iter_warm_up_steps", lambda *_: ())
     with capture_logs() as lines, pytest.raises(DeviceLost, match="illegal memory access"):
         engine.warm_up(16)

@@ -1,0 +1,108 @@
+"""Builds the engine that the settings of a node name, with its kernels and its sampler."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.config.node_config import NodeConfig
+from baton.errors import ConfigError, NodeFailed
+from node_engine.core.step.engine import DeviceLost, Engine
+from node_engine.core.step.step_limits import DeviceType, StepLimits
+from node_engine.paced.costs import PacedCosts
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
+
+if TYPE_CHECKING:  # torch is imported only if a model is served
+    import torch
+
+    from kv_kernels.reference.torch_kernels import TorchKernels
+    from node_engine.model.model_engine import Sampler
+
+_PACED_MAX_MODEL_LEN = 8192
+
+
+def resolve_device_type(config: NodeConfig) -> DeviceType:
+    """What computes here. Takes seconds for a model. Raises ConfigError for a missing GPU."""
+    if config.engine == "paced":
+        return "cpu"
+    from node_engine.model.model_loader import resolve_device
+
+    return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
+
+
+def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
+    """Build the engine that `--engine` names; this takes seconds.
+
+    Raises ConfigError for a model that cannot be served, NodeFailed if the GPU failed.
+    """
+    if config.engine == "paced":
+        return _build_paced_engine(config)
+    with node_failed_at_device_loss():
+        return _build_model_engine(config, device, limits)
+
+
+def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
+    from node_engine.model.model_loader import load_model_engine
+
+    return load_model_engine(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or None,
+        threads=count_compute_threads(config),
+        load_format=config.load_format,
+        choose_kernels=partial(choose_kernels, deterministic=config.deterministic),
+        sampler=choose_sampler(),
+        max_num_seqs=limits.max_num_seqs,
+        deterministic=config.deterministic,
+    )
+
+
+def choose_kernels(device: "torch.device", *, deterministic: bool) -> "TorchKernels":
+    """The kernels that a model uses on `device`."""
+    from kv_kernels.dispatch import kernels_for
+
+    return kernels_for(device, deterministic=deterministic)
+
+
+def choose_sampler() -> "Sampler":
+    """What draws a model's next tokens from its logits."""
+    from node_engine.model.sampling.sampler import sample_tokens
+
+    return sample_tokens
+
+
+def _build_paced_engine(config: NodeConfig) -> Engine:
+    costs = PacedCosts(
+        prefill_us_per_token=config.paced_prefill_us_per_token,
+        decode_base_us=config.paced_step_ms * 1e3,
+        decode_us_per_sequence=config.paced_sequence_us,
+    )
+    return PacedEngine(
+        costs,
+        layout=replace(PACED_LAYOUT, block_size=config.block_size),
+        vocab_size=config.paced_vocab_size,
+        reread=config.paced_reread,
+        max_model_len=config.max_model_len or _PACED_MAX_MODEL_LEN,
+    )
+
+
+def count_compute_threads(config: NodeConfig) -> int:
+    """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
+    if config.threads == "auto":
+        return max(1, len(os.sched_getaffinity(0)) - 1)
+    if not config.threads.isdigit() or int(config.threads) < 1:
+        raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
+    return int(config.threads)
+
+
+@contextmanager
+def node_failed_at_device_loss() -> Iterator[None]:
+    """Raise NodeFailed, with one line, for DeviceLost."""
+    try:
+        yield
+    except DeviceLost as error:
+        raise NodeFailed(f"the GPU failed at start: {error.reason}") from error
