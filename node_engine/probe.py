@@ -14,8 +14,11 @@ from baton.errors import ConfigError
 
 
 def probe_libraries() -> dict[str, Any]:
-    """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees."""
-    found: dict[str, Any] = {"gpus": []}
+    """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees.
+
+    `fp8_gpus` counts those that multiply in FP8.
+    """
+    found: dict[str, Any] = {"gpus": [], "fp8_gpus": 0}
     for name in ("torch", "triton"):
         try:
             found[name] = {"version": importlib.import_module(name).__version__}
@@ -24,8 +27,14 @@ def probe_libraries() -> dict[str, Any]:
     if "version" in found["torch"]:
         import torch
 
+        from node_engine.model.loading.fp8_support import MIN_COMPUTE_CAPABILITY
+
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
+        found["fp8_gpus"] = sum(
+            torch.cuda.get_device_capability(index) >= MIN_COMPUTE_CAPABILITY
+            for index in range(count)
+        )
     return found
 
 

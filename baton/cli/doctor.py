@@ -60,6 +60,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         machine.check_python(),
         machine.check_torch(found),
         machine.check_device(found, settings.device),
+        *machine.check_quantization(found, settings.quantize),
         machine.check_triton(found),
         machine.check_encryption(),
         machine.check_cores(settings, len(os.sched_getaffinity(0))),

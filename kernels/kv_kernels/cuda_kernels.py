@@ -8,6 +8,7 @@ import torch
 
 from kv_kernels.reference import host_memory, linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from kv_kernels.triton.fp8_linear import TritonFp8Linear
 
 
 class CudaKernels(TorchKernels):
@@ -16,3 +17,4 @@ class CudaKernels(TorchKernels):
     memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
     make_linear = staticmethod(linear.PlainLinear)
+    make_fp8_linear = TritonFp8Linear

@@ -217,6 +217,7 @@ def _build_model_engine(config: NodeConfig) -> Engine:
     return load_model_engine(
         config.model,
         dtype=config.dtype,
+        quantize=config.quantize,
         device=config.device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import UNQUANTIZED, Quantization
 from baton.types import BlockIndex
 from kv_kernels.reference.paged_attention import (
     AttentionContext,
@@ -194,8 +195,12 @@ class ModelEngine(BaseEngine):
         max_model_len: int,
         digest: bytes,
         sampler: Sampler,
+        *,
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
-        super().__init__(config, kernels, layout, device, max_model_len, digest)
+        super().__init__(
+            config, kernels, layout, device, max_model_len, digest, quantization=quantization
+        )
         self._model = model
         self._sample_tokens = sampler
         self._cache: PagedCache | None = None

@@ -8,10 +8,12 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.model.loading.fp8_support import require_fp8_model, require_fp8_products
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
@@ -36,11 +38,14 @@ def load_model_engine(
     sampler: Sampler = sample_tokens,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
     uses_graphs: bool = True,
+    quantize: Quantization = UNQUANTIZED,
+    emulates_fp8: bool = False,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
-    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`. Raises ConfigError that
+    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`. With `emulates_fp8`, a
+    CPU computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError that
     names what in the folder or in the arguments cannot be served.
     """
     if threads is not None:
@@ -56,15 +61,29 @@ def load_model_engine(
         block_size,
         _resolve_dtype(dtype, config),
     )
+    if quantize == FP8:
+        require_fp8_model(config, layout.dtype)
+        if not emulates_fp8:
+            require_fp8_products(where)
     with torch.inference_mode():
         read_weights = _build_dummy if load_format == "dummy" else load_weights
-        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
+        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
         longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
             return _build_gpu_engine(config, weights, kernels, layout, where, longest, graph_rows)
         model = Transformer(config, weights, kernels)
-    return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+    return ModelEngine(
+        config,
+        model,
+        kernels,
+        layout,
+        where,
+        longest,
+        weights.digest,
+        sampler,
+        quantization=quantize,
+    )
 
 
 def _build_gpu_engine(
@@ -88,6 +107,7 @@ def _build_gpu_engine(
         max_model_len,
         weights.digest,
         max_graph_rows=max_graph_rows,
+        quantization=weights.quantization,
     )
 
 
@@ -97,8 +117,9 @@ def _build_dummy(
     dtype: torch.dtype,
     device: torch.device,
     kernels: TorchKernels,
+    quantization: Quantization,
 ) -> ModelWeights:
-    return build_dummy_weights(config, dtype, device, kernels)
+    return build_dummy_weights(config, dtype, device, kernels, quantization)
 
 
 def _resolve_device(device: Device) -> torch.device:

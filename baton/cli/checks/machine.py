@@ -69,6 +69,23 @@ def check_device(found: Mapping[str, Any], requested: str) -> Finding:
     return ok_finding("device", "no GPU: models run on the CPU")
 
 
+def check_quantization(found: Mapping[str, Any], requested: str) -> list[Finding]:
+    """Check that the GPUs multiply in what `--quantize` asks for."""
+    gpus, capable = len(found.get("gpus", [])), found.get("fp8_gpus", 0)
+    if requested == "none":
+        return []
+    if gpus and capable == gpus:
+        return [ok_finding("quantize", f"{requested} on {gpus} GPU")]
+    return [
+        bad_finding(
+            "quantize",
+            f"--quantize {requested}, and {capable} of {gpus} GPU have FP8",
+            "use GPUs of compute capability 8.9 or later, such as an L40S or H100, or"
+            " --quantize none",
+        )
+    ]
+
+
 def check_triton(found: Mapping[str, Any]) -> Finding:
     """Check that Triton can be loaded if there are GPUs. A CPU does not need it."""
     triton = found.get("triton", {"error": "not looked for"})

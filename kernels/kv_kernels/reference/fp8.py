@@ -32,7 +32,8 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:  # [rows, width]
     """Quantize each row by its largest magnitude. A row with a NaN or an infinity gets a NaN."""
     wide = x.float()
     peak = wide.abs().amax(1, keepdim=True).clamp_min(MIN_PEAK)
-    return Fp8Rows((wide * (torch.full_like(peak, E4M3_MAX) / peak)).to(E4M3), peak * (1.0 / E4M3_MAX))
+    inverse = torch.full_like(peak, E4M3_MAX) / peak
+    return Fp8Rows((wide * inverse).to(E4M3), peak * (1.0 / E4M3_MAX))
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Rows:  # [out, in]

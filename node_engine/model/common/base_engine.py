@@ -8,7 +8,12 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.models.model_identity import (
+    NATIVE_IMPLEMENTATION,
+    UNQUANTIZED,
+    ModelIdentity,
+    Quantization,
+)
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, TokenLogprobs
 from kv_kernels.reference.host_memory import MemoryPinError
@@ -32,6 +37,8 @@ class BaseEngine(ABC):
         device: torch.device,
         max_model_len: int,
         digest: bytes,
+        *,
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         self._config = config
         self._kernels = kernels
@@ -39,6 +46,7 @@ class BaseEngine(ABC):
         self._device = device
         self._max_model_len = max_model_len
         self._digest = digest
+        self._quantization = quantization
 
     @property
     def layout(self) -> KVLayout:
@@ -68,7 +76,7 @@ class BaseEngine(ABC):
             NATIVE_IMPLEMENTATION,
             digest,
             dtype,
-            UNQUANTIZED,
+            self._quantization,
             self._layout,
             config.vocab_size,
             config.eos_token_ids,

@@ -16,6 +16,7 @@ from kv_kernels.triton.prefill_attention import attend_chunks
 from kv_kernels.triton.split_decode import SplitDecode
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
+from node_engine.model.gpu.layer_products import choose_layer_products
 from node_engine.model.gpu.step_inputs import DeviceInputs
 from node_engine.model.loading.weights import LayerWeights, ModelWeights
 
@@ -61,6 +62,7 @@ class FusedTransformer:
         self._config = config
         self._weights = weights
         self._upcast = upcast
+        self._products = choose_layer_products(weights.quantization)
         self._cos, self._sin = self._compute_angle_tables(max_model_len)
 
     def _compute_angle_tables(self, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,16 +91,16 @@ class FusedTransformer:
         After the KV of the last layer, only sampled rows are computed. Returns None if there are
         none.
         """
-        weights, eps = self._weights, self._config.norm_eps
+        weights, eps, products = self._weights, self._config.norm_eps, self._products
         x = weights.embedding.index_select(0, inputs.token_ids)
         cos = self._cos.index_select(0, inputs.positions)
         sin = self._sin.index_select(0, inputs.positions)
         plan = self._plan_attention(inputs)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            normed = layer_ops.add_rms_norm(x, residual, layer.attention_norm.weight, eps)
+            qkv = products.multiply_normed(layer.qkv, x, residual, layer.attention_norm.weight, eps)
             residual = x if residual is None else residual
-            query = self._project_qkv(layer, index, normed, cos, sin, inputs, cache)
+            query = self._rotate_qkv(layer, index, qkv, cos, sin, inputs, cache)
             if on_written is not None:
                 on_written(index)
             if index == len(weights.layers) - 1 and plan.sampled is not None:
@@ -109,9 +111,11 @@ class FusedTransformer:
                 attended = self._attend_rows(plan.sampled, query, cache, index)
             else:
                 attended = self._attend(plan, query, cache, index, inputs)
-            x = layer.output(attended.view(len(attended), -1))
-            normed = layer_ops.add_rms_norm(x, residual, layer.mlp_norm.weight, eps)
-            x = layer.down(layer_ops.silu_mul(layer.gate_up(normed)))
+            x = products.multiply(layer.output, attended.view(len(attended), -1))
+            gate_up = products.multiply_normed(
+                layer.gate_up, x, residual, layer.mlp_norm.weight, eps
+            )
+            x = products.multiply_gated(layer.down, gate_up)
         return layer_ops.add_rms_norm(x, residual, weights.norm.weight, eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,19 +155,19 @@ class FusedTransformer:
             upcast=self._upcast,
         )
 
-    def _project_qkv(
+    def _rotate_qkv(
         self,
         layer: LayerWeights,
         index: int,
-        normed: torch.Tensor,  # [tokens, hidden]
+        qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
         cos: torch.Tensor,
         sin: torch.Tensor,
         inputs: DeviceInputs,
         cache: PagedCache,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Compute rotated queries; write rotated keys and values to the cache."""
+        """Rotate queries; write rotated keys and values to the cache."""
         config = self._config
-        qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+        qkv = qkv.view(len(qkv), -1, config.head_dim)
         layer_ops.rotate_and_write_kv(
             qkv,
             cos,

@@ -65,6 +65,17 @@ def test_device() -> None:
     assert_finding(machine.check_device({"gpus": ["H200", "H200"]}, "cuda"), "ok", "2 GPU: H200")
 
 
+def test_quantization() -> None:
+    assert machine.check_quantization(PROBE_RESULT, "none") == []
+    (finding,) = machine.check_quantization(PROBE_RESULT, "fp8")
+    assert_finding(finding, "bad", "0 of 0 GPU have FP8", "--quantize none")
+    mixed = {"gpus": ["A100", "H200"], "fp8_gpus": 1}
+    (finding,) = machine.check_quantization(mixed, "fp8")
+    assert_finding(finding, "bad", "1 of 2 GPU have FP8")
+    (finding,) = machine.check_quantization({"gpus": ["H200"], "fp8_gpus": 1}, "fp8")
+    assert_finding(finding, "ok", "fp8 on 1 GPU")
+
+
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
     assert_finding(
@@ -341,7 +352,7 @@ def test_doctor_exits_by_what_is_bad(
 @pytest.mark.slow
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.run_node_probe([])
-    assert found.keys() == {"torch", "triton", "gpus"}
+    assert found.keys() == {"torch", "triton", "gpus", "fp8_gpus"}
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert "ended with 1" in machine.run_node_probe([])["error"]
     monkeypatch.setattr(sys, "executable", "/nowhere")
