@@ -27,6 +27,7 @@ from node_engine.model.model_loader import load_model_engine
 from tools.demo_model.corpus.source_files import collect_sources, standard_library_folder
 
 DEFAULT_MODEL = Path("models/demo")
+DEFAULT_TOKENS = 65536
 WINDOW_TOKENS = 2048  # a document is scored in windows of so many tokens
 
 
@@ -35,7 +36,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="a folder")
-    parser.add_argument("--tokens", type=int, default=None, help="only so many, for a trial")
+    parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="score so many at most")
     options = parser.parse_args()
     windows = list(split_windows(read_held_out_documents(options.model), options.tokens))
     print(f"{sum(map(len, windows))} tokens in {len(windows)} windows")
@@ -62,14 +63,12 @@ def read_held_out_documents(model: Path) -> Iterator[list[int]]:
             yield tokenizer.encode(file.text).ids
 
 
-def split_windows(
-    documents: Iterable[Sequence[int]], max_tokens: int | None = None
-) -> Iterator[Sequence[int]]:
+def split_windows(documents: Iterable[Sequence[int]], max_tokens: int) -> Iterator[Sequence[int]]:
     """Windows of two to WINDOW_TOKENS tokens, `max_tokens` in all at most."""
     left = max_tokens
     for document in documents:
         tokens = document[:left]
-        left = None if left is None else left - len(tokens)
+        left -= len(tokens)
         for begin in range(0, len(tokens) - 1, WINDOW_TOKENS):
             if len(window := tokens[begin : begin + WINDOW_TOKENS]) > 1:
                 yield window

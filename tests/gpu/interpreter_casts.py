@@ -27,4 +27,4 @@ def _cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
 
 
 def install_casts() -> None:
-    interpreter._convert_float = _cast  # type: ignore[attr-defined]
+    interpreter._convert_float = _cast

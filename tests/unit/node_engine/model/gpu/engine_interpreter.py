@@ -16,15 +16,22 @@ from pathlib import Path
 import torch
 
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from kv_kernels.triton.fp8_linear import TritonFp8Linear
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.loading.weights import load_weights
+from node_engine.model.model_engine import ModelEngine
 from node_engine.model.model_loader import load_model_engine
+from node_engine.model.sampling.sampler import sample_tokens
+from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
+from tests.gpu.interpreter_casts import install_casts
+from tools.perplexity import score_tokens
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 256
@@ -36,13 +43,14 @@ class InterpretedKernels(TorchKernels):
     """The reference, with linear layers as a GPU has them."""
 
     make_linear = staticmethod(linear.PlainLinear)
+    make_fp8_linear = TritonFp8Linear
 
 
-def build_engine(folder: Path) -> GpuEngine:
+def build_engine(folder: Path, quantization: Quantization = UNQUANTIZED) -> GpuEngine:
     config, kernels = load_model_config(folder), InterpretedKernels()
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
     with torch.inference_mode():
-        weights = load_weights(folder, config, torch.float32, CPU, kernels)
+        weights = load_weights(folder, config, torch.float32, CPU, kernels, quantization)
         model = FusedTransformer(config, weights, MAX_MODEL_LEN, upcast=True)
     return GpuEngine(
         config,
@@ -53,7 +61,47 @@ def build_engine(folder: Path) -> GpuEngine:
         MAX_MODEL_LEN,
         weights.digest,
         max_graph_rows=0,
+        quantization=quantization,
     )
+
+
+def build_twin(folder: Path, quantization: Quantization) -> ModelEngine:
+    """The engine of a CPU in fp32, which FP8 is not served in."""
+    config, kernels = load_model_config(folder), TorchKernels()
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
+    with torch.inference_mode():
+        weights = load_weights(folder, config, torch.float32, CPU, kernels, quantization)
+        model = Transformer(config, weights, kernels)
+    return ModelEngine(
+        config,
+        model,
+        kernels,
+        layout,
+        CPU,
+        MAX_MODEL_LEN,
+        weights.digest,
+        sample_tokens,
+        quantization=quantization,
+    )
+
+
+def compare_fp8(folder: Path, prompt: list[int]) -> dict[str, object]:
+    """Logprobs of a prompt, and tokens and logprobs of special rows, in FP8."""
+    engines = {
+        "fused": build_engine(folder, FP8),
+        "twin": build_twin(folder, FP8),
+        "unquantized": build_twin(folder, UNQUANTIZED),
+    }
+    results: dict[str, object] = {}
+    for name, engine in engines.items():
+        compare.bind_engine(engine)
+        tokens, logprobs = compare.run_special_rows(engine)
+        results[name] = {
+            "scores": score_tokens(engine, prompt),
+            "special tokens": tokens,
+            "special logprobs": logprobs,
+        }
+    return results
 
 
 def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
@@ -76,6 +124,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 
 
 def main() -> None:
+    install_casts()
     torch.set_num_threads(1)
     results: dict[str, object] = {}
     models = json.load(sys.stdin)
@@ -85,6 +134,7 @@ def main() -> None:
         results[f"{name} tokens"] = compare.generate_in_chunks(
             engine, model["prompts"], model["count"]
         )
+        results[f"{name} fp8"] = compare_fp8(Path(model["folder"]), model["prompts"][-1])
     name, model = next(iter(models.items()))
     results |= compare_all(Path(model["folder"]), model["prompts"], model["count"])
     json.dump(results, sys.stdout)
