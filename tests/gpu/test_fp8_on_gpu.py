@@ -67,7 +67,7 @@ def test_quantized_rows_equal_the_reference(tokens: int, width: int, dtype: torc
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("rows", [1, 5, 17, 33, 64])
+@pytest.mark.parametrize("rows", [1, 5, 17, 33, 64, 128])
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products_of_few_rows_equal_the_reference(case: str, rows: int, kind: str) -> None:
     width, splits, bias = PRODUCTS[case]
@@ -85,12 +85,12 @@ def test_products_of_torch_equal_the_reference(width: int, bias: bool, rows: int
     assert error < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 17, 33])
+@pytest.mark.parametrize("rows", [1, 5, 17, 33, 70])
 def test_layers_equal_the_reference(rows: int) -> None:
     assert compare.measure_linear_error(rows, torch.bfloat16, CUDA) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("rows", [5, 80])
 def test_damaged_rows_reach_the_result(rows: int) -> None:
     assert compare.find_damaged_rows(rows, CUDA) == [1, 3]
 
@@ -99,7 +99,7 @@ def test_captured_products_repeat_bit_by_bit() -> None:
     generator = torch.Generator(CUDA).manual_seed(0)
     weight = torch.randn(4096, 4096, device=CUDA, generator=generator).bfloat16()
     linear = TritonFp8Linear(weight)
-    for rows in (1, 16, 32, 64):
+    for rows in (1, 16, 64, 128):
         x = torch.randn(rows, 4096, device=CUDA, generator=generator).bfloat16()
         wanted = linear(x).clone()
         torch.cuda.synchronize()

@@ -17,10 +17,10 @@ import triton.language as tl
 from kv_kernels.reference.fp8 import Fp8Linear, Fp8Rows
 from kv_kernels.triton import fp8_layer_ops
 
-FEW_ROWS = 32  # up to so many rows are multiplied by the kernel of this file
+FEW_ROWS = 64  # up to so many rows are multiplied by the kernel of this file
 # Whether torch's kernel sums up in the tensor cores' registers, with about 14 bits.
 USE_FAST_ACCUMULATION = True
-_TARGET_PROGRAMS = 256  # of one launch: about two for each multiprocessor of an H200
+_TARGET_PROGRAMS = 160  # of one launch, at least: more than an H200 has multiprocessors
 _MIN_SPLIT_WIDTH = 1024  # columns of the weight that a program reads at least
 _DOT_ROWS = 16  # the fewest rows that tl.dot takes
 _COMBINE_BLOCK = 256  # output features that one program of the second kernel adds up

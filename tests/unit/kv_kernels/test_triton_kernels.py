@@ -138,13 +138,13 @@ def test_fp8_products_equal_the_reference(
     assert measured[f"fp8 product {case} {rows} {kind}"] < TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 17, 33])
+@pytest.mark.parametrize("rows", [1, 5, 17, 33, 70])
 def test_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
     assert measured[f"fp8 linear {rows} float32"] < 1e-5
     assert measured[f"fp8 linear {rows} bfloat16"] < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("rows", [5, 80])
 def test_damaged_rows_reach_the_result_of_an_fp8_layer(
     measured: dict[str, list[int]], rows: int
 ) -> None:

@@ -49,6 +49,7 @@ FP8_PRODUCTS: dict[str, tuple[int, int | None, bool]] = {
     "of torch with bias": (144, None, True),
 }
 FP8_ROWS = (1, 5, 17, 33)
+FP8_LAYER_ROWS = (1, 5, 17, 33, 70)  # the last one is multiplied by torch
 
 
 def measure_errors(kind: str) -> dict[str, float]:
@@ -88,6 +89,7 @@ def measure_fp8_errors(kind: str) -> dict[str, object]:
             results[f"fp8 product {case} {rows} {kind}"] = compare_fp8.measure_product_error(
                 rows, 80, width, dtype, CPU, bias=bias, splits=splits
             )
+    for rows in FP8_LAYER_ROWS:
         results[f"fp8 linear {rows} {kind}"] = compare_fp8.measure_linear_error(rows, dtype, CPU)
     return results
 
@@ -113,7 +115,7 @@ def main() -> None:
     )
     for temperature in (0.0, 1.0):
         results[f"damaged {temperature}"] = compare.sample_damaged_rows(CPU, temperature)
-    for rows in (5, 40):
+    for rows in (5, 80):
         results[f"fp8 damaged {rows}"] = compare_fp8.find_damaged_rows(rows, CPU)
     json.dump(results, sys.stdout)
 
