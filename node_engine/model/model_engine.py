@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import UNQUANTIZED, Quantization
 from baton.types import BlockIndex
 from kv_kernels.reference.paged_attention import (
     AttentionContext,
@@ -195,11 +194,9 @@ class ModelEngine(BaseEngine):
         max_model_len: int,
         digest: bytes,
         sampler: Sampler,
-        *,
-        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         super().__init__(
-            config, kernels, layout, device, max_model_len, digest, quantization=quantization
+            config, kernels, layout, device, max_model_len, digest, quantization=model.quantization
         )
         self._model = model
         self._sample_tokens = sampler

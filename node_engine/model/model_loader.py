@@ -73,17 +73,7 @@ def load_model_engine(
             graph_rows = max_num_seqs if uses_graphs else 0
             return _build_gpu_engine(config, weights, kernels, layout, where, longest, graph_rows)
         model = Transformer(config, weights, kernels)
-    return ModelEngine(
-        config,
-        model,
-        kernels,
-        layout,
-        where,
-        longest,
-        weights.digest,
-        sampler,
-        quantization=quantize,
-    )
+    return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
 
 
 def _build_gpu_engine(
@@ -107,7 +97,6 @@ def _build_gpu_engine(
         max_model_len,
         weights.digest,
         max_graph_rows=max_graph_rows,
-        quantization=weights.quantization,
     )
 
 

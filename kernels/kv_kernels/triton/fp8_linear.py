@@ -47,7 +47,7 @@ class FewRowsPlan:
 
 
 # grid: [tiles of features, splits]
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,  # e4m3 [rows, WIDTH], contiguous
     x_scales,  # fp32 [rows]

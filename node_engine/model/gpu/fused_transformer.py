@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.models.model_identity import Quantization
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import attend_chunks
@@ -64,6 +65,10 @@ class FusedTransformer:
         self._upcast = upcast
         self._products = choose_layer_products(weights.quantization)
         self._cos, self._sin = self._compute_angle_tables(max_model_len)
+
+    @property
+    def quantization(self) -> Quantization:
+        return self._weights.quantization
 
     def _compute_angle_tables(self, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of every position, both [positions, head_dim]."""

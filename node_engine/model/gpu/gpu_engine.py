@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import UNQUANTIZED, Quantization
 from baton.types import BlockIndex
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.sampling import sample_rows
@@ -58,11 +57,10 @@ class GpuEngine(BaseEngine):
         digest: bytes,
         *,
         max_graph_rows: int,
-        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         """`max_graph_rows`: sequences of the largest decode step that is captured; 0 for none."""
         super().__init__(
-            config, kernels, layout, device, max_model_len, digest, quantization=quantization
+            config, kernels, layout, device, max_model_len, digest, quantization=model.quantization
         )
         self._model = model
         self._max_graph_rows = max_graph_rows

@@ -61,7 +61,6 @@ def build_engine(folder: Path, quantization: Quantization = UNQUANTIZED) -> GpuE
         MAX_MODEL_LEN,
         weights.digest,
         max_graph_rows=0,
-        quantization=quantization,
     )
 
 
@@ -81,7 +80,6 @@ def build_twin(folder: Path, quantization: Quantization) -> ModelEngine:
         MAX_MODEL_LEN,
         weights.digest,
         sample_tokens,
-        quantization=quantization,
     )
 
 

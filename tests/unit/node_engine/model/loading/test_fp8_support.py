@@ -74,12 +74,12 @@ def test_gpus_with_fp8_are_accepted(
     ],
 )
 def test_widths_that_fp8_products_do_not_serve_are_named(
-    folder: Path, changes: dict[str, int], named: str
+    folder: Path, changes: dict[str, Any], named: str
 ) -> None:
     config = load_model_config(folder)
     fp8_support.require_fp8_model(config, "bfloat16")
     with pytest.raises(ConfigError, match=named):
-        fp8_support.require_fp8_model(replace(config, **changes), "bfloat16")  # type: ignore[arg-type]
+        fp8_support.require_fp8_model(replace(config, **changes), "bfloat16")
 
 
 def test_identity_and_block_hashes_are_those_of_the_quantization(folder: Path) -> None:
