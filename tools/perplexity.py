@@ -67,6 +67,8 @@ def split_windows(documents: Iterable[Sequence[int]], max_tokens: int) -> Iterat
     """Windows of two to WINDOW_TOKENS tokens, `max_tokens` in all at most."""
     left = max_tokens
     for document in documents:
+        if left < 2:
+            return
         tokens = document[:left]
         left -= len(tokens)
         for begin in range(0, len(tokens) - 1, WINDOW_TOKENS):

@@ -63,7 +63,7 @@ def load_model_engine(
     )
     if quantize == FP8:
         require_fp8_model(config, layout.dtype)
-        if not emulates_fp8:
+        if not emulates_fp8 or where.type != "cpu":
             require_fp8_products(where)
     with torch.inference_mode():
         read_weights = _build_dummy if load_format == "dummy" else load_weights
