@@ -172,7 +172,8 @@ def _plan_write(
     from kv_kernels.triton.layer_ops import rotate_and_write_kv
 
     flat = slots.to(qkv.device, torch.int32)
-    return lambda: rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, flat)
+    query = torch.empty_like(qkv[:, :HEADS])
+    return lambda: rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, flat, query)
 
 
 def _randn(device: torch.device, *shape: int) -> torch.Tensor:

@@ -97,7 +97,7 @@ class PoolClusterMember:
             | self._peers.counters()
             | log.get_log_counters()
         )
-        return NodeStats(blocks_total=ledger.num_blocks, counters=counters, **counts)
+        return NodeStats(blocks_total=ledger.num_blocks, counters=counters, device=None, **counts)
 
     def on_joined(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation

@@ -3,8 +3,11 @@
 Prints one JSON object on standard output, for `baton doctor`, which does not load torch itself.
 """
 
+import ctypes
 import importlib
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +17,8 @@ from baton.errors import ConfigError
 
 
 def probe_libraries() -> dict[str, Any]:
-    """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees.
-
-    `fp8_gpus` counts those that multiply in FP8.
-    """
-    found: dict[str, Any] = {"gpus": [], "fp8_gpus": 0}
+    """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees; the driver."""
+    found: dict[str, Any] = {"gpus": [], "driver": probe_driver()}
     for name in ("torch", "triton"):
         try:
             found[name] = {"version": importlib.import_module(name).__version__}
@@ -27,15 +27,58 @@ def probe_libraries() -> dict[str, Any]:
     if "version" in found["torch"]:
         import torch
 
-        from node_engine.model.loading.fp8_support import MIN_COMPUTE_CAPABILITY
-
+        found["torch"]["cuda"] = torch.version.cuda
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        found["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
-        found["fp8_gpus"] = sum(
-            torch.cuda.get_device_capability(index) >= MIN_COMPUTE_CAPABILITY
-            for index in range(count)
-        )
+        found["gpus"] = [probe_gpu(index) for index in range(count)]
     return found
+
+
+def probe_gpu(index: int) -> dict[str, Any]:
+    """Name, compute capability and memory of a GPU, or why it does not answer."""
+    import torch
+
+    gpu: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(index),
+        "capability": list(torch.cuda.get_device_capability(index)),
+    }
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        return gpu | {"error": str(error).partition("\n")[0][:500]}
+    return gpu | {"free_bytes": free, "total_bytes": total}
+
+
+def probe_driver(root: Path = Path("/")) -> dict[str, Any] | None:
+    """What there is of an NVIDIA driver; None if there is nothing of it.
+
+    In a container without GPUs the driver's version can be read, but its device files and its
+    library are not there. `root` is the root folder.
+    """
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = ""
+    version = re.search(r"\b\d{3,}\.\d+(\.\d+)*", text)
+    files = [*root.glob("dev/nvidia[0-9]*"), *root.glob("dev/dxg")]  # dxg: Windows Subsystem
+    cuda_version = read_supported_cuda_version()
+    if not (version or files or cuda_version):
+        return None
+    return {
+        "version": version[0] if version else None,
+        "has_device_files": bool(files),
+        "cuda_version": cuda_version,
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+def read_supported_cuda_version() -> str | None:
+    """The newest CUDA version that the driver's library supports; None without that library."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def check_model_folder(folder: str, *, weights: bool) -> str:

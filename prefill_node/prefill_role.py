@@ -148,7 +148,7 @@ class PrefillRole(BaseRole):
 
     def _announce_cached_blocks(self, cached: BlockRange) -> None:
         """Blocks before the first slice come from a cache: all their layers are complete."""
-        self._context.engine.save_blocks(cached.blocks)
+        self._context.engine.save_blocks(cached.blocks).result()
         for layer in range(self._layout.num_layers):
             self._plane.announce_layer(cached.key, layer, cached.first_block, cached.blocks)
 

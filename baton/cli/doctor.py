@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.checks import machine, network, shared_memory
+from baton.cli.checks import gpu, machine, network, shared_memory
 from baton.cli.checks import model as model_checks
 from baton.cli.checks.finding import Finding
 from baton.cli.common.errors import EXIT_FAILURE
@@ -59,9 +59,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
     return [
         machine.check_python(),
         machine.check_torch(found),
-        machine.check_device(found, settings.device),
-        *machine.check_quantization(found, settings.quantize),
-        machine.check_triton(found),
+        *gpu.check_gpus(settings, found),
         machine.check_encryption(),
         machine.check_cores(settings, len(os.sched_getaffinity(0))),
         machine.check_open_files(settings),

@@ -44,6 +44,7 @@ def _print_table(answer: Any) -> None:
     from rich.table import Table
 
     from baton.cli.views.console import make_console
+    from baton.cli.views.device_table import build_device_table
     from baton.cli.views.ratio_text import format_ratio_progress
 
     console = make_console()
@@ -65,6 +66,8 @@ def _print_table(answer: Any) -> None:
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
         table.add_row(*map(escape, _node_row(node)))
     console.print(table)
+    if devices := build_device_table(sorted(answer.nodes, key=lambda node: str(node.name))):
+        console.print(devices)
     for node in answer.nodes:
         if slots := node.stats.counters["baton_pool_disk_slots"]:
             used = node.stats.counters["baton_pool_disk_slots_used"]

@@ -38,6 +38,7 @@ from baton.cluster_link.messages import (
     TicketOrder,
     Welcome,
 )
+from baton.cluster_link.stats_conversion import stats_from_pb, stats_to_pb
 from baton.kv.pool_types import RemotePrefix
 from baton.pb import cluster_pb2 as pb
 from baton.types import Incarnation, Role
@@ -164,7 +165,7 @@ def encode_report(report: NodeReport | LedgerReport, sender: Incarnation) -> pb.
         case StepTokens(events):
             message.tokens.tokens.extend(map(wire.token_event_to_pb, events))
         case Heartbeat(stats):
-            message.heartbeat.stats.CopyFrom(wire.stats_to_pb(stats))
+            message.heartbeat.stats.CopyFrom(stats_to_pb(stats))
         case CacheEvents(number, inserted, evicted):
             message.cache_events.sequence = number
             message.cache_events.inserted.extend(inserted)
@@ -286,7 +287,7 @@ def _decode_prompt_scores(message: pb.PromptScores) -> PromptLogprobsReport:
 
 
 _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
-    "heartbeat": lambda message: Heartbeat(wire.stats_from_pb(message.stats)),
+    "heartbeat": lambda message: Heartbeat(stats_from_pb(message.stats)),
     "reserved": _decode_reserved,
     "refused": lambda message: ReservationRefused(
         wire.attempt_key_from_pb(message.key), message.needed, message.free

@@ -5,7 +5,7 @@ No other code reads fields of the messages that carry these types.
 
 import math
 
-from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger, NodeStats
+from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger
 from baton.errors import BatonError, error_from_code
 from baton.kv.blocks import KVLayout
 from baton.kv.pool_types import RemotePrefix
@@ -277,48 +277,6 @@ def handoff_report_from_pb(message: common_pb2.HandoffReport) -> HandoffReport:
         commit_seconds=check_seconds(message.commit_seconds),
         computed_tokens=message.computed_tokens,
         cached_tokens=message.cached_tokens,
-    )
-
-
-def stats_to_pb(stats: NodeStats) -> cluster_pb2.NodeStats:
-    return cluster_pb2.NodeStats(
-        blocks_total=stats.blocks_total,
-        blocks_free=stats.blocks_free,
-        blocks_cached=stats.blocks_cached,
-        blocks_reserved=stats.blocks_reserved,
-        blocks_writing=stats.blocks_writing,
-        blocks_in_use=stats.blocks_in_use,
-        blocks_quarantined=stats.blocks_quarantined,
-        waiting=stats.waiting,
-        running=stats.running,
-        queued_tokens=stats.queued_tokens,
-        progress_age_seconds=stats.progress_age_seconds,
-        counters=stats.counters,
-        decode_steps=stats.decode_steps,
-        decode_step_seconds=stats.decode_step_seconds,
-        decode_step_sequences=stats.decode_step_sequences,
-        decode_step_tokens=stats.decode_step_tokens,
-    )
-
-
-def stats_from_pb(message: cluster_pb2.NodeStats) -> NodeStats:
-    return NodeStats(
-        blocks_total=message.blocks_total,
-        blocks_free=message.blocks_free,
-        blocks_cached=message.blocks_cached,
-        blocks_reserved=message.blocks_reserved,
-        blocks_writing=message.blocks_writing,
-        blocks_in_use=message.blocks_in_use,
-        blocks_quarantined=message.blocks_quarantined,
-        waiting=message.waiting,
-        running=message.running,
-        queued_tokens=message.queued_tokens,
-        progress_age_seconds=check_seconds(message.progress_age_seconds),
-        counters=dict(message.counters),
-        decode_steps=message.decode_steps,
-        decode_step_seconds=check_seconds(message.decode_step_seconds),
-        decode_step_sequences=message.decode_step_sequences,
-        decode_step_tokens=message.decode_step_tokens,
     )
 
 

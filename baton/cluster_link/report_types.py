@@ -22,6 +22,22 @@ class HandoffReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What a node computes on, and how well it uses it."""
+
+    device: str = "cpu"  # cpu, or cuda:INDEX
+    name: str = ""  # of the GPU or the processor
+    threads: int = 0  # that compute a step on a CPU; 0 for a GPU
+    # of the GPU, or of the machine for a CPU, whoever uses it; 0: it cannot be measured
+    memory_total_bytes: int = 0
+    memory_used_bytes: int = 0
+    # shares of the device's peak rates that recent steps have reached; None: no recent steps, or
+    # the peak is not known
+    mfu: float | None = None  # model FLOPs utilisation
+    mbu: float | None = None  # model bandwidth utilisation
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """A node's load. Blocks are counted by state, as in its ledger."""
 
@@ -43,6 +59,7 @@ class NodeStats:
     decode_step_seconds: float = 0.0  # that they took
     decode_step_sequences: int = 0  # in them
     decode_step_tokens: int = 0  # in the caches that they read
+    device: DeviceReport | None = None  # None for a pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
 PACED_IMPLEMENTATION = "paced"
 UNQUANTIZED: Quantization = "none"
 FP8: Quantization = "fp8"  # e4m3, a scale for each output feature and for each row of activations
+FP8_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs with FP8 products
 
 
 @dataclass(frozen=True)

@@ -895,7 +895,7 @@ class Admitted(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters", "decode_steps", "decode_step_seconds", "decode_step_sequences", "decode_step_tokens")
+    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters", "decode_steps", "decode_step_seconds", "decode_step_sequences", "decode_step_tokens", "device")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -919,6 +919,7 @@ class NodeStats(_message.Message):
     DECODE_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -935,7 +936,26 @@ class NodeStats(_message.Message):
     decode_step_seconds: float
     decode_step_sequences: int
     decode_step_tokens: int
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., progress_age_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., decode_steps: _Optional[int] = ..., decode_step_seconds: _Optional[float] = ..., decode_step_sequences: _Optional[int] = ..., decode_step_tokens: _Optional[int] = ...) -> None: ...
+    device: DeviceReport
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., progress_age_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., decode_steps: _Optional[int] = ..., decode_step_seconds: _Optional[float] = ..., decode_step_sequences: _Optional[int] = ..., decode_step_tokens: _Optional[int] = ..., device: _Optional[_Union[DeviceReport, _Mapping]] = ...) -> None: ...
+
+class DeviceReport(_message.Message):
+    __slots__ = ("device", "name", "threads", "memory_total_bytes", "memory_used_bytes", "mfu", "mbu")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MFU_FIELD_NUMBER: _ClassVar[int]
+    MBU_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    name: str
+    threads: int
+    memory_total_bytes: int
+    memory_used_bytes: int
+    mfu: float
+    mbu: float
+    def __init__(self, device: _Optional[str] = ..., name: _Optional[str] = ..., threads: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., mfu: _Optional[float] = ..., mbu: _Optional[float] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("sequence", "inserted", "evicted")

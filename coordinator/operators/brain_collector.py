@@ -37,6 +37,7 @@ class BrainCollector(Collector):
             *counters,
             *self._queue_gauges(),
             *self._member_gauges(),
+            *self._device_gauges(),
             *self._retry_gauges(),
             *self._ratio_gauges(),
         ]
@@ -201,6 +202,34 @@ class BrainCollector(Collector):
             "Distinct blocks in the prefix directory",
             len(state.prefix_directory),
         )
+
+    def _device_gauges(self) -> Iterator[Metric]:
+        """What nodes compute on. Gauges whose value a node does not know have no series of it."""
+        info = GaugeMetricFamily(
+            "baton_device_info",
+            "1 for the device that a node computes on",
+            labels=["node", "device", "name", "threads"],
+        )
+        gauges = [
+            GaugeMetricFamily(f"baton_{name}", help_text, labels=["node"])
+            for name, help_text in (
+                ("device_memory_bytes", "Memory of a node's device"),
+                ("device_memory_used_bytes", "Of it, in use by all processes"),
+                ("mfu", "Model FLOPs utilisation of a node's recent steps"),
+                ("mbu", "Model bandwidth utilisation of a node's recent steps"),
+            )
+        ]
+        for node in self._brain.node_registry.nodes.values():
+            report = node.stats.device if node.stats is not None else None
+            if report is None:
+                continue
+            info.add_metric([node.info.name, report.device, report.name, str(report.threads)], 1)
+            memory = report.memory_total_bytes, report.memory_used_bytes
+            sizes = memory if report.memory_total_bytes else (None, None)
+            for gauge, value in zip(gauges, (*sizes, report.mfu, report.mbu), strict=True):
+                if value is not None:
+                    gauge.add_metric([node.info.name], value)
+        yield from (info, *gauges)
 
     def _retry_gauges(self) -> Iterator[Metric]:
         brain, retries = self._brain, self._brain.retries

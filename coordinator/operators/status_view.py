@@ -1,7 +1,7 @@
 """The cluster, its nodes and pools as operators see them, in messages of the Cluster service."""
 
 from baton.cluster_link.messages import POOL_ROLE
-from baton.cluster_link.pb_conversion import stats_to_pb
+from baton.cluster_link.stats_conversion import stats_to_pb
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.pb import cluster_pb2 as pb
 from baton.types import NodeName

@@ -40,6 +40,7 @@ from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
+from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
@@ -128,7 +129,13 @@ def assemble_node(
     )
     compute_thread = ComputeThread(context, inbox, monotonic_clock)
     member = NodeLinkMember(
-        context, switchable_role, compute_thread, lookups, pool_client, model_files
+        context,
+        switchable_role,
+        compute_thread,
+        lookups,
+        pool_client,
+        model_files,
+        DeviceMonitor(engine, monotonic_clock),
     )
     link = CoordinatorLink(
         member, address=config.coordinator, token=config.cluster_token, silence=config.silence

@@ -31,6 +31,7 @@ from baton.process.failpoints import failpoint
 from baton.types import Role
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
+from node_engine.core.metrics.utilization import WorkMeter, make_step_costs
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
 from node_engine.core.step.engine import LayerCallback
@@ -93,6 +94,7 @@ class ComputeThread:
         self.scheduler_load = context.scheduler.capacity.get_load()
         self.decode_step_totals = DecodeStepTotals()
         self.device_seconds: dict[str, float] = {}
+        self.work_meter = WorkMeter(make_step_costs(context.engine))
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get_logger("compute")
         self._device_time = DeviceTime()
@@ -131,6 +133,8 @@ class ComputeThread:
                 self._role.deliver_outcomes(step.outcomes)
             if step.batch is not None:
                 self._run_step(step.batch)
+            else:
+                self.work_meter.pause()
             idle = step.batch is None and not step.outcomes
             self._report_cache_changes(is_idle=idle)
 
@@ -187,11 +191,14 @@ class ComputeThread:
             results = self._compute_step(self._role, batch)
         except (BatonError, RuntimeError) as error:
             self._charge_device_time(batch, self._clock() - started)
+            self.work_meter.pause()
             self._log.error("engine step failed", **log.get_error_fields(error))
             self._role.on_step_failed(batch, error)
             return
-        seconds = self._clock() - started
+        ended = self._clock()
+        seconds = ended - started
         computed = batch.without_deferred(results)
+        self.work_meter.add_step(computed, started, ended)
         self._charge_device_time(computed, seconds)
         self.decode_step_totals = self.decode_step_totals.with_step(computed, seconds)
         tokens = computed.num_tokens

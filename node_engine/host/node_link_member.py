@@ -14,6 +14,7 @@ from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from node_engine.host.compute_thread import ComputeThread, SwitchableRole
+from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolLookups
@@ -30,6 +31,7 @@ class NodeLinkMember:
         lookups: PoolLookups,
         pool_client: SharedPoolClient | None,
         model_files: ModelFileDigests,
+        device_monitor: DeviceMonitor,
     ) -> None:
         self._context = context
         self._role = role
@@ -37,6 +39,7 @@ class NodeLinkMember:
         self._lookups = lookups
         self._pool_client = pool_client
         self._model_files = model_files
+        self._device_monitor = device_monitor
 
     def on_joined(self, incarnation: Incarnation) -> None:
         self._deliver_command(NodeJoined(incarnation))
@@ -99,6 +102,7 @@ class NodeLinkMember:
             decode_step_seconds=steps.seconds,
             decode_step_sequences=steps.num_sequences,
             decode_step_tokens=steps.context_tokens,
+            device=self._device_monitor.build_report(self._compute_thread.work_meter.totals),
             **counts,
         )
 

@@ -4,6 +4,7 @@ The tensors of a forward pass are built from the slices of a step once, for all 
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kv_kernels.reference.paged_attention import (
     clip_to_window,
 )
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import CacheLimits, LayerCallback
+from node_engine.core.step.engine import CacheLimits, LayerCallback, make_completed_save
 from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
 from node_engine.model.common.base_engine import (
     BaseEngine,
@@ -222,8 +223,9 @@ class ModelEngine(BaseEngine):
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
         """Steps compute in the arena itself."""
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """Steps compute in the arena itself."""
+        return make_completed_save()
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

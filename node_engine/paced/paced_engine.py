@@ -26,6 +26,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,13 @@ from baton.kv.blocks import KVLayout
 from baton.models.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import BlockIndex, TokenLogprobs
-from node_engine.core.step.engine import CacheLimits, LayerCallback
+from node_engine.core.step.engine import (
+    CacheLimits,
+    ComputeDevice,
+    LayerCallback,
+    ModelSize,
+    make_completed_save,
+)
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
     SampleSpec,
@@ -55,6 +62,8 @@ _Words = npt.NDArray[np.uint32]
 
 class PacedEngine:
     """An `Engine` without a model; see the module."""
+
+    model_size: ModelSize | None = None
 
     def __init__(
         self,
@@ -84,6 +93,7 @@ class PacedEngine:
         self._reread = reread
         self._clock = clock
         self._wait = wait if wait is not None else _wait
+        self.compute_device = ComputeDevice(threads=1)
         self._pattern_words = _pattern_words(layout)
         self._kv: _Words = np.zeros(0, np.uint32)
         # Position after the last slice, by sequence.
@@ -147,8 +157,9 @@ class PacedEngine:
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
         """Steps compute in the arena itself."""
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """Steps compute in the arena itself."""
+        return make_completed_save()
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

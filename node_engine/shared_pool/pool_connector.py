@@ -20,6 +20,7 @@ own copies of published blocks, so the older answer may lack blocks that are no 
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -71,7 +72,7 @@ class PoolConnector:
         scheduler: Scheduler,
         emit: Callable[[object], None],
         *,
-        save_blocks: Callable[[tuple[BlockIndex, ...]], None] = lambda _: None,
+        save_blocks: Callable[[tuple[BlockIndex, ...]], Future[None]],
         in_place: bool = True,
         copy_seconds: float = 0.0,
     ) -> None:
@@ -132,7 +133,6 @@ class PoolConnector:
         pins = tuple(pin.acquire() for pin in sequence.pool_use.pins)
         self._block_pool.share_blocks(sources, label)
         sequence.is_publishing = True
-        self._save_blocks(sources)
         first = end - len(sources)
         request = PublishRequest(
             sequence.chain.root_hash,
@@ -143,10 +143,18 @@ class PoolConnector:
             on_done,
             is_rate_limited,
         )
-        if not self._pool_client.publish_blocks(request):
-            self._end_publication(
-                PublicationEnded(sequence, label, sources, pins, is_rate_limited, None)
-            )
+        refused = PublicationEnded(sequence, label, sources, pins, is_rate_limited, None)
+        self._save_blocks(sources).add_done_callback(
+            lambda saved: self._publish_saved_blocks(saved, request, refused)
+        )
+
+    def _publish_saved_blocks(
+        self, saved: Future[None], request: PublishRequest, refused: PublicationEnded
+    ) -> None:
+        """The pool may read the blocks. Called on any thread."""
+        assert self._pool_client is not None
+        if saved.exception() is not None or not self._pool_client.publish_blocks(request):
+            self._emit(refused)
 
     def publish_filled_blocks(self, sequence: Sequence) -> None:
         """While decoding: publish the blocks that have filled since the last publication.

@@ -114,7 +114,7 @@ def saves_what_it_announces(make_engine: Callable[[], Engine], prompt: Sequence[
         run_step(engine, [others, run], [None, None], callback)
         if not announces:
             assert not np.any(_view_slabs(engine, memory) != 0xFF), "steps alone write nothing"
-            engine.save_blocks(table)
+            engine.save_blocks(table).result()
         arenas.append(_view_slabs(engine, memory).copy())
     saved, announced = arenas
     rest = [block for block in range(NUM_BLOCKS) if block not in table]

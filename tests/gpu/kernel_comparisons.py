@@ -16,7 +16,6 @@ from baton.types import SamplingParams
 from kv_kernels.reference import elementwise, paged_attention
 from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import layer_ops
-from kv_kernels.triton.block_copy import copy_blocks_between
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
@@ -31,7 +30,8 @@ SAMPLING_FILTERS = {
     "temperature": SamplingParams(1, temperature=1.0),
     "min-p": SamplingParams(1, temperature=1.7, min_p=0.4),
     "top-k": SamplingParams(1, temperature=1.7, top_k=3),
-    "top-k of all": SamplingParams(1, temperature=1.0, top_k=1000),
+    "large top-k": SamplingParams(1, temperature=1.0, top_k=1100),
+    "top-k of all": SamplingParams(1, temperature=1.0, top_k=200_000),
     "top-p": SamplingParams(1, temperature=1.0, top_p=0.9),
     "small top-p": SamplingParams(1, temperature=0.3, top_p=0.01),
     "top-k and top-p": SamplingParams(1, temperature=1.7, top_k=40, top_p=0.5),
@@ -54,7 +54,7 @@ class AttentionShape:
         return self.kv_heads * self.group
 
 
-def _randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -74,7 +74,7 @@ def measure_norm_error(
 ) -> float:
     """The error of `add_rms_norm`, in the norm and in the sum that it stores."""
     x, added, weight = (
-        _randn(*shape, dtype=dtype, seed=seed)
+        randn(*shape, dtype=dtype, seed=seed)
         for seed, shape in enumerate(((tokens, width), (tokens, width), (width,)))
     )
     total = x.float() + added.float() if residual else x.float()
@@ -88,7 +88,7 @@ def measure_norm_error(
 
 
 def measure_silu_error(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> float:
-    gate_up = _randn(tokens, 2 * width, dtype=dtype, seed=0) * 3
+    gate_up = randn(tokens, 2 * width, dtype=dtype, seed=0) * 3
     exact = elementwise.silu_mul(gate_up.float())
     return _measure_error(layer_ops.silu_mul(gate_up.to(device)), exact)
 
@@ -102,9 +102,9 @@ def measure_rotation_error(
     """
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
     blocks = -(-tokens // shape.block_size) + 2
-    arena = _randn(blocks, 2, 2, kv_heads, shape.block_size, dim, dtype=dtype, seed=0)
-    qkv = _randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype, seed=1)
-    weight = _randn(heads + kv_heads, dim, dtype=dtype, seed=2) if qk_norm else None
+    arena = randn(blocks, 2, 2, kv_heads, shape.block_size, dim, dtype=dtype, seed=0)
+    qkv = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype, seed=1)
+    weight = randn(heads + kv_heads, dim, dtype=dtype, seed=2) if qk_norm else None
     slots = torch.randperm(blocks * shape.block_size, generator=torch.Generator().manual_seed(3))
     slots = slots[:tokens]
     positions = torch.arange(tokens) * 977 % 5000
@@ -123,9 +123,10 @@ def measure_rotation_error(
         SlotMapping(slots // shape.block_size, slots % shape.block_size),
     )
 
-    result, written = qkv.to(device), arena.to(device)
+    written = arena.to(device)
+    result = torch.empty(tokens, heads, dim, dtype=dtype, device=device)
     layer_ops.rotate_and_write_kv(
-        result,
+        qkv.to(device),
         cos.to(device),
         sin.to(device),
         None if weight is None else weight.to(device),
@@ -133,13 +134,14 @@ def measure_rotation_error(
         PagedCache.from_arena(written),
         LAYER,
         slots.to(device, torch.int32),
+        result,
     )
     same = written.cpu().float() == exact_arena
     same[slots // shape.block_size, LAYER, 0, :, slots % shape.block_size] = True  # rotated keys
     if not bool(same.all()):
         return math.inf
     return max(
-        _measure_error(result[:, :heads], exact_qkv[:, :heads]),
+        _measure_error(result, exact_qkv[:, :heads]),
         _measure_error(written, exact_arena),
         key=_nan_last,
     )
@@ -160,9 +162,7 @@ def _make_contexts(
 ) -> _PagedContexts:
     widths = [-(-length // shape.block_size) for length in lengths]
     total = sum(widths)
-    arena = _randn(
-        total + 1, 2, 2, shape.kv_heads, shape.block_size, shape.dim, dtype=dtype, seed=0
-    )
+    arena = randn(total + 1, 2, 2, shape.kv_heads, shape.block_size, shape.dim, dtype=dtype, seed=0)
     order = torch.randperm(total + 1, generator=torch.Generator().manual_seed(1)).numpy()
     tables = np.split(order[:total], np.cumsum(widths)[:-1])
     flat: list[int] = []
@@ -213,7 +213,7 @@ def measure_decode_error(
 ) -> float:
     """The error of `SplitDecode`; slots that no query sees are NaN."""
     paged = _make_contexts(shape, lengths, dtype)
-    wide = _randn(len(lengths), shape.heads + 1, shape.dim, dtype=dtype, seed=2)
+    wide = randn(len(lengths), shape.heads + 1, shape.dim, dtype=dtype, seed=2)
     query = wide[:, :-1]  # a slice of the fused projection: rows are not adjacent
     longest_first = sorted(
         (row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]
@@ -261,7 +261,7 @@ def measure_prefill_error(
     paged = _make_contexts(shape, [start + count for start, count in chunks], dtype)
     rows = sum(count for _, count in chunks)
     # Rows of decode slices come before those of chunks.
-    wide = _randn(rows + 1, shape.heads + 1, shape.dim, dtype=dtype, seed=2)
+    wide = randn(rows + 1, shape.heads + 1, shape.dim, dtype=dtype, seed=2)
     query, exact = wide[:, :-1], torch.zeros(rows + 1, shape.heads, shape.dim)
     cache = PagedCache.from_arena(paged.arena.float())
     listed = []
@@ -345,7 +345,7 @@ def count_different_draws(
         for row in range(rows)
     ]
     scale = torch.tensor(list(itertools.islice(itertools.cycle((0.5, 3.0, 8.0)), rows)))
-    logits = _randn(rows, vocab, dtype=torch.float32, seed=vocab) * scale[:, None]
+    logits = randn(rows, vocab, dtype=torch.float32, seed=vocab) * scale[:, None]
     logits[::2] = logits[::2].round()
     logits = logits.to(dtype)
     drawn = sample_rows(logits.to(device), _make_sampling_rows(specs, device)).tolist()
@@ -367,18 +367,3 @@ def sample_damaged_rows(device: torch.device, temperature: float) -> list[int]:
         logits.to(device), _make_sampling_rows([spec] * 4, device)
     ).tolist()
     return tokens
-
-
-def check_block_copies(source: torch.Tensor, target: torch.Tensor, layer: int | None) -> bool:
-    """Whether `copy_blocks_between` copies a few blocks of these arenas, and nothing else."""
-    blocks = torch.tensor([4, 0, 3])
-    source.copy_(_randn(*source.shape, dtype=torch.float32, seed=0))
-    target.copy_(_randn(*target.shape, dtype=torch.float32, seed=1))
-    wanted, copied = target.cpu(), source.cpu()
-    wanted = wanted.clone()
-    part = slice(None) if layer is None else layer
-    wanted[blocks, part] = copied[blocks, part]
-    copy_blocks_between(source, target, blocks.to(source.device, torch.int32), layer)
-    if source.is_cuda:
-        torch.cuda.synchronize()
-    return torch.equal(target.cpu(), wanted)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, UNQUANTIZED, Quantization
 from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.loading.fp8_support import MIN_COMPUTE_CAPABILITY
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 from tools.perplexity import (
@@ -28,9 +27,7 @@ from tests.gpu import fp8_comparisons as compare
 
 
 def has_fp8() -> bool:
-    return (
-        torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
-    )
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_MIN_CAPABILITY
 
 
 pytestmark = [

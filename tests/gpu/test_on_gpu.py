@@ -17,6 +17,7 @@ from kv_kernels.reference.host_memory import memory_as_cuda_tensor
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
+from node_engine.probe import probe_libraries
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
@@ -26,7 +27,7 @@ pytest.importorskip("triton")
 from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
 from node_engine.model.gpu.fused_transformer import choose_splits
 from node_engine.model.gpu.step_inputs import StepInputs
-from tests.gpu import engine_comparisons
+from tests.gpu import block_comparisons, engine_comparisons
 from tests.gpu import kernel_comparisons as compare
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
@@ -147,8 +148,10 @@ def test_block_copies_between_gpu_and_host_change_nothing_else(
     device = torch.empty(shape, dtype=dtype, device=CUDA)
     memory = mmap.mmap(-1, device.nbytes)
     host = memory_as_cuda_tensor(memoryview(memory), dtype).view(shape)
-    assert compare.check_block_copies(device, host, layer)
-    assert compare.check_block_copies(host, device, layer)
+    assert block_comparisons.check_block_copies(device, host, layer)
+    assert block_comparisons.check_block_copies(host, device, layer)
+    assert block_comparisons.check_moved_blocks(device, host, layer) == (True, True)
+    assert block_comparisons.check_moved_blocks(host, device, layer) == (True, True)
 
 
 def load_gpu_engine(folder: Path) -> BaseEngine:
@@ -317,6 +320,18 @@ def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path, segments: Path)
     folder = build_model("llama", tmp_path)
     (wanted,) = find_stable_prompts(folder, (80,), 12)
     check_reads(folder, segments, "cuda", wanted.prompt, wanted.reference_tokens, in_place=False)
+
+
+def test_gpu_is_described(tmp_path: Path) -> None:
+    engine = load_gpu_engine(build_model("llama", tmp_path))
+    device = engine.compute_device
+    assert device.device == f"cuda:{torch.cuda.current_device()}"
+    assert (device.name, device.threads) == (torch.cuda.get_device_name(), 0)
+    assert device.measure_memory is not None
+    memory = device.measure_memory()
+    assert memory is not None
+    assert torch.cuda.memory_allocated() < memory.used_bytes < memory.total_bytes
+    assert probe_libraries()["gpus"][torch.cuda.current_device()]["name"] == device.name
 
 
 def test_unpinnable_memory_is_reported_with_a_fix(tmp_path: Path) -> None:

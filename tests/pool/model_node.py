@@ -82,7 +82,7 @@ class ModelNode:
         )
         mine = self.pool.find_own_suffix(chain, blocks + (1 if partial else 0))
         places = [BlockIndex(self.first_pool_block + number) for number in range(len(mine))]
-        self.engine.save_blocks(mine)
+        self.engine.save_blocks(mine).result()
         self.copies.copy_blocks(list(zip(mine, places, strict=True)))
         for block in map(BlockIndex, range(BLOCKS)):
             if block in self.pool.prefix_index:

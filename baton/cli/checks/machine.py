@@ -58,49 +58,6 @@ def check_torch(found: Mapping[str, Any]) -> Finding:
     )
 
 
-def check_device(found: Mapping[str, Any], requested: str) -> Finding:
-    """Check that the device `requested` by --device is there."""
-    gpus = found.get("gpus", [])
-    if gpus:
-        return ok_finding("device", f"{len(gpus)} GPU: {', '.join(gpus[:8])}")
-    if requested == "cuda":
-        fix = "check nvidia-smi, install torch with CUDA, or use --device cpu"
-        return bad_finding("device", "--device cuda, and torch sees no GPU", fix)
-    return ok_finding("device", "no GPU: models run on the CPU")
-
-
-def check_quantization(found: Mapping[str, Any], requested: str) -> list[Finding]:
-    """Check that the GPUs multiply in what `--quantize` asks for."""
-    gpus, capable = len(found.get("gpus", [])), found.get("fp8_gpus", 0)
-    if requested == "none":
-        return []
-    if gpus and capable == gpus:
-        return [ok_finding("quantize", f"{requested} on {gpus} GPU")]
-    return [
-        bad_finding(
-            "quantize",
-            f"--quantize {requested}, and {capable} of {gpus} GPU have FP8",
-            "use GPUs of compute capability 8.9 or later, such as an L40S or H100, or"
-            " --quantize none",
-        )
-    ]
-
-
-def check_triton(found: Mapping[str, Any]) -> Finding:
-    """Check that Triton can be loaded if there are GPUs. A CPU does not need it."""
-    triton = found.get("triton", {"error": "not looked for"})
-    if "version" in triton:
-        return ok_finding("triton", triton["version"])
-    if found.get("gpus"):
-        detail = f"there are GPUs, and it cannot be loaded: {triton['error']}"
-        return bad_finding(
-            "triton",
-            detail,
-            "install a CUDA build of torch, which brings it: pip install --force-reinstall torch",
-        )
-    return ok_finding("triton", "not there; a CPU needs none")
-
-
 def check_encryption() -> Finding:
     """Check that libzmq has CURVE, which encrypts the transfer links between nodes."""
     try:

@@ -1,5 +1,6 @@
 """Render `baton top`: one status, and the rates between two of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -7,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.views.counters import sum_counter
+from baton.cli.views.device_table import build_device_table
 from baton.cli.views.pool_text import PoolRates, compute_pool_rates, format_pools
 from baton.cli.views.ratio_text import format_ratio_progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
@@ -75,7 +77,14 @@ def render_top(status: StatusResponse, rates: ClusterRates) -> RenderableType:
         _latency_line(status),
     ]
     pool = format_pools(status, rates.pool)
-    return Group(*lines, *([pool] if pool else []), _node_table(status))
+    nodes = sorted(status.nodes, key=lambda node: (node.role != "prefill", node.name))
+    devices = build_device_table(nodes)
+    return Group(
+        *lines,
+        *([pool] if pool else []),
+        _node_table(nodes),
+        *([devices] if devices else []),
+    )
 
 
 def _readiness_line(status: StatusResponse) -> str:
@@ -107,7 +116,7 @@ def _latency_line(status: StatusResponse) -> str:
     )
 
 
-def _node_table(status: StatusResponse) -> Table:
+def _node_table(nodes: Iterable[NodeStatus]) -> Table:
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service"):
         table.add_column(heading, no_wrap=True)
@@ -115,7 +124,7 @@ def _node_table(status: StatusResponse) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("cache: used, held, cached", no_wrap=True)
     table.add_column("heard", justify="right")
-    for node in sorted(status.nodes, key=lambda node: (node.role != "prefill", node.name)):
+    for node in nodes:
         stats = node.stats
         numbers = (node.placed, stats.running, stats.waiting, stats.queued_tokens)
         table.add_row(

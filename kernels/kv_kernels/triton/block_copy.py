@@ -1,7 +1,8 @@
-"""Copies between two arenas of the same layout, in Triton: one on the GPU, one in host memory.
+"""Copies of blocks between two arenas of the same layout, in Triton, and their checksums.
 
 Host memory that is pinned and mapped is read and written by the kernel itself, over PCIe, which is
-as fast as a copy engine and takes any list of blocks in one launch.
+as fast as a copy engine and takes any list of blocks in one launch. A checksum costs no pass of its
+own: it is computed from what the copy reads. `reference/block_checksums.py` computes the same.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -9,26 +10,53 @@ import torch
 import triton
 import triton.language as tl
 
+from kv_kernels.reference.block_checksums import POSITION_FACTOR
+
 _BLOCK = 1024  # words that one program copies at a time
 _PROGRAMS = 64  # that copy one block, at most
+
+
+@triton.jit
+def _mix(word):
+    """The finalizer of MurmurHash3 (Appleby, 2011): a bijection of 64-bit words."""
+    word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
+    word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
+    return word ^ (word >> 33)
 
 
 # grid: [blocks, programs]
 @triton.jit
 def _copy_kernel(
     source,  # int64 words of the whole arena
-    target,
-    blocks,  # int32 [n]
-    block_words,  # words between two blocks
-    first_word,  # of what is copied of each block
+    target,  # int64 words of the other one
+    source_blocks,  # int32 [n]
+    target_blocks,  # int32 [n]
+    sums,  # int64 [n, programs]: parts of the checksums
+    stride,  # words between two blocks
+    first,  # word that is copied of each block
     words,  # of each block
+    position_factor,
     BLOCK: tl.constexpr,
+    COPIES: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    base = tl.load(blocks + tl.program_id(0)).to(tl.int64) * block_words + first_word
-    for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
+    block, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    read = tl.load(source_blocks + block).to(tl.int64) * stride + first
+    written = tl.load(target_blocks + block).to(tl.int64) * stride + first
+    total = tl.zeros([BLOCK], tl.uint64)
+    for begin in range(program * BLOCK, words, programs * BLOCK):
         word = begin + tl.arange(0, BLOCK)
         inside = word < words
-        tl.store(target + base + word, tl.load(source + base + word, mask=inside), mask=inside)
+        value = tl.load(source + read + word, mask=inside)
+        if COPIES:
+            tl.store(target + written + word, value, mask=inside)
+        if SUMS:
+            place = word.to(tl.uint64) * position_factor.to(tl.uint64, bitcast=True)
+            mixed = _mix(value.to(tl.uint64, bitcast=True) ^ place)
+            total += tl.where(inside, mixed, tl.zeros_like(mixed))
+    if SUMS:
+        part = tl.sum(total, 0).to(tl.int64, bitcast=True)
+        tl.store(sums + block * programs + program, part)
 
 
 def copy_blocks_between(
@@ -38,17 +66,59 @@ def copy_blocks_between(
     layer: int | None = None,
 ) -> None:
     """Copy whole blocks, or only one layer of them. A slab has to be a multiple of 8 bytes."""
+    _launch(source, target, blocks, blocks, layer, sums=False)
+
+
+def move_blocks(
+    source: torch.Tensor,  # arena [blocks, layers, 2, kv_heads, block_size, dim], contiguous
+    target: torch.Tensor,  # the same, of any number of blocks
+    source_blocks: torch.Tensor,  # int32 [n]
+    target_blocks: torch.Tensor,  # int32 [n]
+    layer: int | None = None,
+) -> torch.Tensor:  # int64 [n]
+    """Copy blocks to places with other numbers: gather or scatter; returns their checksums."""
+    return _launch(source, target, source_blocks, target_blocks, layer, sums=True)
+
+
+def compute_block_checksums(
+    arena: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, dim], contiguous
+    blocks: torch.Tensor,  # int32 [n]
+    layer: int | None = None,
+) -> torch.Tensor:  # int64 [n]
+    """Checksums of blocks, or of one layer of them, where they are."""
+    return _launch(arena, None, blocks, blocks, layer, sums=True)
+
+
+def _launch(
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    layer: int | None,
+    *,
+    sums: bool,
+) -> torch.Tensor:
+    """Launch the kernel; returns the checksums, or nothing of use without `sums`."""
     slab_words = source[0, 0].numel() * source.itemsize // 8
     block_words = source.shape[1] * slab_words
     words = block_words if layer is None else slab_words
-    if not len(blocks):
-        return
-    _copy_kernel[(len(blocks), min(_PROGRAMS, triton.cdiv(words, _BLOCK)))](
-        source.view(-1).view(torch.int64),
-        target.view(-1).view(torch.int64),
-        blocks,
-        block_words,
-        0 if layer is None else layer * slab_words,
-        words,
-        BLOCK=_BLOCK,
-    )
+    first = 0 if layer is None else layer * slab_words
+    programs = min(_PROGRAMS, triton.cdiv(words, _BLOCK))
+    count = len(source_blocks)
+    parts = torch.empty(count, programs if sums else 1, dtype=torch.int64, device=source.device)
+    if count:
+        _copy_kernel[(count, programs)](
+            source.view(-1).view(torch.int64),
+            (source if target is None else target).view(-1).view(torch.int64),
+            source_blocks,
+            target_blocks,
+            parts,
+            block_words,
+            first,
+            words,
+            POSITION_FACTOR - (1 << 64),
+            BLOCK=_BLOCK,
+            COPIES=target is not None,
+            SUMS=sums,
+        )
+    return parts.sum(1)

@@ -91,7 +91,8 @@ def add_rms_norm(
 # grid: [tokens, (heads + 2 * kv_heads) / HEADS]
 @triton.jit
 def _rotate_and_write_kv_kernel(
-    qkv,  # [tokens, heads + 2 * kv_heads, dim], contiguous; the queries are rotated in place
+    qkv,  # [tokens, heads + 2 * kv_heads, dim], contiguous
+    query,  # [tokens, heads, dim], contiguous: the result
     cos,  # [tokens, dim], both halves equal
     sin,  # [tokens, dim], the first half negated
     norm_weight,  # [heads + kv_heads, dim], or anything without QK norm
@@ -130,8 +131,9 @@ def _rotate_and_write_kv_kernel(
         high = high * cosine + low * sine
         low = rotated
     if first < QUERY_HEADS:
-        tl.store(row, low.to(qkv.dtype.element_ty), mask=inside)
-        tl.store(row + HALF, high.to(qkv.dtype.element_ty), mask=inside)
+        cell = query + (token * QUERY_HEADS + head) * 2 * HALF + column
+        tl.store(cell, low.to(query.dtype.element_ty), mask=inside)
+        tl.store(cell + HALF, high.to(query.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + token)
         place = (head - QUERY_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -149,11 +151,11 @@ def rotate_and_write_kv(
     cache: PagedCache,
     layer: int,
     slots: torch.Tensor,  # int32 [tokens], block * block_size + place in the block
+    query: torch.Tensor,  # [tokens, heads, dim], contiguous
 ) -> None:
-    """QK norm and rotary embedding of queries and keys; keys and values go to the cache.
+    """QK norm and rotary embedding; queries go to `query`, keys and values to the cache.
 
-    The queries in `qkv` are overwritten; its keys and values are left as they are. Rotary position
-    embedding after Su et al., 2021, dimension i paired with i + dim / 2.
+    Rotary position embedding after Su et al., 2021, dimension i paired with i + dim / 2.
     """
     tokens, all_heads, dim = qkv.shape
     slab, kv_heads = cache.layer_slabs[layer], cache.kv_heads
@@ -161,6 +163,7 @@ def rotate_and_write_kv(
     per_program = min(8, (heads | kv_heads) & -(heads | kv_heads))
     _rotate_and_write_kv_kernel[(tokens, all_heads // per_program)](
         qkv,
+        query,
         cos,
         sin,
         qkv if norm_weight is None else norm_weight,

@@ -1,8 +1,9 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
@@ -35,12 +36,51 @@ class CacheLimits:
     device_bytes: int | None = None
 
 
+class DeviceMemory(NamedTuple):
+    """The memory of a device, whoever uses it."""
+
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """What an engine computes on."""
+
+    device: str = "cpu"  # cpu, or cuda:INDEX
+    name: str = ""  # as its driver reports it; empty for a CPU
+    threads: int = 0  # that compute a step on a CPU; 0 for a GPU
+    # Measures the device's own memory; None: the engine computes in host memory. Any thread may
+    # call it; it returns None when the device does not answer.
+    measure_memory: Callable[[], DeviceMemory | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a model that decide what a step costs."""
+
+    layer_parameters: int  # weights of the matrix products of all layers together
+    head_parameters: int  # weights of the product that gives the logits
+    attention_width: int  # query heads * head_dim
+    windows: tuple[int | None, ...]  # per layer: tokens that a query attends to, None for all
+
+
 class DeviceLost(Exception):
     """The device is unusable for this process, which must exit; a new process may succeed."""
 
 
+def make_completed_save() -> Future[None]:
+    """What `Engine.save_blocks` of an engine that computes in the arena itself returns."""
+    saved: Future[None] = Future()
+    saved.set_result(None)
+    return saved
+
+
 class Engine(Protocol):
     """A model, or a stand-in for one, over one arena of KV blocks. Compute thread only."""
+
+    compute_device: ComputeDevice
+    model_size: ModelSize | None  # None if it has no model
 
     @property
     def layout(self) -> KVLayout: ...
@@ -77,9 +117,11 @@ class Engine(Protocol):
         """
         ...
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """Return when the arena has what was computed for these blocks, so that others can read it.
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
+        """Write what was computed for these blocks to the arena, so that others can read it.
 
+        The future is completed when it is there, possibly on another thread; until then the blocks
+        must keep their contents. An engine that computes in the arena itself has nothing to do.
         Raises what `run` raises.
         """
         ...
@@ -99,7 +141,8 @@ class Engine(Protocol):
     ) -> tuple[SliceResult, ...]:
         """Run one forward pass; returns one result per slice.
 
-        An engine that has begun a step ahead of this call may defer slices that are new in it.
+        An engine may defer slices: those that are new beside a step that it has begun ahead of this
+        call, and those whose blocks are still being loaded. It never defers all of them.
 
         Raises OutOfMemory if the device has no memory left; blocks outside the batch are then
         unchanged.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +19,11 @@ from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, TokenLogprobs
 from kv_kernels.reference.host_memory import MemoryPinError
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import CacheLimits, DeviceLost, LayerCallback
+from node_engine.core.step.engine import CacheLimits, DeviceLost, LayerCallback, ModelSize
 from node_engine.core.step.step_batch import PromptLogprobsSpec, SliceResult, StepBatch
+from node_engine.model.common.compute_device import describe_device
 from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.config.model_size import build_model_size
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,6 +43,8 @@ class BaseEngine(ABC):
         *,
         quantization: Quantization = UNQUANTIZED,
     ) -> None:
+        self.compute_device = describe_device(device)
+        self.model_size: ModelSize | None = build_model_size(config)
         self._config = config
         self._kernels = kernels
         self._layout = layout
@@ -90,7 +95,7 @@ class BaseEngine(ABC):
     @abstractmethod
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
     @abstractmethod
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None: ...
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]: ...
     @abstractmethod
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True

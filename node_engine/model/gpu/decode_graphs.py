@@ -4,17 +4,14 @@ A captured step is launched by one call, whatever the number of its kernels. It 
 fixed addresses, which are filled by one copy before, and pads the batch to the bucket's size.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from baton.process import log
 from kv_kernels.reference.paged_attention import PagedCache
-from kv_kernels.triton.sampling import sample_rows
+from node_engine.model.gpu.capture_progress import CaptureProgress
+from node_engine.model.gpu.draws import StepOutput, draw_tokens
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepShape
 
@@ -32,14 +29,6 @@ def list_buckets(max_rows: int) -> list[int]:
 def decode_shape(rows: int) -> StepShape:
     """The shape of a step of `rows` decode slices."""
     return StepShape(tokens=rows, decode_rows=rows, sampled_rows=rows, draws=rows, tiles=0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Results of a step on the device."""
-
-    logits: torch.Tensor  # [draws, vocab]
-    tokens: torch.Tensor  # int64 [draws], -1 where the logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +144,7 @@ class DecodeGraphs:
     def _run_step(self, inputs: DeviceInputs) -> StepOutput:
         hidden = self._model.forward(inputs, self._cache)
         assert hidden is not None
-        logits = self._model.compute_logits(hidden)
-        return StepOutput(logits, sample_rows(logits, inputs.sampling))
+        return draw_tokens(self._model, hidden, inputs.sampling)
 
 
 def capture_decode_graphs(
@@ -172,21 +160,6 @@ def capture_decode_graphs(
     """
     graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
     buckets = list_buckets(max_rows)
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    task = bar.add_task("capturing CUDA graphs", total=len(buckets))
-
-    def on_captured(_: int) -> bool:
-        bar.advance(task)
-        return is_wanted()
-
-    try:
-        with bar, torch.inference_mode():
-            graphs.capture(buckets, on_captured)
-    except RuntimeError as error:
-        torch.cuda.synchronize()  # raises again if the device is lost
-        reason = str(error).partition("\n")[0]
-        log.get_logger("engine").warning(
-            "cuda graphs not captured, decode steps are slower", reason=reason
-        )
-        return None
-    return graphs
+    with CaptureProgress("decode steps", len(buckets), is_wanted) as progress:
+        graphs.capture(buckets, progress.on_captured)
+    return None if progress.has_failed else graphs

@@ -6,6 +6,7 @@ the two when somebody else reads or has written them, layer by layer while a ste
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +15,10 @@ from baton.errors import ConfigError
 from baton.types import BlockIndex
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
+from node_engine.core.step.engine import make_completed_save
+from node_engine.core.step.step_batch import SequenceSlice
 from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.gpu.side_copies import SideCopies
 
 # Kept free: the largest activations of a step, graphs, and what libraries allocate later.
 _RESERVED_BYTES = 2 << 30
@@ -52,6 +56,7 @@ class DeviceCache:
             torch.zeros(shape, dtype=host.dtype, device=self._device)
         )
         self._unloaded_blocks: dict[BlockIndex, None] = {}
+        self._side_copies = SideCopies() if self._device.type == "cuda" else None
 
     @property
     def scratch_block(self) -> int:
@@ -62,18 +67,39 @@ class DeviceCache:
         self._unloaded_blocks.update(dict.fromkeys(blocks))
 
     def load_marked_blocks(self) -> None:
-        """Queue the copies of blocks that were marked since the last call."""
-        if self._unloaded_blocks:
-            blocks = self._as_tensor(list(self._unloaded_blocks))
-            copy_blocks_between(self.host, self.cache.arena, blocks)
-            self._unloaded_blocks.clear()
+        """Queue the copies of blocks that were marked since the last call, beside running steps."""
+        if not self._unloaded_blocks:
+            return
+        blocks = list(self._unloaded_blocks)
+        self._unloaded_blocks.clear()
+        if self._side_copies is None:
+            copy_blocks_between(self.host, self.cache.arena, self._as_tensor(blocks))
+        else:
+            self._side_copies.load(self.host, self.cache.arena, self._as_tensor(blocks), blocks)
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """Copy blocks to the host arena; returns when they are there."""
+    def find_unloaded_slices(self, slices: Sequence[SequenceSlice]) -> set[int]:
+        """The slices, by their index, whose blocks are not on the device yet."""
+        if self._side_copies is None or not (loading := self._side_copies.find_loading_blocks()):
+            return set()
+        return {
+            index
+            for index, slice_ in enumerate(slices)
+            if not loading.isdisjoint(slice_.block_table)
+        }
+
+    def wait_for_loads(self) -> None:
+        """Let the steps that are launched from now on wait for all queued loads."""
+        if self._side_copies is not None:
+            self._side_copies.wait_for_loads()
+
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
+        """Queue a copy to the host arena, beside running steps; see Engine.save_blocks."""
         self.load_marked_blocks()
+        self.wait_for_loads()
+        if self._side_copies is not None:
+            return self._side_copies.save(self.cache.arena, self.host, self._as_tensor(blocks))
         copy_blocks_between(self.cache.arena, self.host, self._as_tensor(blocks))
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        return make_completed_save()
 
     def save_layers(
         self, blocks: Sequence[BlockIndex], on_saved: Callable[[int], None]

@@ -7,6 +7,7 @@ Shapes and addresses depend on nothing but the StepShape, so that a step can be 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,37 @@ class _AttentionPlan:
     sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: of all rows
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The rows of a step, one per token, between its attention launches."""
+
+    residual: torch.Tensor  # [tokens, hidden], the sum of the layers so far
+    query: torch.Tensor  # [tokens, heads, head_dim], of the layer that has begun
+    attended: torch.Tensor  # [tokens, heads, head_dim], its result
+    cos: torch.Tensor  # [tokens, head_dim]
+    sin: torch.Tensor  # [tokens, head_dim], the first half negated
+    slots: torch.Tensor  # int32 [tokens], block * block_size + place in the block
+
+    def first(self, tokens: int) -> "TokenRows":
+        """The first rows, in the same memory."""
+        return TokenRows(
+            self.residual[:tokens],
+            self.query[:tokens],
+            self.attended[:tokens],
+            self.cos[:tokens],
+            self.sin[:tokens],
+            self.slots[:tokens],
+        )
+
+
+class LayerReplay(Protocol):
+    """Captured calls of `FusedTransformer.begin_layer` for one number of tokens."""
+
+    @property
+    def rows(self) -> TokenRows: ...
+    def begin_layer(self, layer: int) -> None: ...
+
+
 class FusedTransformer:
     """The model's weights and arithmetic on a GPU; its only state, the KV cache, is passed in."""
 
@@ -65,10 +97,6 @@ class FusedTransformer:
         self._upcast = upcast
         self._products = choose_layer_products(weights.quantization)
         self._cos, self._sin = self._compute_angle_tables(max_model_len)
-
-    @property
-    def quantization(self) -> Quantization:
-        return self._weights.quantization
 
     def _compute_angle_tables(self, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of every position, both [positions, head_dim]."""
@@ -88,40 +116,106 @@ class FusedTransformer:
         cos, sin = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
         return cos, sin
 
+    @property
+    def quantization(self) -> Quantization:
+        return self._weights.quantization
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._weights.layers)
+
+    def allocate_rows(self, tokens: int) -> TokenRows:
+        """Uninitialized rows of a step of so many tokens."""
+        config, embedding = self._config, self._weights.embedding
+        heads = tokens, config.num_heads, config.head_dim
+        return TokenRows(
+            residual=embedding.new_empty(tokens, config.hidden_size),
+            query=embedding.new_empty(heads),
+            attended=embedding.new_empty(heads),
+            cos=embedding.new_empty(tokens, config.head_dim),
+            sin=embedding.new_empty(tokens, config.head_dim),
+            slots=torch.empty(tokens, dtype=torch.int32, device=embedding.device),
+        )
+
     def forward(
-        self, inputs: DeviceInputs, cache: PagedCache, on_written: OnLayerWritten | None = None
+        self,
+        inputs: DeviceInputs,
+        cache: PagedCache,
+        on_written: OnLayerWritten | None = None,
+        graphs: LayerReplay | None = None,
     ) -> torch.Tensor | None:
         """Queue a step: write its KV; returns hidden states [sampled_rows, hidden].
 
         After the KV of the last layer, only sampled rows are computed. Returns None if there are
-        none.
+        none. `graphs` replays what is captured for this number of tokens.
         """
-        weights, eps, products = self._weights, self._config.norm_eps, self._products
-        x = weights.embedding.index_select(0, inputs.token_ids)
-        cos = self._cos.index_select(0, inputs.positions)
-        sin = self._sin.index_select(0, inputs.positions)
+        rows = self.allocate_rows(inputs.shape.tokens) if graphs is None else graphs.rows
+        self._fill_rows(rows, inputs)
         plan = self._plan_attention(inputs)
-        residual: torch.Tensor | None = None
-        for index, layer in enumerate(weights.layers):
-            qkv = products.multiply_normed(layer.qkv, x, residual, layer.attention_norm.weight, eps)
-            residual = x if residual is None else residual
-            query = self._rotate_qkv(layer, index, qkv, cos, sin, inputs, cache)
-            if on_written is not None:
-                on_written(index)
-            if index == len(weights.layers) - 1 and plan.sampled is not None:
-                if not inputs.shape.sampled_rows:
-                    return None
-                query = query.index_select(0, inputs.sampled_rows)
-                residual = residual.index_select(0, inputs.sampled_rows)
-                attended = self._attend_rows(plan.sampled, query, cache, index)
+        last = len(self._weights.layers) - 1
+        for layer in range(last + 1):
+            if graphs is None:
+                self.begin_layer(rows, cache, layer)
             else:
-                attended = self._attend(plan, query, cache, index, inputs)
-            x = products.multiply(layer.output, attended.view(len(attended), -1))
-            gate_up = products.multiply_normed(
-                layer.gate_up, x, residual, layer.mlp_norm.weight, eps
-            )
-            x = products.multiply_gated(layer.down, gate_up)
-        return layer_ops.add_rms_norm(x, residual, weights.norm.weight, eps)
+                graphs.begin_layer(layer)
+            if on_written is not None:
+                on_written(layer)
+            if layer < last or plan.sampled is None:
+                self._attend(plan, rows, cache, layer, inputs)
+        residual, attended = rows.residual, rows.attended
+        if plan.sampled is not None:
+            if not inputs.shape.sampled_rows:
+                return None
+            query = rows.query.index_select(0, inputs.sampled_rows)
+            residual = residual.index_select(0, inputs.sampled_rows)
+            attended = query.new_empty(query.shape)
+            plan.sampled.attend(query, cache, last, self._config.windows[last], attended)
+        x = self._finish_layer(self._weights.layers[last], attended, residual)
+        return layer_ops.add_rms_norm(x, residual, self._weights.norm.weight, self._config.norm_eps)
+
+    def begin_layer(self, rows: TokenRows, cache: PagedCache, layer: int) -> None:
+        """Compute from the attention of the layer before to the queries of this one.
+
+        Works on each token alone, so that a graph of it serves every step of its number of tokens.
+        """
+        config, layers = self._config, self._weights.layers
+        x, residual = rows.residual, None
+        if layer:
+            x = self._finish_layer(layers[layer - 1], rows.attended, rows.residual)
+            residual = rows.residual
+        weights = layers[layer]
+        qkv = self._products.multiply_normed(
+            weights.qkv, x, residual, weights.attention_norm.weight, config.norm_eps
+        )
+        layer_ops.rotate_and_write_kv(
+            qkv.view(len(qkv), -1, config.head_dim),
+            rows.cos,
+            rows.sin,
+            None if weights.qk_norm is None else weights.qk_norm.weight,
+            config.norm_eps,
+            cache,
+            layer,
+            rows.slots,
+            rows.query,
+        )
+
+    def _finish_layer(
+        self,
+        layer: LayerWeights,
+        attended: torch.Tensor,  # [tokens, heads, head_dim]
+        residual: torch.Tensor,  # [tokens, hidden], becomes the sum before the MLP
+    ) -> torch.Tensor:  # [tokens, hidden], to be added to the residual
+        products, norm = self._products, layer.mlp_norm.weight
+        x = products.multiply(layer.output, attended.view(len(attended), -1))
+        gate_up = products.multiply_normed(layer.gate_up, x, residual, norm, self._config.norm_eps)
+        return products.multiply_gated(layer.down, gate_up)
+
+    def _fill_rows(self, rows: TokenRows, inputs: DeviceInputs) -> None:
+        embedding = self._weights.embedding
+        torch.index_select(embedding, 0, inputs.token_ids, out=rows.residual)
+        torch.index_select(self._cos, 0, inputs.positions, out=rows.cos)
+        torch.index_select(self._sin, 0, inputs.positions, out=rows.sin)
+        rows.slots.copy_(inputs.slots)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden states [rows, hidden]."""
@@ -160,52 +254,19 @@ class FusedTransformer:
             upcast=self._upcast,
         )
 
-    def _rotate_qkv(
-        self,
-        layer: LayerWeights,
-        index: int,
-        qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        inputs: DeviceInputs,
-        cache: PagedCache,
-    ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Rotate queries; write rotated keys and values to the cache."""
-        config = self._config
-        qkv = qkv.view(len(qkv), -1, config.head_dim)
-        layer_ops.rotate_and_write_kv(
-            qkv,
-            cos,
-            sin,
-            None if layer.qk_norm is None else layer.qk_norm.weight,
-            config.norm_eps,
-            cache,
-            index,
-            inputs.slots,
-        )
-        return qkv[:, : config.num_heads]
-
     def _attend(
         self,
         plan: _AttentionPlan,
-        query: torch.Tensor,  # [tokens, heads, head_dim]
+        rows: TokenRows,
         cache: PagedCache,
-        index: int,
+        layer: int,
         inputs: DeviceInputs,
-    ) -> torch.Tensor:
-        out = query.new_empty(query.shape)
-        window, rows = self._config.windows[index], inputs.shape.decode_rows
+    ) -> None:
+        window, decode_rows = self._config.windows[layer], inputs.shape.decode_rows
+        query, out = rows.query, rows.attended
         if plan.decode is not None:
-            plan.decode.attend(query[:rows], cache, index, window, out[:rows])
+            plan.decode.attend(query[:decode_rows], cache, layer, window, out[:decode_rows])
         if inputs.shape.tiles:
             attend_chunks(
-                query, cache, index, inputs.tables, inputs.tiles, window, out, upcast=self._upcast
+                query, cache, layer, inputs.tables, inputs.tiles, window, out, upcast=self._upcast
             )
-        return out
-
-    def _attend_rows(
-        self, decode: SplitDecode, query: torch.Tensor, cache: PagedCache, index: int
-    ) -> torch.Tensor:
-        out = query.new_empty(query.shape)
-        decode.attend(query, cache, index, self._config.windows[index], out)
-        return out

@@ -1,6 +1,7 @@
 """GpuEngine: runs a model on an NVIDIA GPU, with the KV cache in device memory."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,6 @@ import torch
 from baton.kv.blocks import KVLayout
 from baton.types import BlockIndex
 from kv_kernels.reference.torch_kernels import TorchKernels
-from kv_kernels.triton.sampling import sample_rows
 from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
 from node_engine.model.common.base_engine import (
@@ -21,12 +21,12 @@ from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.gpu.decode_graphs import (
     DecodeGraphs,
     LaunchedStep,
-    StepOutput,
     capture_decode_graphs,
 )
 from node_engine.model.gpu.device_cache import DeviceCache, measure_room_for_cache
-from node_engine.model.gpu.draws import read_draws, require_finite
+from node_engine.model.gpu.draws import StepOutput, draw_tokens, read_draws, require_finite
 from node_engine.model.gpu.fused_transformer import FusedTransformer
+from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs, capture_layer_graphs
 from node_engine.model.gpu.run_ahead import StepPrediction, is_decode_slice
 from node_engine.model.gpu.step_inputs import DeviceInputs, StepInputs, StepInputsBuilder
 
@@ -67,6 +67,7 @@ class GpuEngine(BaseEngine):
         self._memory: DeviceCache | None = None
         self._inputs_builder: StepInputsBuilder | None = None
         self._graphs: DecodeGraphs | None = None
+        self._layer_graphs: BucketedLayerGraphs | None = None
         self._ahead: _StepAhead | None = None
 
     @property
@@ -84,7 +85,7 @@ class GpuEngine(BaseEngine):
         Raises ValueError if `arena` is read-only, too short or not whole blocks; ConfigError if the
         GPU cannot use it or has too little free memory; and DeviceLost if the GPU has failed.
         """
-        self._graphs = self._memory = self._ahead = None
+        self._graphs = self._layer_graphs = self._memory = self._ahead = None
         host = self._wrap_host_memory(arena, num_blocks, may_be_longer=False)
         with translate_device_errors():
             self._memory = DeviceCache(host[:num_blocks])
@@ -93,18 +94,18 @@ class GpuEngine(BaseEngine):
         )
 
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """See Engine.load_blocks. The copies are queued with the next step."""
+        """See Engine.load_blocks. The next step begins the copies."""
         self._bound_memory.mark_host_written(blocks)
 
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> None:
+    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """See Engine.save_blocks."""
         with torch.inference_mode(), translate_device_errors():
-            self._bound_memory.save_blocks(blocks)
+            return self._bound_memory.save_blocks(blocks)
 
     def warm_up(
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Capture the graphs of decode steps and run prefill steps; see Engine.warm_up."""
+        """Run steps of typical sizes and capture graphs; see Engine.warm_up."""
         memory = self._bound_memory
         cache = self._layout.block_size, memory.num_blocks
         for step in iter_warm_up_steps(
@@ -119,6 +120,10 @@ class GpuEngine(BaseEngine):
                 self._graphs = capture_decode_graphs(
                     self._model, memory.cache, self._max_graph_rows, tables, is_wanted
                 )
+                if is_wanted():
+                    self._layer_graphs = capture_layer_graphs(
+                        self._model, memory.cache, max_batched_tokens, is_wanted
+                    )
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
@@ -130,15 +135,30 @@ class GpuEngine(BaseEngine):
         memory = self._bound_memory
         with torch.inference_mode(), translate_device_errors():
             memory.load_marked_blocks()
+            unloaded = memory.find_unloaded_slices(batch.slices)
+            if len(unloaded) == len(batch.slices) or on_layer is not None or batch.block_copies:
+                memory.wait_for_loads()
+                unloaded = set()
             if batch.block_copies:
                 copies = torch.tensor(batch.block_copies, device=self._device)
                 self._kernels.copy_blocks(memory.cache.arena, *copies.unbind(1))
+            if unloaded:
+                return self._run_others(batch, unloaded)
             if not batch.slices:
                 return ()
             if on_layer is not None:
                 self._ahead = None
-                return self._run_eagerly(batch, on_layer)
+                return self._run_at_once(batch, on_layer)
             return self._run_with_prediction(batch)
+
+    def _run_others(self, batch: StepBatch, deferred: set[int]) -> tuple[SliceResult, ...]:
+        """Run the slices that need not be deferred."""
+        computed = [i for i in range(len(batch.slices)) if i not in deferred]
+        results = [SliceResult(is_deferred=True)] * len(batch.slices)
+        others = StepBatch(tuple(batch.slices[i] for i in computed))
+        for index, result in zip(computed, self._run_with_prediction(others), strict=True):
+            results[index] = result
+        return tuple(results)
 
     def _run_with_prediction(self, batch: StepBatch) -> tuple[SliceResult, ...]:
         """Take what the last call has launched ahead; slices that are not part of it wait."""
@@ -159,10 +179,10 @@ class GpuEngine(BaseEngine):
         graphs, builder = self._graphs, self._inputs_builder
         bucket = self._find_bucket(batch.slices)
         if graphs is None or builder is None or bucket is None:
-            return self._run_eagerly(batch, None)
+            return self._run_at_once(batch, None)
         inputs = builder.build_inputs(batch, bucket)
         if not graphs.fits(inputs):
-            return self._run_eagerly(batch, None)
+            return self._run_at_once(batch, None)
         launched = graphs.launch(bucket, inputs)
         self._launch_ahead(batch.slices, range(len(batch.slices)))
         return tuple(read_draws(inputs, launched.logits, self._read_tokens(launched)))
@@ -200,22 +220,39 @@ class GpuEngine(BaseEngine):
             return None
         return self._graphs.find_bucket(len(slices))
 
-    def _run_eagerly(
+    def _run_at_once(
         self, batch: StepBatch, on_layer: LayerCallback | None
     ) -> tuple[SliceResult, ...]:
+        """Compute any step, and read its results before the next one."""
         memory, builder = self._bound_memory, self._inputs_builder
         assert builder is not None
-        inputs = builder.build_inputs(batch)
+        bucket = self._find_token_bucket(batch)
+        graphs = None
+        if self._layer_graphs is not None and bucket is not None:
+            graphs = self._layer_graphs.get_graphs(bucket)
+        inputs = builder.build_inputs(batch, tokens=bucket)
         device_inputs = DeviceInputs.unpack(self._copy_to_device(inputs), inputs.shape)
         if on_layer is None:
-            hidden = self._model.forward(device_inputs, memory.cache)
+            hidden = self._model.forward(device_inputs, memory.cache, graphs=graphs)
             output = self._sample(hidden, device_inputs)
         else:
             saver = memory.save_layers(on_layer.blocks, on_layer)
             with saver.finished_at_exit():
-                hidden = self._model.forward(device_inputs, memory.cache, saver.on_layer_written)
+                hidden = self._model.forward(
+                    device_inputs, memory.cache, saver.on_layer_written, graphs
+                )
                 output = self._sample(hidden, device_inputs)
         return self._read_results(batch, inputs, output, hidden)
+
+    def _find_token_bucket(self, batch: StepBatch) -> int | None:
+        """The layer graphs that compute this step; None if none do.
+
+        A scored prompt needs all of its rows beyond the last layer, without padding.
+        """
+        is_scored = any(slice_.logprobs_spec is not None for slice_ in batch.slices)
+        if self._layer_graphs is None or is_scored:
+            return None
+        return self._layer_graphs.find_bucket(batch.num_tokens)
 
     def _copy_to_device(self, inputs: StepInputs) -> torch.Tensor:
         words = torch.from_numpy(inputs.words)
@@ -228,8 +265,7 @@ class GpuEngine(BaseEngine):
             return None
         if inputs.shape.draws != inputs.shape.sampled_rows:  # all rows are scored
             hidden = hidden.index_select(0, inputs.drawn_rows)
-        logits = self._model.compute_logits(hidden)
-        return StepOutput(logits, sample_rows(logits, inputs.sampling))
+        return draw_tokens(self._model, hidden, inputs.sampling)
 
     def _read_results(
         self,

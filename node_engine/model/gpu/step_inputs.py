@@ -183,8 +183,13 @@ class StepInputsBuilder:
         self._scratch_slot = scratch_block * block_size
         self._tables = BlockTableCache()
 
-    def build_inputs(self, batch: StepBatch, decode_rows: int | None = None) -> StepInputs:
-        """Pack a step. With `decode_rows`, pad a step of decode slices alone to so many rows.
+    def build_inputs(
+        self, batch: StepBatch, decode_rows: int | None = None, tokens: int | None = None
+    ) -> StepInputs:
+        """Pack a step.
+
+        With `decode_rows`, pad a step of decode slices alone to so many rows; with `tokens`, pad
+        any step to so many tokens.
 
         Raises ValueError for an empty slice or a block table that is too short.
         """
@@ -204,7 +209,7 @@ class StepInputsBuilder:
         parts |= _pack_attention(slices, tables, ends)
         parts |= _pack_sampled_rows(parts, ends, drawn, is_scored=bool(scored))
         shape = StepShape(
-            tokens=int(ends[-1]),
+            tokens=int(ends[-1]) if tokens is None else tokens,
             decode_rows=len(parts["decode_lengths"]),
             sampled_rows=len(parts["sampled_rows"]),
             draws=len(drawn),
@@ -308,6 +313,15 @@ def _pack_sampled_rows(
         "sampled_lengths": parts["lengths"][drawn],
         "sampled_starts": parts["starts"][drawn],
     }
+
+
+def build_sampling_rows(specs: Sequence[SampleSpec], device: torch.device) -> SamplingRows:
+    """The parameters of some draws alone, on the device."""
+    shape = StepShape(tokens=0, decode_rows=0, sampled_rows=0, draws=len(specs), tiles=0)
+    parts = _pack_sampling(specs)
+    packed = [parts[name] for name, _ in shape.list_parts() if name in parts]
+    words = np.concatenate([*packed, np.zeros(len(specs), np.int32)])  # the last part: drawn_rows
+    return DeviceInputs.unpack(torch.from_numpy(words).to(device), shape).sampling
 
 
 def _pack_sampling(specs: Sequence[SampleSpec]) -> dict[str, Array]:

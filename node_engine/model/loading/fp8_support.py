@@ -3,10 +3,9 @@
 import torch
 
 from baton.errors import ConfigError
+from baton.models.model_identity import FP8_MIN_CAPABILITY
 from kv_kernels.reference.fp8 import WIDTH_MULTIPLE
 from node_engine.model.config.model_config import ModelConfig
-
-MIN_COMPUTE_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 def require_fp8_model(config: ModelConfig, dtype: str) -> None:
@@ -44,7 +43,7 @@ def require_fp8_products(device: torch.device) -> None:
             param="quantize",
         )
     found = torch.cuda.get_device_capability(device)
-    if found < MIN_COMPUTE_CAPABILITY:
+    if found < FP8_MIN_CAPABILITY:
         name, capability = torch.cuda.get_device_name(device), ".".join(map(str, found))
         raise ConfigError(
             f"--quantize fp8 needs {needed}, and {name} has {capability}: choose --quantize none",

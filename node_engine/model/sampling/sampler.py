@@ -21,12 +21,12 @@ inversion of the cumulative distribution: logits that differ by rounding (anothe
 chunking) then change the token only if the two best scores are that close, while inversion has one
 such boundary per token of the vocabulary.
 
-Rows to sample from are copied to the host: NumPy sorts and multiplies vectors of this size several
-times faster than torch's CPU operators, and one implementation serves every device.
+Without a device that draws, rows are copied to the host: NumPy sorts and multiplies vectors of this
+size several times faster than torch's CPU operators.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ from node_engine.model.sampling.philox import WORD_MASK, Words, philox4x32
 
 Floats = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
+# Draws a token for each row of [rows, vocab].
+PickTokens = Callable[[torch.Tensor, Sequence[SampleSpec]], list[int]]
 
 _PER_COUNTER = 4  # token ids that share a counter, one word each
 
@@ -47,17 +49,21 @@ _PER_COUNTER = 4  # token ids that share a counter, one word each
 def sample_tokens(
     logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
+    pick_tokens: PickTokens | None = None,
 ) -> list[SliceResult]:
     """Sample one token per row, with logprobs where requested.
 
+    `pick_tokens` applies temperature and filters, and draws; None for `draw_token` on the host.
+
     Raises NodeFailed if a row has no finite maximum.
     """
+    pick_tokens = pick_tokens or _pick_tokens
     special = [row for row, spec in enumerate(specs) if needs_extra_steps(spec)]
     if not special:
-        return [SliceResult(token) for token in _pick_tokens(logits, specs)]
+        return [SliceResult(token) for token in pick_tokens(logits, specs)]
     scored = [row for row in special if specs[row].params.logprobs is not None]
     raw = logits[scored].float()
-    tokens = _pick_tokens(_adjust_logits(logits, [(row, specs[row]) for row in special]), specs)
+    tokens = pick_tokens(_adjust_logits(logits, [(row, specs[row]) for row in special]), specs)
     found = compute_logprobs(
         raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored]
     )

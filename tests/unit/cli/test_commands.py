@@ -153,6 +153,40 @@ def test_status_says_how_full_a_pools_disk_is(
     assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
 
 
+def device_nodes() -> list[cluster_pb2.NodeStatus]:
+    """A node on a GPU that computes, one on a CPU, and one that has reported nothing yet."""
+    gpu = cluster_pb2.DeviceReport(
+        device="cuda:0",
+        name="NVIDIA H200",
+        memory_total_bytes=141 << 30,
+        memory_used_bytes=100 << 30,
+        mfu=0.412,
+        mbu=0.0,
+    )
+    cpu = cluster_pb2.DeviceReport(device="cpu", name="AMD EPYC", threads=8)
+    stats = [cluster_pb2.NodeStats(device=device) for device in (gpu, cpu)]
+    return [
+        cluster_pb2.NodeStatus(name="decode-0", role="decode", stats=stats[0]),
+        cluster_pb2.NodeStatus(name="decode-1", role="decode", stats=stats[1]),
+        cluster_pb2.NodeStatus(name="prefill-0", role="prefill"),
+    ]
+
+
+@pytest.mark.parametrize("command", [("status",), ("top", "--once")])
+def test_devices_are_shown(
+    coordinator: FakeCoordinatorServer, run: Run, capsys: Capture, command: tuple[str, ...]
+) -> None:
+    coordinator.status = cluster_pb2.StatusResponse(ready=True, nodes=device_nodes())
+    coordinator.watch_responses = [coordinator.status] * 2
+    assert run(*command, "--endpoint", coordinator.endpoint) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-3:] == [
+        "node device name memory used MFU MBU",
+        "decode-0 cuda:0 NVIDIA H200 100.0GiB of 141.0GiB 41.2% 0.0%",
+        "decode-1 cpu AMD EPYC, 8 threads - - -",
+    ]
+
+
 def test_status_shows_degradation_steps(
     coordinator: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:

@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -26,21 +25,9 @@ from baton.version import package_version
 from node_engine import probe
 from tests.models import build_model
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run
+from tests.unit.cli.findings import PROBE_RESULT, assert_finding
 
 GIB = 1 << 30
-PROBE_RESULT: dict[str, Any] = {
-    "torch": {"version": "2"},
-    "triton": {"version": "3"},
-    "gpus": [],
-    "model": "",
-}
-
-
-def assert_finding(finding: Finding, level: str, *words: str) -> None:
-    assert finding.level == level, finding
-    assert bool(finding.fix) == (level != "ok")
-    for word in words:
-        assert word in f"{finding.detail} | {finding.fix}"
 
 
 def test_python() -> None:
@@ -57,34 +44,6 @@ def test_torch() -> None:
         "pip install",
     )
     assert_finding(machine.check_torch(PROBE_RESULT), "ok", "2")
-
-
-def test_device() -> None:
-    assert_finding(machine.check_device(PROBE_RESULT, "cuda"), "bad", "nvidia-smi")
-    assert_finding(machine.check_device(PROBE_RESULT, "auto"), "ok", "CPU")
-    assert_finding(machine.check_device({"gpus": ["H200", "H200"]}, "cuda"), "ok", "2 GPU: H200")
-
-
-def test_quantization() -> None:
-    assert machine.check_quantization(PROBE_RESULT, "none") == []
-    (finding,) = machine.check_quantization(PROBE_RESULT, "fp8")
-    assert_finding(finding, "bad", "0 of 0 GPU have FP8", "--quantize none")
-    mixed = {"gpus": ["A100", "H200"], "fp8_gpus": 1}
-    (finding,) = machine.check_quantization(mixed, "fp8")
-    assert_finding(finding, "bad", "1 of 2 GPU have FP8")
-    (finding,) = machine.check_quantization({"gpus": ["H200"], "fp8_gpus": 1}, "fp8")
-    assert_finding(finding, "ok", "fp8 on 1 GPU")
-
-
-def test_triton() -> None:
-    broken = {"triton": {"error": "ImportError"}}
-    assert_finding(
-        machine.check_triton({**broken, "gpus": ["H200"]}),
-        "bad",
-        "ImportError",
-        "CUDA build of torch",
-    )
-    assert_finding(machine.check_triton(broken), "ok", "a CPU needs none")
 
 
 def test_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +311,7 @@ def test_doctor_exits_by_what_is_bad(
 @pytest.mark.slow
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.run_node_probe([])
-    assert found.keys() == {"torch", "triton", "gpus", "fp8_gpus"}
+    assert found.keys() == {"torch", "triton", "gpus", "driver"}
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert "ended with 1" in machine.run_node_probe([])["error"]
     monkeypatch.setattr(sys, "executable", "/nowhere")

@@ -26,7 +26,8 @@ def answer(*, ready: bool) -> pb.StatusResponse:
     ratio = pb.Ratio(
         prefill=1, decode=1, has_target=True, switches=[pb.RoleSwitch(node=NAME, phase="draining")]
     )
-    nodes = [pb.NodeStatus(name=NAME, role="decode")]
+    stats = pb.NodeStats(device=pb.DeviceReport(device="cuda:0", name=PATH))
+    nodes = [pb.NodeStatus(name=NAME, role="decode", stats=stats)]
     return pb.StatusResponse(
         ready=ready,
         reason=f"cannot open {PATH}",

@@ -1,16 +1,19 @@
-"""The Triton kernels, run by Triton's interpreter in a process of their own."""
+"""The Triton kernels, run by Triton's interpreter and compiled for a GPU, each in a process."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
+from tests.gpu.kernel_comparisons import SAMPLING_FILTERS
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +24,8 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 Measured = dict[str, float]
 
 
-@pytest.fixture(scope="module")
-def measured() -> Measured:
+def run_program(name: str) -> Any:
+    """Run a program of this folder, which prints JSON."""
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     command = [
@@ -30,12 +33,26 @@ def measured() -> Measured:
         *("-W", "error"),
         # The interpreter also computes the lanes that a kernel masks, with NumPy.
         *("-W", "ignore::RuntimeWarning"),
-        str(Path(__file__).with_name("triton_interpreter.py")),
+        str(Path(__file__).with_name(name)),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    results: Measured = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    results: Measured = run_program("triton_interpreter.py")
     return results
+
+
+def test_every_kernel_compiles_for_a_gpu() -> None:
+    written = {
+        match
+        for module in (ROOT / "kernels/kv_kernels/triton").glob("*.py")
+        for match in re.findall(r"^def (_\w+_kernel)\(", module.read_text(), re.MULTILINE)
+    }
+    assert set(run_program("triton_compilation.py")) == written
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
@@ -85,23 +102,18 @@ def test_block_copies_change_nothing_else(measured: Measured, layer: int | None,
     assert measured[f"copy of layer {layer} {kind}"] is True
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "greedy",
-        "temperature",
-        "min-p",
-        "top-k",
-        "top-k of all",
-        "top-p",
-        "small top-p",
-        "top-k and top-p",
-        "all filters",
-        "long",
-    ],
-)
-def test_draws_equal_those_of_the_reference(measured: Measured, case: str) -> None:
-    assert measured[f"draws {case}"] == 0
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("layer", [None, 2])
+def test_moved_blocks_have_the_checksums_of_the_reference(
+    measured: dict[str, list[bool]], layer: int | None, kind: str
+) -> None:
+    assert measured[f"moves of layer {layer} {kind}"] == [True, True]
+
+
+@pytest.mark.parametrize("parts", ["", " of several parts"])
+@pytest.mark.parametrize("case", SAMPLING_FILTERS)
+def test_draws_equal_those_of_the_reference(measured: Measured, case: str, parts: str) -> None:
+    assert measured[f"draws {case}{parts}"] == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -175,7 +175,12 @@ class RoleBench:
             self.pool, limits, self.engine.eos_token_ids, copy_pool_blocks=copy_pool_blocks
         )
         self.pool_connector = PoolConnector(
-            self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place
+            self.pool_client,
+            self.pool,
+            self.scheduler,
+            self._put,
+            save_blocks=self.engine.save_blocks,
+            in_place=in_place,
         )
         self.lookups = PoolLookups(self.pool_client, self.engine, self.pool_connector, self._put)
         self.inbox: deque[object] = deque()

@@ -22,7 +22,7 @@ from baton.cluster_link.messages import (
     NodeReport,
     PoolJoinInfo,
 )
-from baton.cluster_link.report_types import NodeStats
+from baton.cluster_link.report_types import DeviceReport, NodeStats
 from baton.pb import cluster_pb2 as pb
 from baton.types import (
     AttemptKey,
@@ -107,6 +107,14 @@ def test_durations_are_checked(value: float) -> None:
     for report in reports:
         with pytest.raises(ValueError, match="must be finite and at least 0"):
             decode_report(encode_report(report, Incarnation("i")))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["mfu", "mbu"])
+def test_shares_of_peak_rates_are_checked(name: str, value: float) -> None:
+    report = Heartbeat(NodeStats(device=DeviceReport(**{name: value})))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
+        decode_report(encode_report(report, Incarnation("i")))
 
 
 def test_unknown_roles_are_refused() -> None:

@@ -11,19 +11,25 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from kv_kernels.triton.block_copy import copy_blocks_between
 from kv_kernels.triton.fp8_linear import TritonFp8Linear
+from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
+from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_engine import ModelEngine
 from node_engine.model.model_loader import load_model_engine
@@ -31,6 +37,7 @@ from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
 from tests.gpu.interpreter_casts import install_casts
+from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
 from tools.perplexity import score_tokens
 
 CPU = torch.device("cpu")
@@ -93,13 +100,90 @@ def compare_fp8(folder: Path, prompt: list[int]) -> dict[str, object]:
     results: dict[str, object] = {}
     for name, engine in engines.items():
         compare.bind_engine(engine)
+        scores = score_tokens(engine, prompt)
+        if isinstance(engine, GpuEngine):
+            capture_layers(engine)
         tokens, logprobs = compare.run_special_rows(engine)
         results[name] = {
-            "scores": score_tokens(engine, prompt),
+            "scores": scores,
             "special tokens": tokens,
             "special logprobs": logprobs,
         }
     return results
+
+
+class RepeatedCall:
+    """Stands in for a captured call: it calls again."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.replay = call
+
+
+def capture_layers(engine: GpuEngine) -> None:
+    """Let the engine replay its layers in steps of up to 40 tokens."""
+    assert engine._memory is not None
+    engine._layer_graphs = BucketedLayerGraphs(engine._model, engine._memory.cache)
+    with torch.inference_mode():
+        engine._layer_graphs.capture((40, 4, 12), RepeatedCall)
+
+
+class SlowLoads:
+    """Stands in for SideCopies: a load ends when it was asked for twice, or is waited for."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[Sequence[BlockIndex], Callable[[], None]]] = []
+        self.num_queries = 0
+
+    def load(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        blocks: torch.Tensor,
+        numbers: Sequence[BlockIndex],
+    ) -> None:
+        self.loads.append((numbers, lambda: copy_blocks_between(host, device, blocks)))
+
+    def find_loading_blocks(self) -> frozenset[BlockIndex]:
+        self.num_queries += 1
+        if self.num_queries > 1:
+            self.wait_for_loads()
+        return frozenset(block for numbers, _ in self.loads for block in numbers)
+
+    def wait_for_loads(self) -> None:
+        for _, copy in self.loads:
+            copy()
+        self.loads.clear()
+
+
+def run_beside_a_load(folder: Path, prompt: list[int]) -> dict[str, object]:
+    """Steps of two sequences of the same prompt; the blocks of the second one are loaded late."""
+    source, engine = build_engine(folder), build_engine(folder)
+    theirs, memory = compare.bind_engine(source), compare.bind_engine(engine)
+    blocks = ShuffledBlocks(compare.NUM_BLOCKS)
+    params = SamplingParams(1, temperature=0.0)
+    first, second = (
+        SequenceRun(tuple(prompt), blocks.allocate_blocks(len(prompt) + 1), params)
+        for _ in range(2)
+    )
+    run_step(source, [second], [None])
+    source.save_blocks(second.blocks).result()
+    memory[:] = theirs[:]
+    assert engine._memory is not None
+    engine._memory._side_copies = cast(Any, SlowLoads())
+    engine.load_blocks(second.blocks)
+    last = SequenceSlice(
+        SequenceId(2),
+        tuple(prompt[-1:]),
+        len(prompt) - 1,
+        second.blocks,
+        SampleSpec(params, 0, len(prompt)),
+    )
+    beside = engine.run(StepBatch((first.next_slice(), last)))
+    alone = engine.run(StepBatch((last,)))
+    return {
+        "is_deferred": [result.is_deferred for result in (*beside, *alone)],
+        "tokens": [result.token_id for result in (*beside, *alone)],
+    }
 
 
 def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
@@ -109,6 +193,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
     }
+    results["load"] = run_beside_a_load(folder, prompts[-2])
     compare.bind_engine(engine)
     compare.bind_engine(reference)
     results["is_damage_reported"] = compare.reports_damaged_cache(engine)
@@ -129,6 +214,7 @@ def main() -> None:
     for name, model in models.items():
         engine = build_engine(Path(model["folder"]))
         compare.bind_engine(engine)
+        capture_layers(engine)
         results[f"{name} tokens"] = compare.generate_in_chunks(
             engine, model["prompts"], model["count"]
         )

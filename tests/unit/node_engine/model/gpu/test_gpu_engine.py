@@ -77,6 +77,13 @@ def test_saved_blocks_equal_announced_ones(computed: Computed) -> None:
     assert computed.results["is_saved"] is True
 
 
+def test_slice_is_deferred_until_its_blocks_are_loaded(computed: Computed) -> None:
+    load = computed.results["load"]
+    token = computed.prompts["mixed"][-2].reference_tokens[0]
+    assert load["is_deferred"] == [False, True, False]
+    assert load["tokens"] == [token, None, token]
+
+
 def test_special_rows_equal_those_of_the_model_engine(computed: Computed) -> None:
     """Logit bias, penalties, logprobs of outputs and of prompts."""
     (tokens, logprobs), (wanted_tokens, wanted_logprobs) = (

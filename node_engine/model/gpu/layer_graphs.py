@@ -1,0 +1,134 @@
+"""CUDA graphs of what lies between the attention launches of a step, for buckets of tokens.
+
+A step with prefill chunks differs from any other in its attention: its sequences, their contexts
+and chunks. All else depends on the number of tokens alone. These parts are captured, one graph for
+each layer and bucket, so that a small step is not bound by the host's launches; the rows that pad a
+step to its bucket write to the scratch block, and nobody reads them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from kv_kernels.reference.paged_attention import PagedCache
+from node_engine.model.gpu.capture_progress import CaptureProgress
+from node_engine.model.gpu.fused_transformer import FusedTransformer, TokenRows
+
+# Beyond the last one, a step takes the GPU longer than its launches take the host.
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+
+
+class CapturedCall(Protocol):
+    """A captured sequence of launches."""
+
+    def replay(self) -> None: ...
+
+
+# Calls a function in a capture, and returns what was captured.
+CaptureCall = Callable[[Callable[[], None]], CapturedCall]
+
+
+class LayerGraphs:
+    """The graphs of one bucket: captured calls of `begin_layer`."""
+
+    def __init__(self, rows: TokenRows, calls: tuple[CapturedCall, ...]) -> None:
+        self.rows = rows
+        self._calls = calls
+
+    def begin_layer(self, layer: int) -> None:
+        self._calls[layer].replay()
+
+
+class BucketedLayerGraphs:
+    """Captures the graphs of all buckets. Compute thread only."""
+
+    def __init__(self, model: FusedTransformer, cache: PagedCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._buckets: dict[int, LayerGraphs] = {}
+
+    def find_bucket(self, tokens: int) -> int | None:
+        """The smallest bucket for so many tokens; None if there is none."""
+        return min((bucket for bucket in self._buckets if bucket >= tokens), default=None)
+
+    def get_graphs(self, bucket: int) -> LayerGraphs:
+        return self._buckets[bucket]
+
+    def capture(
+        self,
+        buckets: Iterable[int],
+        capture_call: CaptureCall,
+        on_captured: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """Capture the graphs, largest first: all buckets share the memory of their rows.
+
+        `on_captured` gets each size and says whether to go on.
+        """
+        sizes = sorted(buckets, reverse=True)
+        if not sizes:
+            return
+        rows = self._model.allocate_rows(sizes[0])
+        # Until a step fills them: finite values, written to the scratch block.
+        for tensor in (rows.residual, rows.query, rows.attended, rows.cos, rows.sin):
+            tensor.zero_()
+        rows.slots.fill_((len(self._cache.arena) - 1) * self._cache.block_size)
+        for size in sizes:
+            self._buckets[size] = self._capture_bucket(rows.first(size), capture_call)
+            if not on_captured(size):
+                return
+
+    def _capture_bucket(self, rows: TokenRows, capture_call: CaptureCall) -> LayerGraphs:
+        def begin(layer: int) -> None:
+            self._model.begin_layer(rows, self._cache, layer)
+
+        calls = []
+        for layer in range(self._model.num_layers):
+            if layer < 2:  # compile kernels, choose algorithms of products: layers are alike
+                begin(layer)
+            calls.append(capture_call(partial(begin, layer)))
+        return LayerGraphs(rows, tuple(calls))
+
+
+@contextmanager
+def capturing_on_side_stream() -> Iterator[CaptureCall]:
+    """What captures calls as CUDA graphs that share one pool of memory, on a stream of its own.
+
+    The graphs must be replayed one after another, as their calls were captured: a result that lies
+    in the pool is overwritten by the next graph.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
+
+    def capture(call: Callable[[], None]) -> CapturedCall:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool)
+        try:
+            call()
+        finally:
+            graph.capture_end()
+        return graph
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        yield capture
+    torch.cuda.synchronize()
+
+
+def capture_layer_graphs(
+    model: FusedTransformer, cache: PagedCache, max_tokens: int, is_wanted: Callable[[], bool]
+) -> BucketedLayerGraphs | None:
+    """Capture steps of up to `max_tokens` tokens, with a progress bar if stderr is a terminal.
+
+    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
+    """
+    graphs = BucketedLayerGraphs(model, cache)
+    buckets = [size for size in TOKEN_BUCKETS if size <= max_tokens]
+    with (
+        CaptureProgress("prefill steps", len(buckets), is_wanted) as progress,
+        capturing_on_side_stream() as capture_call,
+    ):
+        graphs.capture(buckets, capture_call, progress.on_captured)
+    return None if progress.has_failed else graphs
