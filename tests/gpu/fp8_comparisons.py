@@ -91,11 +91,11 @@ def measure_product_error(
     device: torch.device,
     *,
     bias: bool,
-    splits: int | None = None,
+    plan: FewRowsPlan | None = None,
 ) -> float:
     """The error of a product relative to 1 + the exact magnitude.
 
-    With `splits` of the kernel for few rows, and otherwise of torch's kernel.
+    With a plan of the kernel for few rows, and otherwise of torch's kernel.
     """
     x = quantize_rows(_randn(rows, width, dtype=dtype, seed=0))
     weight = quantize_rows(_randn(features, width, dtype=dtype, seed=1) / math.sqrt(width))
@@ -105,10 +105,9 @@ def measure_product_error(
         exact += added.float()
     there = _to_device(x, device), _to_device(weight, device)
     term = None if added is None else added.to(device)
-    if splits is None:
+    if plan is None:
         result = multiply_many_rows(*there, term, dtype)
     else:
-        plan = FewRowsPlan(features=64, columns=128, splits=splits)
         result = multiply_few_rows(*there, term, dtype, plan)
     return float(((result.cpu().float() - exact).abs() / (1.0 + exact.abs())).max())
 

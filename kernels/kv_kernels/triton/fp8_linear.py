@@ -18,9 +18,10 @@ from kv_kernels.reference.fp8 import Fp8Linear, Fp8Rows
 from kv_kernels.triton import fp8_layer_ops
 
 FEW_ROWS = 64  # up to so many rows are multiplied by the kernel of this file
+NARROW_TILE_ROWS = 16  # up to so many rows a narrow tile is better than a split width
 # Whether torch's kernel sums up in the tensor cores' registers, with about 14 bits.
 USE_FAST_ACCUMULATION = True
-_TARGET_PROGRAMS = 160  # of one launch, at least: more than an H200 has multiprocessors
+_TARGET_PROGRAMS = 120  # of one launch, at least: nearly as many as an H200 has multiprocessors
 _MIN_SPLIT_WIDTH = 1024  # columns of the weight that a program reads at least
 _DOT_ROWS = 16  # the fewest rows that tl.dot takes
 _COMBINE_BLOCK = 256  # output features that one program of the second kernel adds up
@@ -32,18 +33,21 @@ class FewRowsPlan:
 
     features: int  # output features of a program
     columns: int  # of the weight, read at a time
-    splits: int  # programs that share the width of a tile
+    splits: int = 1  # programs that share the width of a tile
     warps: int = 4
     stages: int = 4  # tiles in flight
 
     @staticmethod
-    def choose(features: int, width: int) -> "FewRowsPlan":
-        """The plan for a weight [features, width]."""
-        tile, splits = 64, 1
-        programs = -(-features // tile)
+    def choose(features: int, width: int, rows: int) -> "FewRowsPlan":
+        """The plan for a weight [features, width] and up to `rows` rows."""
+        if rows <= NARROW_TILE_ROWS and 32 <= features / _TARGET_PROGRAMS < 64:
+            return FewRowsPlan(features=32, columns=256, stages=6)
+        programs, splits = -(-features // 64), 1
         while programs * splits < _TARGET_PROGRAMS and width >= 2 * splits * _MIN_SPLIT_WIDTH:
             splits *= 2
-        return FewRowsPlan(features=tile, columns=128, splits=splits)
+        # Programs that share a multiprocessor hide each other's latency.
+        stages = 3 if programs * splits >= 3 * _TARGET_PROGRAMS else 6
+        return FewRowsPlan(features=64, columns=128, splits=splits, stages=stages)
 
 
 # grid: [tiles of features, splits]
@@ -71,8 +75,10 @@ def _few_rows_kernel(
     first = tl.program_id(1) * per_split
     w_cells = weight + feature.to(tl.int64)[:, None] * WIDTH + first + column[None, :]
     x_cells = x + row[:, None] * WIDTH + first + column[None, :]
-    # The weight is the left operand: its tile has the 64 rows that Hopper's products need.
-    total = tl.zeros([FEATURES, ROWS], tl.float32)
+    if FEATURES < 64:
+        total = tl.zeros([ROWS, FEATURES], tl.float32)
+    else:
+        total = tl.zeros([FEATURES, ROWS], tl.float32)
     for begin in range(0, per_split, COLUMNS):
         if WIDTH % (SPLITS * COLUMNS) == 0:
             w = tl.load(w_cells + begin, mask=feature_ok[:, None], other=0.0)
@@ -81,14 +87,20 @@ def _few_rows_kernel(
             column_ok = (first + begin + column < WIDTH)[None, :]
             w = tl.load(w_cells + begin, mask=feature_ok[:, None] & column_ok, other=0.0)
             part = tl.load(x_cells + begin, mask=row_ok[:, None] & column_ok, other=0.0)
-        total = tl.dot(w, tl.trans(part), total, max_num_imprecise_acc=COLUMNS)
-    cells_ok = feature_ok[:, None] & row_ok[None, :]
-    cells = row.to(tl.int64)[None, :] * features + feature[:, None]
+        # Hopper's fastest products take 64 rows from the left and few columns from the right.
+        if FEATURES < 64:
+            total = tl.dot(part, tl.trans(w), total, max_num_imprecise_acc=COLUMNS)
+        else:
+            total = tl.dot(w, tl.trans(part), total, max_num_imprecise_acc=COLUMNS)
+    if FEATURES >= 64:
+        total = tl.trans(total)
+    cells_ok = row_ok[:, None] & feature_ok[None, :]
+    cells = row.to(tl.int64)[:, None] * features + feature[None, :]
     if SPLITS == 1:
-        scale = tl.load(x_scales + row, mask=row_ok, other=0.0)[None, :]
-        total = total * scale * tl.load(weight_scales + feature, mask=feature_ok)[:, None]
+        scale = tl.load(x_scales + row, mask=row_ok, other=0.0)[:, None]
+        total = total * scale * tl.load(weight_scales + feature, mask=feature_ok)[None, :]
         if HAS_BIAS:
-            total += tl.load(bias + feature, mask=feature_ok).to(tl.float32)[:, None]
+            total += tl.load(bias + feature, mask=feature_ok).to(tl.float32)[None, :]
         tl.store(out + cells, total.to(out.dtype.element_ty), mask=cells_ok)
     else:
         split = tl.program_id(1).to(tl.int64) * rows * features
@@ -191,9 +203,12 @@ class TritonFp8Linear(Fp8Linear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        self._plan = FewRowsPlan.choose(*weight.shape)
+        features, width = weight.shape
+        self._narrow_plan = FewRowsPlan.choose(features, width, NARROW_TILE_ROWS)
+        self._plan = FewRowsPlan.choose(features, width, FEW_ROWS)
 
     def multiply(self, rows: Fp8Rows) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
         if len(rows.values) <= FEW_ROWS:
-            return multiply_few_rows(rows, self._weight, self._bias, self._dtype, self._plan)
+            plan = self._narrow_plan if len(rows.values) <= NARROW_TILE_ROWS else self._plan
+            return multiply_few_rows(rows, self._weight, self._bias, self._dtype, plan)
         return multiply_many_rows(rows, self._weight, self._bias, self._dtype)

@@ -142,7 +142,17 @@ def test_quantized_rows_equal_the_reference(measured: Measured, kind: str) -> No
 @pytest.mark.parametrize("rows", [1, 5, 17, 33])
 @pytest.mark.parametrize(
     "case",
-    ["whole", "with bias", "split", "split with bias", "narrow", "of torch", "of torch with bias"],
+    [
+        "whole",
+        "with bias",
+        "in narrow tiles",
+        "in narrow tiles with bias",
+        "split",
+        "split with bias",
+        "with idle splits",
+        "of torch",
+        "of torch with bias",
+    ],
 )
 def test_fp8_products_equal_the_reference(
     measured: Measured, case: str, rows: int, kind: str

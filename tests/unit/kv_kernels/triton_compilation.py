@@ -97,11 +97,11 @@ def compile_fp8_kernels() -> None:
     fp8_layer_ops.quantize_rows(hidden)
     weight = quantize_rows(torch.zeros(512, HEADS * DIM))
     bias = torch.zeros(512, dtype=torch.bfloat16)
+    plans = [FewRowsPlan.choose(features, 4096, 1) for features in (4096, 28672)]
     for rows in (1, 17, 64):
         x = Fp8Rows(weight.values[:rows], weight.scales[:rows])
-        for splits in (1, 4):
+        for plan in (*plans, FewRowsPlan(64, 128, splits=4)):
             for added in (None, bias):
-                plan = FewRowsPlan(features=64, columns=128, splits=splits)
                 multiply_few_rows(x, weight, added, torch.bfloat16, plan)
 
 

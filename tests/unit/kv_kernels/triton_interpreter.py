@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from kv_kernels.triton.fp8_linear import FewRowsPlan
 from tests.gpu import block_comparisons
 from tests.gpu import fp8_comparisons as compare_fp8
 from tests.gpu import kernel_comparisons as compare
@@ -39,13 +40,15 @@ ROTATIONS = {
     "odd sizes": (AttentionShape(1, 3, 24, 6), False),
     "QK norm": (AttentionShape(2, 3, 12, 4), True),
 }
-# Width, splits and bias; a width that tiles do not divide, and splits that get nothing to read.
-FP8_PRODUCTS: dict[str, tuple[int, int | None, bool]] = {
-    "whole": (256, 1, False),
-    "with bias": (144, 1, True),
-    "split": (256, 2, False),
-    "split with bias": (528, 3, True),
-    "narrow": (80, 4, False),
+# Width, plan and bias; a width that tiles do not divide, and splits that get nothing to read.
+FP8_PRODUCTS: dict[str, tuple[int, FewRowsPlan | None, bool]] = {
+    "whole": (256, FewRowsPlan(64, 128), False),
+    "with bias": (144, FewRowsPlan(64, 128), True),
+    "in narrow tiles": (512, FewRowsPlan(32, 256), False),
+    "in narrow tiles with bias": (144, FewRowsPlan(32, 256), True),
+    "split": (256, FewRowsPlan(64, 128, splits=2), False),
+    "split with bias": (528, FewRowsPlan(64, 128, splits=3), True),
+    "with idle splits": (80, FewRowsPlan(64, 128, splits=4), False),
     "of torch": (144, None, False),
     "of torch with bias": (144, None, True),
 }
@@ -86,9 +89,9 @@ def measure_fp8_errors(kind: str) -> dict[str, object]:
         f"fp8 rows {kind}": compare_fp8.quantizes_like_reference(31, 75, dtype, CPU),
     }
     for rows in FP8_ROWS:
-        for case, (width, splits, bias) in FP8_PRODUCTS.items():
+        for case, (width, plan, bias) in FP8_PRODUCTS.items():
             results[f"fp8 product {case} {rows} {kind}"] = compare_fp8.measure_product_error(
-                rows, 80, width, dtype, CPU, bias=bias, splits=splits
+                rows, 80, width, dtype, CPU, bias=bias, plan=plan
             )
     for rows in FP8_LAYER_ROWS:
         results[f"fp8 linear {rows} {kind}"] = compare_fp8.measure_linear_error(rows, dtype, CPU)
