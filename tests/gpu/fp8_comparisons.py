@@ -112,11 +112,14 @@ def measure_product_error(
     return float(((result.cpu().float() - exact).abs() / (1.0 + exact.abs())).max())
 
 
-def measure_linear_error(rows: int, dtype: torch.dtype, device: torch.device) -> float:
+def measure_linear_error(
+    rows: int, dtype: torch.dtype, device: torch.device, *, features: int = 80, width: int = 96
+) -> float:
     """The error of `TritonFp8Linear` against its twin, relative to 1 + the exact magnitude."""
-    x = _randn(rows, 96, dtype=dtype, seed=0)
-    weight, bias = _randn(80, 96, dtype=dtype, seed=1), _randn(80, dtype=dtype, seed=2)
-    residual = _randn(rows, 80, dtype=dtype, seed=3)
+    x = _randn(rows, width, dtype=dtype, seed=0)
+    weight = _randn(features, width, dtype=dtype, seed=1)
+    bias = _randn(features, dtype=dtype, seed=2)
+    residual = _randn(rows, features, dtype=dtype, seed=3)
     exact = Fp8Linear(weight, bias)(x, residual.clone()).float()
     linear = TritonFp8Linear(weight.to(device), bias.to(device))
     result = linear(x.to(device), residual.to(device)).cpu().float()

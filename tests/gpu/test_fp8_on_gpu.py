@@ -86,8 +86,10 @@ def test_products_of_torch_equal_the_reference(width: int, bias: bool, rows: int
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17, 33, 70])
-def test_layers_equal_the_reference(rows: int) -> None:
-    assert compare.measure_linear_error(rows, torch.bfloat16, CUDA) < TOLERANCE["bfloat16"]
+@pytest.mark.parametrize(("features", "width"), [(80, 96), (4096, 1040), (1040, 14336)])
+def test_layers_equal_the_reference(features: int, width: int, rows: int) -> None:
+    error = compare.measure_linear_error(rows, torch.bfloat16, CUDA, features=features, width=width)
+    assert error < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("rows", [5, 80])

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kv_kernels.reference.fp8 import Fp8Linear, Fp8Rows
 from kv_kernels.triton import fp8_layer_ops
+from kv_kernels.triton.row_linear import multiply_row
 
 FEW_ROWS = 64  # up to so many rows are multiplied by the kernel of this file
 NARROW_TILE_ROWS = 16  # up to so many rows a narrow tile is better than a split width
@@ -208,7 +209,11 @@ class TritonFp8Linear(Fp8Linear):
         self._plan = FewRowsPlan.choose(features, width, FEW_ROWS)
 
     def multiply(self, rows: Fp8Rows) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
+        weight, bias, dtype = self._weight, self._bias, self._dtype
+        if len(rows.values) == 1:
+            scales = rows.scales, weight.scales
+            return multiply_row(rows.values, weight.values, bias, scales=scales, dtype=dtype)
         if len(rows.values) <= FEW_ROWS:
             plan = self._narrow_plan if len(rows.values) <= NARROW_TILE_ROWS else self._plan
-            return multiply_few_rows(rows, self._weight, self._bias, self._dtype, plan)
-        return multiply_many_rows(rows, self._weight, self._bias, self._dtype)
+            return multiply_few_rows(rows, weight, bias, dtype, plan)
+        return multiply_many_rows(rows, weight, bias, dtype)

@@ -19,6 +19,7 @@ from kv_kernels.triton import fp8_layer_ops, layer_ops
 from kv_kernels.triton.block_copy import copy_blocks_between, move_blocks
 from kv_kernels.triton.fp8_linear import FewRowsPlan, multiply_few_rows
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
+from kv_kernels.triton.row_linear import multiply_row
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
 
@@ -67,6 +68,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     x = torch.zeros(tokens, HEADS * DIM, dtype=dtype)
     layer_ops.add_rms_norm(x, None, x[0], 1e-5)
     layer_ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    multiply_row(x[:1], torch.zeros(512, HEADS * DIM, dtype=dtype), None)
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)
@@ -98,11 +100,14 @@ def compile_fp8_kernels() -> None:
     weight = quantize_rows(torch.zeros(512, HEADS * DIM))
     bias = torch.zeros(512, dtype=torch.bfloat16)
     plans = [FewRowsPlan.choose(features, 4096, 1) for features in (4096, 28672)]
-    for rows in (1, 17, 64):
-        x = Fp8Rows(weight.values[:rows], weight.scales[:rows])
+    for added in (None, bias):
+        x, scales = weight.values[:1], (weight.scales[:1], weight.scales)
+        multiply_row(x, weight.values, added, scales=scales, dtype=torch.bfloat16)
+    for rows in (2, 17, 64):
+        few = Fp8Rows(weight.values[:rows], weight.scales[:rows])
         for plan in (*plans, FewRowsPlan(64, 128, splits=4)):
             for added in (None, bias):
-                multiply_few_rows(x, weight, added, torch.bfloat16, plan)
+                multiply_few_rows(few, weight, added, torch.bfloat16, plan)
 
 
 def main() -> None:
