@@ -52,6 +52,7 @@ BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT_MESSAGES = 8192  # queued on one internal stream; beyond that its reader is too slow
 MAX_DESCRIPTORS = 1 << 16  # open files that a process counts on, also if it may open more
+MAX_AUTO_NUM_SEQS = 256  # most sequences that --max-num-seqs auto gives a node
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 # Steps of a decode node whose shares of prefill tokens may be used up in one step.
 LOCAL_PREFILL_BURST_STEPS = 8

@@ -31,6 +31,13 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         Literal["none", "fp8"],
         help_text("Of the layers' products; fp8: e4m3, scaled when loaded, on a GPU that has FP8"),
     ] = "none"
+    deterministic: Annotated[
+        bool,
+        help_text(
+            "Compute each request's tokens on a GPU in the same order, whatever else is computed "
+            "with them; slower"
+        ),
+    ] = False
     threads: Annotated[
         str, help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
     ] = "auto"
@@ -40,16 +47,26 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     kv_memory: Annotated[
         str,
         help_text(
-            "Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB"
+            "Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB; "
+            "on a GPU a share of its memory, and auto most of what is free there"
         ),
     ] = "auto"
+    nodes_per_gpu: Annotated[
+        PositiveInt,
+        help_text("Nodes that share this node's GPU: auto of --kv-memory is divided among them"),
+    ] = 1
     block_size: Annotated[int, Meta(ge=1, le=256), help_text("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[
-        int, Meta(ge=1, le=4096), help_text("Sequences that a node runs at once")
-    ] = 64
+        Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)],
+        help_text("Sequences that a node runs at once; auto: 64, on a GPU 256"),
+    ] = "auto"
     max_batched_tokens: Annotated[
-        int, Meta(ge=16, le=65536), help_text("Tokens that a node computes in one step")
-    ] = 512
+        Literal["auto"] | Annotated[int, Meta(ge=16, le=65536)],
+        help_text(
+            "Tokens that a node computes in one step; "
+            "auto: 512, on a GPU 4096 for a prefill node and 2048 for a decode node"
+        ),
+    ] = "auto"
     preemption: Annotated[
         Literal["most_blocks", "cheapest"],
         help_text(

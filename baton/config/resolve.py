@@ -61,11 +61,7 @@ def resolve_config(
             merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)
         except msgspec.ValidationError as error:
             value_text = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
-            reason = (
-                f"it must be one of {', '.join(words)}"
-                if (words := get_field_choices(key))
-                else str(error)
-            )
+            reason = _describe_invalid_value(key, error)
             raise ConfigError(
                 f"{key} is {value_text}: {reason} ({sources[key]})", param=key
             ) from None
@@ -124,6 +120,14 @@ def read_secret(value: str, field: str) -> str:
             f"{field} names {value[1:]!r}, which is empty: write the key into it", param=field
         )
     return secret
+
+
+def _describe_invalid_value(field: str, error: msgspec.ValidationError) -> str:
+    if words := get_field_choices(field):
+        return f"it must be one of {', '.join(words)}"
+    if str(error).startswith("Invalid enum value"):
+        return "it must be auto or a number"
+    return str(error)
 
 
 def _read_config_file(path: str) -> dict[str, object]:

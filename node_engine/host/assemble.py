@@ -12,8 +12,10 @@ composition root this file stands above all packages and may import any of them.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from baton.process.entry import run_process
 from baton.shared_memory import segment as segments
 from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
+from decode_node.default_limits import DECODE_LIMITS
 from kv_pool.client.factory import make_pool_client
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
@@ -39,9 +42,10 @@ from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerL
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import DeviceLost, Engine
+from node_engine.core.step.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
-from node_engine.host.host_arena import HostArena, compute_cache_bytes, create_host_arena
+from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
 from node_engine.paced.costs import PacedCosts
@@ -50,6 +54,7 @@ from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
+from prefill_node.default_limits import PREFILL_LIMITS
 from prefill_node.prefill_role import PrefillRole
 
 if TYPE_CHECKING:  # torch is imported only if a model is served
@@ -58,6 +63,7 @@ if TYPE_CHECKING:  # torch is imported only if a model is served
     from kv_kernels.reference.torch_kernels import TorchKernels
     from node_engine.model.model_engine import Sampler
 
+DEFAULT_LIMITS = {Role.PREFILL: PREFILL_LIMITS, Role.DECODE: DECODE_LIMITS}
 _PACED_MAX_MODEL_LEN = 8192
 
 
@@ -87,25 +93,29 @@ async def run_node(
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
-    compute_cache_bytes(config)  # fail before a model is loaded
-    engine = await asyncio.to_thread(build_engine, config)
+    device = await asyncio.to_thread(resolve_device_type, config)
+    limits = choose_step_limits(config, role, device)
+    require_cache_memory(config, device)  # fail before a model is loaded
+    engine = await asyncio.to_thread(build_engine, config, device, limits)
     config = await with_advertised_address(config, stop)
     if stop.is_set():
         return
-    arena = await asyncio.to_thread(create_arena, config, engine)
+    arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
     try:
-        await asyncio.to_thread(warm_up_engine, engine, arena, config.max_batched_tokens, stop)
+        await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         if stop.is_set():
             return
         files = await asyncio.to_thread(load_model_files, config)
         factories = role_factories or ROLE_FACTORIES
-        await assemble_node(config, role, name, engine, arena, files, factories).run(stop)
+        node = assemble_node(config, limits, role, name, engine, arena, files, factories)
+        await node.run(stop)
     finally:
         arena.close()
 
 
 def assemble_node(
     config: NodeConfig,
+    limits: StepLimits,
     role: Role,
     name: NodeName,
     engine: Engine,
@@ -122,7 +132,10 @@ def assemble_node(
         name,
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
-    context = make_role_context(config, host_id, engine, arena, pool_client, reporter, inbox)
+    scheduler = make_scheduler(config, limits, engine, arena)
+    context = make_role_context(
+        config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
+    )
     lookups = PoolLookups(pool_client, engine, context.pool_connector, inbox.put)
     switchable_role = SwitchableRole(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
@@ -148,16 +161,15 @@ def make_role_context(
     host_id: str,
     engine: Engine,
     arena: HostArena,
+    scheduler: Scheduler,
     pool_client: SharedPoolClient | None,
     reporter: CoordinatorReporter,
     inbox: ComputeInbox[NodeCommand | object],
 ) -> RoleContext:
     """What the compute thread works with: blocks, scheduler, engine, shared pool."""
-    block_pool = BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock)
-    scheduler = make_scheduler(config, engine, arena, block_pool)
     pool_connector = PoolConnector(
         pool_client,
-        block_pool,
+        scheduler.block_pool,
         scheduler,
         inbox.put,
         save_blocks=engine.save_blocks,
@@ -170,7 +182,7 @@ def make_role_context(
         host_id=host_id,
         engine=engine,
         arena=arena.segment,
-        block_pool=block_pool,
+        block_pool=scheduler.block_pool,
         scheduler=scheduler,
         reporter=reporter,
         clock=monotonic_clock,
@@ -181,13 +193,13 @@ def make_role_context(
 
 
 def make_scheduler(
-    config: NodeConfig, engine: Engine, arena: HostArena, block_pool: BlockPool
+    config: NodeConfig, limits: StepLimits, engine: Engine, arena: HostArena
 ) -> Scheduler:
     return Scheduler(
-        block_pool,
+        BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock),
         SchedulerLimits(
-            config.max_num_seqs,
-            config.max_batched_tokens,
+            limits.max_num_seqs,
+            limits.max_batched_tokens,
             engine.max_model_len,
             engine.cache_limits.lookahead_tokens,
         ),
@@ -210,37 +222,62 @@ def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | Non
     return copy_and_load
 
 
-def build_engine(config: NodeConfig) -> Engine:
+def resolve_device_type(config: NodeConfig) -> DeviceType:
+    """What computes here. Takes seconds for a model. Raises ConfigError for a missing GPU."""
+    if config.engine == "paced":
+        return "cpu"
+    from node_engine.model.model_loader import resolve_device
+
+    return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
+
+
+def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
+    """How much the node computes at once: see prefill_node and decode_node, default_limits.py."""
+    limits = resolve_step_limits(config, DEFAULT_LIMITS[role][device])
+    log.get_logger("engine").info(
+        "step limits chosen",
+        device=device,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
+    )
+    return limits
+
+
+def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
     """Build the engine that `--engine` names; this takes seconds.
 
-    Raises ConfigError for a model that cannot be served.
+    Raises ConfigError for a model that cannot be served, NodeFailed if the GPU failed.
     """
-    return _build_paced_engine(config) if config.engine == "paced" else _build_model_engine(config)
+    if config.engine == "paced":
+        return _build_paced_engine(config)
+    with _node_failed_at_device_loss():
+        return _build_model_engine(config, device, limits)
 
 
-def _build_model_engine(config: NodeConfig) -> Engine:
+def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
     from node_engine.model.model_loader import load_model_engine
 
     return load_model_engine(
         config.model,
         dtype=config.dtype,
         quantize=config.quantize,
-        device=config.device,
+        device=device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,
         threads=count_compute_threads(config),
         load_format=config.load_format,
-        choose_kernels=choose_kernels,
+        choose_kernels=partial(choose_kernels, deterministic=config.deterministic),
         sampler=choose_sampler(),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
+        deterministic=config.deterministic,
     )
 
 
-def choose_kernels(device: "torch.device") -> "TorchKernels":
+def choose_kernels(device: "torch.device", *, deterministic: bool) -> "TorchKernels":
     """The kernels that a model uses on `device`."""
     from kv_kernels.dispatch import kernels_for
 
-    return kernels_for(device)
+    return kernels_for(device, deterministic=deterministic)
 
 
 def choose_sampler() -> "Sampler":
@@ -274,26 +311,46 @@ def count_compute_threads(config: NodeConfig) -> int:
     return int(config.threads)
 
 
-def create_arena(config: NodeConfig, engine: Engine) -> HostArena:
-    """Allocate the memory of the KV cache; the caller closes it. Raises ConfigError."""
-    return create_host_arena(config, engine)
+def create_arena(
+    config: NodeConfig, device: DeviceType, limits: StepLimits, engine: Engine
+) -> HostArena:
+    """Allocate the memory of the KV cache; the caller closes it.
+
+    Raises ConfigError, and NodeFailed if the GPU failed while its memory was measured.
+    """
+    if device == "cpu":
+        return create_host_arena(config, engine, limits)
+    from node_engine.model.gpu.decode_graphs import list_buckets  # imports triton
+    from node_engine.model.gpu.layer_graphs import TOKEN_BUCKETS
+    from node_engine.model.gpu.memory_profile import profile_device_memory
+
+    num_graphs = len(list_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
+    with _node_failed_at_device_loss():
+        memory = profile_device_memory(engine, limits, num_graphs)
+    return create_host_arena(config, engine, limits, memory)
 
 
 def warm_up_engine(
     engine: Engine, arena: HostArena, max_batched_tokens: int, stop: asyncio.Event
 ) -> None:
     """Bind the cache and warm up; on a GPU this takes seconds. Raises NodeFailed if it failed."""
-    try:
+    with _node_failed_at_device_loss():
         engine.bind_cache(arena.engine_memory, arena.num_blocks)
         started = monotonic_clock()
         engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
-    except DeviceLost as error:
-        reason, _, _ = str(error).partition("\n")  # torch adds advice for developers
-        raise NodeFailed(f"the GPU failed in the first steps: {reason}") from error
     if not stop.is_set():
         log.get_logger("process").info(
             "engine warm-up finished", seconds=round(monotonic_clock() - started, 3)
         )
+
+
+@contextmanager
+def _node_failed_at_device_loss() -> Iterator[None]:
+    """Raise NodeFailed, with one line, for DeviceLost."""
+    try:
+        yield
+    except DeviceLost as error:
+        raise NodeFailed(f"the GPU failed at start: {error.reason}") from error
 
 
 def load_model_files(config: NodeConfig) -> ModelFileDigests:

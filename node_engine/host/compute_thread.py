@@ -34,7 +34,7 @@ from node_engine.core.metrics.device_time import DeviceTime
 from node_engine.core.metrics.utilization import WorkMeter, make_step_costs
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import SequenceOutcome
-from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.engine import DeviceLost, LayerCallback
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
@@ -120,7 +120,10 @@ class ComputeThread:
         try:
             self._loop()
         except BaseException as error:
-            self._log.error("compute thread failed", **log.get_error_fields(error))
+            fields = log.get_error_fields(error)
+            if isinstance(error, DeviceLost):
+                fields["reason"] = error.reason
+            self._log.error("compute thread failed", **fields)
             log.flush_log()
             os._exit(1)
 

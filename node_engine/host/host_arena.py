@@ -5,18 +5,27 @@ maps the segment a second time, at the beginning of an address range in which th
 mapped later: block tables may then contain blocks of both.
 """
 
+import dataclasses
 from pathlib import Path
 
-from baton.config.memory_size import AUTO, resolve_memory_size
+from baton.config.memory_size import AUTO, parse_memory_size, resolve_memory_size
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.process import log
 from baton.shared_memory import segment as segments
-from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
+from baton.shared_memory.available_memory import (
+    AvailableMemory,
+    insufficient_memory_error,
+    measure_available_memory,
+)
 from baton.shared_memory.segment import Segment
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
+from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 from node_engine.core.step.engine import Engine
+from node_engine.core.step.step_limits import DeviceType, StepLimits
 from node_engine.shared_pool.pool_client import NodeAddressSpace
+
+_MIN_BLOCKS = 4  # of a cache that can serve anything
 
 
 class HostArena:
@@ -50,15 +59,20 @@ class HostArena:
         self.segment.close()
 
 
-def create_host_arena(config: NodeConfig, engine: Engine) -> HostArena:
+def create_host_arena(
+    config: NodeConfig,
+    engine: Engine,
+    limits: StepLimits,
+    device_memory: DeviceMemoryProfile | None = None,
+) -> HostArena:
     """Create the segment of a node and map it. Takes seconds; the caller closes the arena.
 
-    Raises ConfigError if --kv-memory is too small or not available.
+    `device_memory` is that of the engine's GPU; None if it computes in the arena itself. Raises
+    ConfigError if --kv-memory is too small or not available.
     """
     folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
-    num_blocks = compute_cache_blocks(
-        config, block_bytes, engine.max_model_len, engine.cache_limits.device_bytes
-    )
+    sequences = limits.max_num_seqs * engine.layout.count_blocks(engine.max_model_len)
+    num_blocks = compute_cache_blocks(config, block_bytes, sequences, device_memory)
     size = segments.round_up_segment_bytes(num_blocks * block_bytes, block_bytes)
     segment = segments.create_segment(folder, "arena", size)
     try:
@@ -69,48 +83,88 @@ def create_host_arena(config: NodeConfig, engine: Engine) -> HostArena:
         raise
 
 
-def compute_cache_bytes(config: NodeConfig) -> int:
-    """Bytes of --kv-memory. Raises ConfigError if there is less memory available."""
+def require_cache_memory(config: NodeConfig, device: DeviceType) -> None:
+    """Raise ConfigError if the size of --kv-memory is malformed or not available on this host.
+
+    Shares of a GPU's memory are not known before the model is loaded.
+    """
+    room, promised = _measure_host_memory(config)
+    if device == "cpu":
+        _choose_host_bytes(config, room, promised)
+    else:
+        _require_host_memory(config, parse_memory_size(config.kv_memory, 0), room, promised)
+
+
+def compute_cache_blocks(
+    config: NodeConfig,
+    block_bytes: int,
+    max_useful_blocks: int,
+    device_memory: DeviceMemoryProfile | None = None,
+) -> int:
+    """Number of KV blocks that fit in --kv-memory, on a GPU in `device_memory`.
+
+    `max_useful_blocks` is what --max-num-seqs sequences of full length need: `auto` takes no more.
+    Raises ConfigError if the memory is too small or not available.
+    """
+    room, promised = _measure_host_memory(config)
+    if device_memory is None:
+        memory = _choose_host_bytes(config, room, promised)
+    else:
+        memory = _choose_device_bytes(config, device_memory, room, promised)
+    blocks = memory // block_bytes
+    if config.kv_memory == AUTO:
+        blocks = min(blocks, max_useful_blocks)
+    if blocks < _MIN_BLOCKS:
+        of_device = "" if device_memory is None else f" on the GPU ({device_memory.describe()})"
+        raise ConfigError(
+            f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes"
+            f"{of_device}: give it more",
+            param="kv_memory",
+        )
+    figures = {} if device_memory is None else dataclasses.asdict(device_memory)
+    log.get_logger("engine").info(
+        "kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks, **figures
+    )
+    return blocks
+
+
+def _measure_host_memory(config: NodeConfig) -> tuple[AvailableMemory, int]:
+    """What is available for segments, and how much of it is promised to segments being filled."""
     folder = Path(config.segment_dir)
     try:
-        room = measure_available_memory(folder)
-        reserved = segments.unfilled_bytes(folder)  # of segments that are not filled yet
+        return measure_available_memory(folder), segments.unfilled_bytes(folder)
     except OSError as error:
         raise ConfigError(
             f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}):"
             " give --segment-dir a folder"
         ) from None
+
+
+def _choose_host_bytes(config: NodeConfig, room: AvailableMemory, promised: int) -> int:
+    """Bytes of --kv-memory where the engine computes in host memory."""
     memory = resolve_memory_size(config.kv_memory, room)
     if config.kv_memory == AUTO:
-        memory = min(memory, max(0, room.usable_bytes - reserved))
-    if memory > room.usable_bytes - reserved:
-        raise insufficient_memory_error(folder, memory, room, "--kv-memory", reserved)
-    return memory
+        memory = min(memory, max(0, room.usable_bytes - promised))
+    return _require_host_memory(config, memory, room, promised)
 
 
-def compute_cache_blocks(
-    config: NodeConfig, block_bytes: int, max_model_len: int, device_bytes: int | None = None
+def _choose_device_bytes(
+    config: NodeConfig, device_memory: DeviceMemoryProfile, room: AvailableMemory, promised: int
 ) -> int:
-    """Number of KV blocks that fit in --kv-memory, and in `device_bytes` of an engine's device.
+    """Bytes of --kv-memory on a GPU; the host has a copy of the same size."""
+    memory = compute_device_cache_bytes(
+        config.kv_memory,
+        device_memory,
+        config.nodes_per_gpu,
+        max(0, room.usable_bytes - promised),
+    )
+    return _require_host_memory(config, memory, room, promised)
 
-    With `auto`, at most as many as --max-num-seqs sequences of full length need. Raises ConfigError
-    if the memory is too small or not available.
-    """
-    memory = compute_cache_bytes(config)
-    if device_bytes is not None and memory > device_bytes:
-        if config.kv_memory != AUTO:
-            raise ConfigError(
-                f"kv_memory {config.kv_memory!r} is {memory} bytes: the GPU has room for"
-                f" {device_bytes} after the model's weights: lower --kv-memory, or leave it at auto"
-            )
-        memory = device_bytes
-    blocks = memory // block_bytes
-    if config.kv_memory == AUTO:
-        blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
-    if blocks < 4:
-        raise ConfigError(
-            f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes:"
-            " give it more"
-        )
-    log.get_logger("engine").info("kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks)
-    return blocks
+
+def _require_host_memory(
+    config: NodeConfig, memory: int, room: AvailableMemory, promised: int
+) -> int:
+    if memory > room.usable_bytes - promised:
+        folder = Path(config.segment_dir)
+        raise insufficient_memory_error(folder, memory, room, "--kv-memory", promised)
+    return memory

@@ -56,7 +56,7 @@ class NodeLinkMember:
 
     def build_join(self) -> JoinInfo:
         config, engine = self._context.config, self._context.engine
-        identity = engine.model_identity
+        identity, limits = engine.model_identity, self._context.scheduler.limits
         return JoinInfo(
             protocol_version=PROTOCOL_VERSION,
             name=self._context.name,
@@ -67,8 +67,8 @@ class NodeLinkMember:
             model_digest=engine.model_digest.hex(),
             layout=engine.layout,
             num_blocks=self._context.block_pool.num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,

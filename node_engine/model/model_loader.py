@@ -8,12 +8,13 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.models.model_identity import UNQUANTIZED, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
-from node_engine.model.loading.fp8_support import require_fp8_model, require_fp8_products
+from node_engine.model.loading.fp8_support import check_quantization
+from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
@@ -38,42 +39,41 @@ def load_model_engine(
     sampler: Sampler = sample_tokens,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
     uses_graphs: bool = True,
+    deterministic: bool = False,
     quantize: Quantization = UNQUANTIZED,
     emulates_fp8: bool = False,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
-    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`. With `emulates_fp8`, a
-    CPU computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError that
-    names what in the folder or in the arguments cannot be served.
+    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; `deterministic` needs
+    batch-invariant kernels. With `emulates_fp8`, a CPU computes in FP8 too: the same numbers,
+    slowly, for comparisons. Raises ConfigError that names what cannot be served.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     folder = Path(path)
     config = load_model_config(folder)
-    where = _resolve_device(device)
+    where = resolve_device(device)
+    _check_determinism(where, deterministic=deterministic)
     kernels = choose_kernels(where)
-    layout = KVLayout(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        block_size,
-        _resolve_dtype(dtype, config),
-    )
-    if quantize == FP8:
-        require_fp8_model(config, layout.dtype)
-        if not emulates_fp8 or where.type != "cpu":
-            require_fp8_products(where)
-    with torch.inference_mode():
+    layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
+    check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
+    with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
         weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
         longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
-            return _build_gpu_engine(config, weights, kernels, layout, where, longest, graph_rows)
+            return _build_gpu_engine(
+                config, weights, kernels, layout, where, longest, graph_rows, deterministic
+            )
         model = Transformer(config, weights, kernels)
     return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+
+
+def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
 
 
 def _build_gpu_engine(
@@ -84,13 +84,14 @@ def _build_gpu_engine(
     device: torch.device,
     max_model_len: int,
     max_graph_rows: int,
+    deterministic: bool,
 ) -> BaseEngine:
     from node_engine.model.gpu.fused_transformer import FusedTransformer  # imports triton
     from node_engine.model.gpu.gpu_engine import GpuEngine
 
     return GpuEngine(
         config,
-        FusedTransformer(config, weights, max_model_len),
+        FusedTransformer(config, weights, max_model_len, deterministic=deterministic),
         kernels,
         layout,
         device,
@@ -111,12 +112,22 @@ def _build_dummy(
     return build_dummy_weights(config, dtype, device, kernels, quantization)
 
 
-def _resolve_device(device: Device) -> torch.device:
+def resolve_device(device: Device) -> torch.device:
+    """The device that `device` names here. Raises ConfigError for a GPU that torch does not see."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
+
+
+def _check_determinism(device: torch.device, *, deterministic: bool) -> None:
+    if deterministic and device.type != "cuda":
+        raise ConfigError(
+            "deterministic: sums on a CPU depend on the number of rows: use --device cuda, or"
+            " --dtype float32 without --deterministic",
+            param="deterministic",
+        )
 
 
 def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:

@@ -5,6 +5,7 @@ on the CPU.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from kv_kernels.reference import elementwise
 from kv_kernels.reference.fp8 import Fp8Linear, Fp8Rows, quantize_rows
 from kv_kernels.triton import fp8_layer_ops
 from kv_kernels.triton.fp8_linear import (
+    BatchInvariantFp8Linear,
     FewRowsPlan,
     TritonFp8Linear,
     multiply_few_rows,
@@ -133,3 +135,22 @@ def find_damaged_rows(rows: int, device: torch.device) -> list[int]:
     linear = TritonFp8Linear(_randn(48, 64, dtype=torch.bfloat16, seed=1).to(device))
     found: list[int] = (~linear(x.to(device)).cpu().isfinite().any(1)).nonzero().flatten().tolist()
     return found
+
+
+def find_counts_that_change_a_row(
+    counts: Sequence[int], features: int, width: int, device: torch.device
+) -> list[int]:
+    """Numbers of rows with which `BatchInvariantFp8Linear` computes other bits for row 0."""
+    x = _randn(max(counts), width, dtype=torch.bfloat16, seed=0).to(device)
+    weight = _randn(features, width, dtype=torch.bfloat16, seed=1)
+    linear = BatchInvariantFp8Linear(weight.to(device))
+    alone = linear(x[:1])
+    return [count for count in counts if not torch.equal(linear(x[:count])[:1], alone)]
+
+
+def measure_invariant_error(rows: int, device: torch.device) -> float:
+    """The error of `BatchInvariantFp8Linear` against its twin."""
+    x, weight = (_randn(*shape, dtype=torch.bfloat16, seed=1) for shape in ((rows, 144), (80, 144)))
+    exact = Fp8Linear(weight)(x).float()
+    result = BatchInvariantFp8Linear(weight.to(device))(x.to(device)).cpu().float()
+    return float(((result - exact).abs() / (1.0 + exact.abs())).max())

@@ -92,6 +92,13 @@ def test_layers_equal_the_reference(features: int, width: int, rows: int) -> Non
     assert error < TOLERANCE["bfloat16"]
 
 
+def test_batch_invariant_layers_depend_on_no_other_row() -> None:
+    for rows in (1, 63, 300):
+        assert compare.measure_invariant_error(rows, CUDA) < TOLERANCE["bfloat16"]
+    counts = (1, 2, 16, 33, 64, 65, 300, 2048)
+    assert compare.find_counts_that_change_a_row(counts, 4096, 4096, CUDA) == []
+
+
 @pytest.mark.parametrize("rows", [5, 80])
 def test_damaged_rows_reach_the_result(rows: int) -> None:
     assert compare.find_damaged_rows(rows, CUDA) == [1, 3]

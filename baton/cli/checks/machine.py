@@ -12,7 +12,7 @@ from baton.cli.checks.installation import reinstall_advice, setup_advice
 from baton.cli.supervisor.child_specs import threads_per_node
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.limits import MAX_DESCRIPTORS
+from baton.limits import MAX_AUTO_NUM_SEQS, MAX_DESCRIPTORS
 from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
 
 MIN_PYTHON = (3, 11)
@@ -121,7 +121,8 @@ def check_open_files(config: Config, limit: int | None = None) -> Finding:
 
 def _wanted_descriptors(config: Config) -> int:
     """Return the limit that lets the HTTP port hold a client for each queued or running request."""
-    clients = config.max_queue + config.max_num_seqs * config.decode
+    sequences = MAX_AUTO_NUM_SEQS if config.max_num_seqs == "auto" else config.max_num_seqs
+    clients = config.max_queue + sequences * config.decode
     limit = clients
     while compute_port_limit("http", limit).max_connections < clients and limit < MAX_DESCRIPTORS:
         limit *= 2

@@ -64,7 +64,7 @@ def check_memory(config: Config, available: AvailableMemory) -> Finding:
     if shortage is not None:
         return bad_finding("cache memory", *shortage)
     detail = f"{plan}, {format_size(available.free_bytes)} {available.limited_by}"
-    if plan.node_bytes < _SMALL_CACHE_BYTES:
+    if plan.node_bytes < _SMALL_CACHE_BYTES and not plan.sized_on_gpu:
         return warning_finding(
             "cache memory",
             detail,

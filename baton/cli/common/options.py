@@ -52,6 +52,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "device",
         "dtype",
         "quantize",
+        "deterministic",
         "threads",
     ),
     "The cluster": (
@@ -142,7 +143,7 @@ PANELS: dict[str, tuple[str, ...]] = {
 }
 # A node's own settings, which `up` decides for each node.
 PER_NODE_FIELDS = frozenset(
-    {"coordinator", "name", "listen", "advertise", "health_port", "host_id"}
+    {"coordinator", "name", "listen", "advertise", "health_port", "host_id", "nodes_per_gpu"}
 )
 _METAVARS = {int: "N", float: "X"}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}

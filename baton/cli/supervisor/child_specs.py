@@ -101,6 +101,7 @@ def make_child_specs(
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": endpoints.cluster,
         "BATON_POOL": endpoints.pool,
+        "BATON_NODES_PER_GPU": str(len(roles)),  # all nodes see the same GPUs, and use the first
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
     nodes = (

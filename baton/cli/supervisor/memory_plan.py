@@ -1,10 +1,10 @@
-"""Plan the cache memory of a machine's nodes and pool, for `baton up` and `baton doctor`."""
+"""Plan the host memory of the nodes' caches and of the pool, for `baton up` and `baton doctor`."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config.memory_size import AUTO, resolve_memory_size
+from baton.config.memory_size import AUTO, parse_memory_size, resolve_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.shared_memory.available_memory import (
@@ -13,14 +13,17 @@ from baton.shared_memory.available_memory import (
     measure_available_memory,
 )
 
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of the caches on one machine. With auto, the sizes are upper bounds."""
+    """Host memory of the caches on one machine. With auto, the sizes are upper bounds."""
 
     node_count: int
-    node_bytes: int  # of each node
+    node_bytes: int  # of each node; 0 if `sized_on_gpu`
     pool_bytes: int  # 0: no pool
+    sized_on_gpu: bool = False  # each node chooses by the memory of its GPU
 
     @property
     def total_bytes(self) -> int:
@@ -28,7 +31,18 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pool = f" and a pool of {format_size(self.pool_bytes)}" if self.pool_bytes else ""
+        if self.sized_on_gpu:
+            return f"{self.node_count} nodes, sized by the memory of their GPU,{pool or ' no pool'}"
         return f"{self.node_count} nodes with {format_size(self.node_bytes)} each{pool}"
+
+
+def is_sized_on_gpu(config: Config, driver: Path = _NVIDIA_DRIVER) -> bool:
+    """Whether --kv-memory is relative to the memory of a GPU, which only the nodes measure.
+
+    `driver` is a file that exists where the NVIDIA driver is loaded.
+    """
+    has_gpu = config.device == "cuda" or (config.device == "auto" and driver.exists())
+    return config.engine == "model" and has_gpu and not parse_memory_size(config.kv_memory, 0)
 
 
 def plan_memory(config: Config, available: AvailableMemory) -> MemoryPlan:
@@ -37,12 +51,14 @@ def plan_memory(config: Config, available: AvailableMemory) -> MemoryPlan:
     Raises ConfigError for a malformed size.
     """
     nodes = config.prefill + config.decode
+    on_gpu = is_sized_on_gpu(config)
     plan = MemoryPlan(
         nodes,
-        resolve_memory_size(config.kv_memory, available),
+        0 if on_gpu else resolve_memory_size(config.kv_memory, available),
         resolve_memory_size(config.pool_memory, available, "pool_memory") if config.has_pool else 0,
+        on_gpu,
     )
-    auto_nodes = nodes if config.kv_memory == AUTO else 0
+    auto_nodes = nodes if config.kv_memory == AUTO and not on_gpu else 0
     auto_pool = int(config.has_pool and config.pool_memory == AUTO)
     if plan.total_bytes <= available.usable_bytes or not auto_nodes + auto_pool:
         return plan
@@ -52,6 +68,7 @@ def plan_memory(config: Config, available: AvailableMemory) -> MemoryPlan:
         nodes,
         min(plan.node_bytes, share) if auto_nodes else plan.node_bytes,
         min(plan.pool_bytes, share) if auto_pool else plan.pool_bytes,
+        on_gpu,
     )
 
 
@@ -96,7 +113,8 @@ def fit_memory(config: Config) -> tuple[Config, str]:
     if shortage is not None:
         raise ConfigError(f"{shortage[0]}: give {shortage[1]}", param="kv_memory")
     kv_memory, pool_memory = config.kv_memory, config.pool_memory
-    if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, available):
+    reduced = plan.node_bytes < resolve_memory_size(AUTO, available)
+    if config.kv_memory == AUTO and reduced and not plan.sized_on_gpu:
         kv_memory = str(plan.node_bytes)
     if (
         config.has_pool

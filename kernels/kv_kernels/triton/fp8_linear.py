@@ -37,6 +37,7 @@ class FewRowsPlan:
     splits: int = 1  # programs that share the width of a tile
     warps: int = 4
     stages: int = 4  # tiles in flight
+    rows: int | None = None  # of a program; None: all rows of a step
 
     @staticmethod
     def choose(features: int, width: int, rows: int) -> "FewRowsPlan":
@@ -51,7 +52,7 @@ class FewRowsPlan:
         return FewRowsPlan(features=64, columns=128, splits=splits, stages=stages)
 
 
-# grid: [tiles of features, splits]
+# grid: [tiles of features, splits, tiles of rows]
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,  # e4m3 [rows, WIDTH], contiguous
@@ -64,18 +65,18 @@ def _few_rows_kernel(
     features,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,  # rows, rounded up for tl.dot
+    ROWS: tl.constexpr,  # of a program
     FEATURES: tl.constexpr,  # of a program
     COLUMNS: tl.constexpr,  # read at a time
     HAS_BIAS: tl.constexpr,
 ):
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     feature_ok, row_ok = feature < features, row < rows
     per_split: tl.constexpr = (WIDTH + SPLITS * COLUMNS - 1) // (SPLITS * COLUMNS) * COLUMNS
     first = tl.program_id(1) * per_split
     w_cells = weight + feature.to(tl.int64)[:, None] * WIDTH + first + column[None, :]
-    x_cells = x + row[:, None] * WIDTH + first + column[None, :]
+    x_cells = x + row.to(tl.int64)[:, None] * WIDTH + first + column[None, :]
     if FEATURES < 64:
         total = tl.zeros([ROWS, FEATURES], tl.float32)
     else:
@@ -145,7 +146,9 @@ def multiply_few_rows(
     (rows, width), features = x.values.shape, len(weight.values)
     out = x.scales.new_empty(rows, features, dtype=dtype)
     sums = x.scales.new_empty(plan.splits, rows, features) if plan.splits > 1 else out
-    _few_rows_kernel[(triton.cdiv(features, plan.features), plan.splits)](
+    tile = plan.rows or max(_DOT_ROWS, triton.next_power_of_2(rows))
+    grid = triton.cdiv(features, plan.features), plan.splits, triton.cdiv(rows, tile)
+    _few_rows_kernel[grid](
         x.values,
         x.scales,
         weight.values,
@@ -156,7 +159,7 @@ def multiply_few_rows(
         features,
         WIDTH=width,
         SPLITS=plan.splits,
-        ROWS=max(_DOT_ROWS, triton.next_power_of_2(rows)),
+        ROWS=tile,
         FEATURES=plan.features,
         COLUMNS=plan.columns,
         HAS_BIAS=bias is not None,
@@ -217,3 +220,15 @@ class TritonFp8Linear(Fp8Linear):
             plan = self._narrow_plan if len(rows.values) <= NARROW_TILE_ROWS else self._plan
             return multiply_few_rows(rows, weight, bias, dtype, plan)
         return multiply_many_rows(rows, weight, bias, dtype)
+
+
+class BatchInvariantFp8Linear(TritonFp8Linear):
+    """An `Fp8Linear` whose result for a row does not depend on the other rows: one kernel for all.
+
+    Tiles and the order of the sum are the same for every number of rows.
+    """
+
+    _PLAN = FewRowsPlan(features=64, columns=128, rows=64)
+
+    def multiply(self, rows: Fp8Rows) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
+        return multiply_few_rows(rows, self._weight, self._bias, self._dtype, self._PLAN)

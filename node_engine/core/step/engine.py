@@ -32,8 +32,6 @@ class CacheLimits:
     # Tokens that a step may write behind those of its batch, if the blocks are there: steps that
     # the engine begins before the scheduler asks for them.
     lookahead_tokens: int = 0
-    # Bytes of KV blocks that its device has room for now; None if it computes in the arena itself.
-    device_bytes: int | None = None
 
 
 class DeviceMemory(NamedTuple):
@@ -67,6 +65,11 @@ class ModelSize:
 
 class DeviceLost(Exception):
     """The device is unusable for this process, which must exit; a new process may succeed."""
+
+    @property
+    def reason(self) -> str:
+        """The first line of the message: torch adds advice for developers."""
+        return str(self).partition("\n")[0]
 
 
 def make_completed_save() -> Future[None]:

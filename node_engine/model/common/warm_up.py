@@ -12,7 +12,7 @@ from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSli
 
 # In tokens: libraries select other kernels for other sizes, which a GPU loads at their first use.
 CPU_PROMPT_LENGTHS = (4, 24)
-GPU_PROMPT_LENGTHS = (4, 24, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+GPU_PROMPT_LENGTHS = (4, 24, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SAMPLING_CASES = (
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5),

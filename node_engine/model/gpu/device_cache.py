@@ -17,25 +17,7 @@ from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
 from node_engine.core.step.engine import make_completed_save
 from node_engine.core.step.step_batch import SequenceSlice
-from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.gpu.side_copies import SideCopies
-
-# Kept free: the largest activations of a step, graphs, and what libraries allocate later.
-_RESERVED_BYTES = 2 << 30
-_RESERVED_SHARE = 0.08  # of the device's memory
-_WIDE_STEP_TOKENS = 8192  # a step that is wider is bounded by --max-batched-tokens
-
-
-def measure_room_for_cache(device: torch.device, config: ModelConfig) -> int | None:
-    """Bytes of the device's memory that KV blocks can take, next to the weights and steps."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    widest = max(3 * config.intermediate_size, config.vocab_size // 64, 8 * config.hidden_size)
-    activations = 2 * _WIDE_STEP_TOKENS * widest
-    reserved = max(_RESERVED_BYTES, int(_RESERVED_SHARE * total)) + activations
-    return max(0, free - reserved)
 
 
 class DeviceCache:

@@ -45,8 +45,10 @@ def choose_splits(rows: int, kv_heads: int) -> int:
 class _AttentionPlan:
     """What the layers of one step share."""
 
+    tiles: torch.Tensor  # int32 [tiles, 4], as attend_chunks takes them
+    selects_rows: bool  # the sampled rows are not all rows
     decode: SplitDecode | None  # of the first rows
-    sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: of all rows
+    sampled: SplitDecode | None  # of the sampled rows, in the last layer; None: as of all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,15 @@ class FusedTransformer:
         max_model_len: int,
         *,
         upcast: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """`upcast`: multiply in fp32 in attention, for Triton's interpreter."""
+        """`upcast`: multiply in fp32 in attention, for Triton's interpreter.
+
+        With `deterministic` and linear layers that are batch-invariant, what a token computes
+        depends on the tokens before it alone: every query attends in the order of a prefill chunk.
+        """
         self._config = config
+        self._deterministic = deterministic
         self._weights = weights
         self._upcast = upcast
         self._products = choose_layer_products(weights.quantization)
@@ -131,7 +139,8 @@ class FusedTransformer:
         return TokenRows(
             residual=embedding.new_empty(tokens, config.hidden_size),
             query=embedding.new_empty(heads),
-            attended=embedding.new_empty(heads),
+            # Attention writes all rows but, if deterministic, those of padding.
+            attended=(embedding.new_zeros if self._deterministic else embedding.new_empty)(heads),
             cos=embedding.new_empty(tokens, config.head_dim),
             sin=embedding.new_empty(tokens, config.head_dim),
             slots=torch.empty(tokens, dtype=torch.int32, device=embedding.device),
@@ -163,13 +172,11 @@ class FusedTransformer:
             if layer < last or plan.sampled is None:
                 self._attend(plan, rows, cache, layer, inputs)
         residual, attended = rows.residual, rows.attended
-        if plan.sampled is not None:
+        if plan.selects_rows:
             if not inputs.shape.sampled_rows:
                 return None
-            query = rows.query.index_select(0, inputs.sampled_rows)
             residual = residual.index_select(0, inputs.sampled_rows)
-            attended = query.new_empty(query.shape)
-            plan.sampled.attend(query, cache, last, self._config.windows[last], attended)
+            attended = self._attend_sampled_rows(plan, rows, cache, inputs)
         x = self._finish_layer(self._weights.layers[last], attended, residual)
         return layer_ops.add_rms_norm(x, residual, self._weights.norm.weight, self._config.norm_eps)
 
@@ -222,15 +229,19 @@ class FusedTransformer:
         return self._weights.head(hidden)
 
     def _plan_attention(self, inputs: DeviceInputs) -> _AttentionPlan:
-        shape = inputs.shape
-        is_all_sampled = shape.sampled_rows == shape.tokens
+        selects_rows = inputs.shape.sampled_rows != inputs.shape.tokens
+        if self._deterministic:
+            tiles = torch.cat((_list_decode_tiles(inputs), inputs.tiles))
+            return _AttentionPlan(tiles, selects_rows, None, None)
         return _AttentionPlan(
+            inputs.tiles,
+            selects_rows,
             self._allocate_decode(inputs.tables, inputs.decode_starts, inputs.decode_lengths),
-            None
-            if is_all_sampled
-            else self._allocate_decode(
+            self._allocate_decode(
                 inputs.tables, inputs.sampled_starts, inputs.sampled_lengths, always=True
-            ),
+            )
+            if selects_rows
+            else None,
         )
 
     def _allocate_decode(
@@ -266,7 +277,26 @@ class FusedTransformer:
         query, out = rows.query, rows.attended
         if plan.decode is not None:
             plan.decode.attend(query[:decode_rows], cache, layer, window, out[:decode_rows])
-        if inputs.shape.tiles:
+        if len(plan.tiles):
             attend_chunks(
-                query, cache, layer, inputs.tables, inputs.tiles, window, out, upcast=self._upcast
+                query, cache, layer, inputs.tables, plan.tiles, window, out, upcast=self._upcast
             )
+
+    def _attend_sampled_rows(
+        self, plan: _AttentionPlan, rows: TokenRows, cache: PagedCache, inputs: DeviceInputs
+    ) -> torch.Tensor:  # [sampled_rows, heads, head_dim]
+        """The attention of the last layer, of the sampled rows alone."""
+        if plan.sampled is None:
+            return rows.attended.index_select(0, inputs.sampled_rows)
+        last = self.num_layers - 1
+        query = rows.query.index_select(0, inputs.sampled_rows)
+        attended = query.new_empty(query.shape)
+        plan.sampled.attend(query, cache, last, self._config.windows[last], attended)
+        return attended
+
+
+def _list_decode_tiles(inputs: DeviceInputs) -> torch.Tensor:
+    """A tile of one query for each decode row, int32 [rows, 4]; of padding rows it is empty."""
+    lengths = inputs.decode_lengths
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return torch.stack((inputs.decode_starts, rows, lengths - 1, lengths.clamp(max=1)), 1)

@@ -23,7 +23,7 @@ from node_engine.model.gpu.decode_graphs import (
     LaunchedStep,
     capture_decode_graphs,
 )
-from node_engine.model.gpu.device_cache import DeviceCache, measure_room_for_cache
+from node_engine.model.gpu.device_cache import DeviceCache
 from node_engine.model.gpu.draws import StepOutput, draw_tokens, read_draws, require_finite
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs, capture_layer_graphs
@@ -76,7 +76,6 @@ class GpuEngine(BaseEngine):
         return CacheLimits(
             reads_pool_in_place=False,
             lookahead_tokens=1 if self._max_graph_rows else 0,
-            device_bytes=measure_room_for_cache(self._device, self._config),
         )
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from baton.types import BlockIndex
 from kv_kernels.triton.block_copy import copy_blocks_between
+from node_engine.model.common.base_engine import translate_device_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class SideCopies:
     ) -> Future[None]:
         """Copy blocks to the host; the future is completed, on another thread, when they are there.
 
-        Its error is torch's if the device fails.
+        Its error is DeviceLost if the device fails.
         """
         self._save_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._save_stream):
@@ -88,8 +89,9 @@ class SideCopies:
         while True:
             ended, saved = self._saves.get()
             try:
-                ended.synchronize()
-            except RuntimeError as error:
+                with translate_device_errors():
+                    ended.synchronize()
+            except Exception as error:
                 saved.set_exception(error)
             else:
                 saved.set_result(None)

@@ -3,9 +3,27 @@
 import torch
 
 from baton.errors import ConfigError
-from baton.models.model_identity import FP8_MIN_CAPABILITY
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, Quantization
 from kv_kernels.reference.fp8 import WIDTH_MULTIPLE
 from node_engine.model.config.model_config import ModelConfig
+
+
+def check_quantization(
+    quantize: Quantization,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    emulates_fp8: bool,
+) -> None:
+    """Raises ConfigError if the model cannot be served on `device` with this `--quantize`.
+
+    With `emulates_fp8` a CPU will do.
+    """
+    if quantize == FP8:
+        require_fp8_model(config, dtype)
+        if device.type != "cpu" or not emulates_fp8:
+            require_fp8_products(device)
 
 
 def require_fp8_model(config: ModelConfig, dtype: str) -> None:

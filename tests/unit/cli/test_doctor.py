@@ -15,6 +15,7 @@ import pytest
 from baton.cli.checks import machine, network, shared_memory
 from baton.cli.checks import model as model_checks
 from baton.cli.checks.finding import Finding
+from baton.cli.supervisor.memory_plan import is_sized_on_gpu
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.pb import cluster_pb2
@@ -117,6 +118,29 @@ def test_full_segment_folder(
 
 def room(left: int) -> AvailableMemory:
     return AvailableMemory(left, "free", reserve_bytes=left // 8)
+
+
+def test_memory_of_gpu_nodes_is_not_planned_by_the_host() -> None:
+    """A share of 0.6 is one of the GPU; a size is one on the host, too."""
+    for kv_memory in ("auto", "0.6"):
+        finding = shared_memory.check_memory(
+            Config(device="cuda", kv_memory=kv_memory), room(8 * GIB)
+        )
+        assert_finding(finding, "ok")
+        assert "sized by the memory of their GPU" in finding.detail
+    assert_finding(
+        shared_memory.check_memory(Config(device="cuda", kv_memory="4GiB"), room(8 * GIB)), "bad"
+    )
+
+
+def test_memory_of_nodes_that_may_find_a_gpu(tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    assert not is_sized_on_gpu(Config(), driver)
+    driver.touch()
+    assert is_sized_on_gpu(Config(), driver)
+    assert not is_sized_on_gpu(Config(device="cpu"), driver)
+    assert not is_sized_on_gpu(Config(engine="paced"), driver)
+    assert not is_sized_on_gpu(Config(kv_memory="1GiB"), driver)
 
 
 def test_memory() -> None:

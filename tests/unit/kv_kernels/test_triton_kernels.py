@@ -173,6 +173,11 @@ def test_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 80])
+def test_batch_invariant_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
+    assert measured[f"fp8 invariant {rows}"] < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [5, 80])
 def test_damaged_rows_reach_the_result_of_an_fp8_layer(
     measured: dict[str, list[int]], rows: int
 ) -> None:

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from kv_kernels.reference.fp8 import Fp8Rows, quantize_rows
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import fp8_layer_ops, layer_ops
+from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
 from kv_kernels.triton.block_copy import copy_blocks_between, move_blocks
 from kv_kernels.triton.fp8_linear import FewRowsPlan, multiply_few_rows
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
@@ -69,6 +70,8 @@ def compile_kernels(dtype: torch.dtype) -> None:
     layer_ops.add_rms_norm(x, None, x[0], 1e-5)
     layer_ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
     multiply_row(x[:1], torch.zeros(512, HEADS * DIM, dtype=dtype), None)
+    for bias in (None, torch.zeros(512, dtype=dtype)):
+        BatchInvariantLinear(torch.zeros(512, HEADS * DIM, dtype=dtype), bias)(x)
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)
@@ -105,7 +108,7 @@ def compile_fp8_kernels() -> None:
         multiply_row(x, weight.values, added, scales=scales, dtype=torch.bfloat16)
     for rows in (2, 17, 64):
         few = Fp8Rows(weight.values[:rows], weight.scales[:rows])
-        for plan in (*plans, FewRowsPlan(64, 128, splits=4)):
+        for plan in (*plans, FewRowsPlan(64, 128, splits=4), FewRowsPlan(64, 128, rows=64)):
             for added in (None, bias):
                 multiply_few_rows(few, weight, added, torch.bfloat16, plan)
 

@@ -126,6 +126,7 @@ def main() -> None:
     for temperature in (0.0, 1.0):
         results[f"damaged {temperature}"] = compare.sample_damaged_rows(CPU, temperature)
     for rows in (5, 80):
+        results[f"fp8 invariant {rows}"] = compare_fp8.measure_invariant_error(rows, CPU)
         results[f"fp8 damaged {rows}"] = compare_fp8.find_damaged_rows(rows, CPU)
     json.dump(results, sys.stdout)
 

@@ -47,7 +47,12 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
     coordinator, node, *_ = children(config)
     assert resolve_config({}, environ=coordinator.environ) == config
     for_node = dataclasses.replace(
-        config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key=""
+        config,
+        name="prefill-0",
+        coordinator=WHERE.cluster,
+        threads="1",
+        nodes_per_gpu=4,
+        api_key="",
     )
     assert resolve_config({}, environ=node.environ) == for_node
 

@@ -11,6 +11,7 @@ import pytest
 from baton.config.settings import Config
 from baton.errors import NodeFailed, OutOfMemory
 from baton.types import Role
+from decode_node.default_limits import DECODE_LIMITS
 from node_engine.core.step.engine import DeviceLost
 from node_engine.host.assemble import run_node
 from node_engine.paced.paced_engine import PacedEngine
@@ -44,7 +45,7 @@ async def test_stop_ends_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             asyncio.run_coroutine_threadsafe(_set(stop), loop).result()
 
     await start(warm_up, tmp_path, stop, monkeypatch)
-    assert steps == [Config().max_batched_tokens]
+    assert steps == [DECODE_LIMITS["cpu"].max_batched_tokens]
     assert not os.listdir(tmp_path)
 
 

@@ -19,17 +19,22 @@ import torch
 
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.process import log
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.block_copy import copy_blocks_between
 from kv_kernels.triton.fp8_linear import TritonFp8Linear
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
+from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs
+from node_engine.model.gpu.memory_profile import run_widest_steps
+from node_engine.model.gpu.step_inputs import StepInputs
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_engine import ModelEngine
 from node_engine.model.model_loader import load_model_engine
@@ -53,7 +58,9 @@ class InterpretedKernels(TorchKernels):
     make_fp8_linear = TritonFp8Linear
 
 
-def build_engine(folder: Path, quantization: Quantization = UNQUANTIZED) -> GpuEngine:
+def build_engine(
+    folder: Path, quantization: Quantization = UNQUANTIZED, max_graph_rows: int = 0
+) -> GpuEngine:
     config, kernels = load_model_config(folder), InterpretedKernels()
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
     with torch.inference_mode():
@@ -67,7 +74,7 @@ def build_engine(folder: Path, quantization: Quantization = UNQUANTIZED) -> GpuE
         CPU,
         MAX_MODEL_LEN,
         weights.digest,
-        max_graph_rows=0,
+        max_graph_rows=max_graph_rows,
     )
 
 
@@ -186,20 +193,54 @@ def run_beside_a_load(folder: Path, prompt: list[int]) -> dict[str, object]:
     }
 
 
+def run_ahead(folder: Path, prompts: list[list[int]]) -> dict[str, object]:
+    """Tokens of sequences that join and end while steps run ahead, and without graphs."""
+    launches: list[tuple[int, bool]] = []
+    answers = []
+    for uses_graphs in (False, True):
+        engine = build_engine(folder)
+        compare.bind_engine(engine)
+        if uses_graphs:
+            assert engine._memory is not None
+            graphs = DecodeGraphs(engine._model, engine._memory.cache, 4 * compare.NUM_BLOCKS)
+            with torch.inference_mode():
+                graphs.capture((4, 1, 2), RepeatedCall)
+            launch = graphs.launch
+
+            def watch_launch(bucket: int, inputs: StepInputs, **kind: bool) -> LaunchedStep:
+                launches.append((bucket, kind.get("continues", False)))
+                return launch(bucket, inputs, **kind)  # noqa: B023
+
+            graphs.launch = watch_launch  # type: ignore[method-assign]
+            engine._graphs = graphs
+        answers.append(compare.generate_staggered(engine, prompts))
+    return {"eager": answers[0], "ahead": answers[1], "launches": launches}
+
+
 def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
-    """Everything but the plain tokens; the last prompt is the longest."""
-    engine, reference = build_engine(folder), load_model_engine(folder, device="cpu")
+    """Everything but the plain tokens; the last prompt is the longest.
+
+    The engine finds that it cannot capture graphs, as on a GPU whose driver refuses it.
+    """
+    engine, reference = (
+        build_engine(folder, max_graph_rows=4),
+        load_model_engine(folder, device="cpu"),
+    )
     results: dict[str, object] = {
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
     }
+    results["run_ahead"] = run_ahead(folder, prompts)
     results["load"] = run_beside_a_load(folder, prompts[-2])
+    run_widest_steps(engine, StepLimits(max_num_seqs=3, max_batched_tokens=10))
     compare.bind_engine(engine)
     compare.bind_engine(reference)
     results["is_damage_reported"] = compare.reports_damaged_cache(engine)
     results["special"] = compare.run_special_rows(engine)
     results["wanted_special"] = compare.run_special_rows(reference)
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
     engine.warm_up(max_batched_tokens=4)
+    results["has_graphs"] = engine._graphs is not None
     results["copied"] = compare.generate_in_a_copied_block(
         engine, next(prompt for prompt in prompts if len(prompt) == 16), count
     )
@@ -209,6 +250,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 def main() -> None:
     install_casts()
     torch.set_num_threads(1)
+    log.configure_logging("info", "json")
     results: dict[str, object] = {}
     models = json.load(sys.stdin)
     for name, model in models.items():

@@ -77,6 +77,15 @@ def test_saved_blocks_equal_announced_ones(computed: Computed) -> None:
     assert computed.results["is_saved"] is True
 
 
+def test_steps_that_run_ahead_change_no_token(computed: Computed) -> None:
+    """Sequences join while a step that was launched ahead is computed, and end one by one."""
+    found = computed.results["run_ahead"]
+    assert found["ahead"] == found["eager"]
+    launches = [(bucket, continues) for bucket, continues in found["launches"]]
+    assert {bucket for bucket, _ in launches} == {1, 2, 4}
+    assert sum(continues for _, continues in launches) > len(launches) / 2
+
+
 def test_slice_is_deferred_until_its_blocks_are_loaded(computed: Computed) -> None:
     load = computed.results["load"]
     token = computed.prompts["mixed"][-2].reference_tokens[0]
@@ -96,6 +105,8 @@ def test_special_rows_equal_those_of_the_model_engine(computed: Computed) -> Non
 
 
 def test_copied_block_continues_the_prefix_after_a_warm_up(computed: Computed) -> None:
+    """The warm-up could capture no graphs, so that the engine launches every kernel by itself."""
+    assert computed.results["has_graphs"] is False
     wanted = computed.prompts["mixed"][LENGTHS["mixed"].index(16)].reference_tokens
     assert computed.results["copied"] == list(wanted)
 

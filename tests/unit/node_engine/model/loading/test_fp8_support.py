@@ -14,6 +14,7 @@ from baton.kv.blocks import root_hash
 from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.reference.fp8 import Fp8Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.core.step.step_limits import StepLimits
 from node_engine.host.assemble import build_engine
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config
@@ -42,7 +43,7 @@ def test_float32_is_refused(folder: Path, dtype: Any) -> None:
 def test_a_node_on_a_cpu_is_refused(folder: Path) -> None:
     config = NodeConfig(model=str(folder), dtype="bfloat16", device="cpu", quantize="fp8")
     with pytest.raises(ConfigError, match=r"computes on a CPU: .*--quantize none"):
-        build_engine(config)
+        build_engine(config, "cpu", StepLimits(max_num_seqs=4, max_batched_tokens=64))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])

@@ -1,0 +1,16 @@
+"""How much a decode node computes in one step, by its device, unless the settings say otherwise.
+
+A node that switches to the other role keeps the limits with which it started.
+"""
+
+from collections.abc import Mapping
+
+from node_engine.core.step.step_limits import DeviceType, StepLimits
+
+DECODE_LIMITS: Mapping[DeviceType, StepLimits] = {
+    "cpu": StepLimits(max_num_seqs=64, max_batched_tokens=512),
+    # Decoding reads all weights in every step, whatever the number of sequences: many slots. In
+    # colocated mode prompts are computed beside running sequences, which wait for the whole step:
+    # fewer tokens than in a prefill node.
+    "cuda": StepLimits(max_num_seqs=256, max_batched_tokens=2048),
+}

@@ -1,0 +1,50 @@
+"""The bounds of a step: those that are set, and the defaults of a role and a device."""
+
+from typing import Any
+
+import pytest
+
+from baton.config.settings import Config
+from baton.limits import MAX_AUTO_NUM_SEQS
+from decode_node.default_limits import DECODE_LIMITS
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.step.step_limits import StepLimits, resolve_step_limits
+from prefill_node.default_limits import PREFILL_LIMITS
+
+DEFAULTS = StepLimits(max_num_seqs=64, max_batched_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sequences", "tokens"),
+    [
+        ({}, 64, 512),
+        ({"max_num_seqs": 8}, 8, 512),
+        ({"max_batched_tokens": 4096}, 64, 4096),
+        ({"max_num_seqs": 300, "max_batched_tokens": 1000}, 300, 1000),
+        # The other one is adapted: every sequence gets a token, and one block is computed.
+        ({"max_num_seqs": 600}, 600, 615),
+        ({"max_batched_tokens": 40}, 25, 40),
+        ({"max_batched_tokens": 16, "block_size": 32}, 1, 16),
+    ],
+)
+def test_settings_override_defaults(settings: dict[str, Any], sequences: int, tokens: int) -> None:
+    assert resolve_step_limits(Config(**settings), DEFAULTS) == StepLimits(sequences, tokens)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_adapted_limits_are_accepted_by_the_scheduler(block_size: int) -> None:
+    for settings in ({"max_num_seqs": 600}, {"max_batched_tokens": 300}):
+        config = Config(block_size=block_size, **settings)  # type: ignore[arg-type]
+        limits = resolve_step_limits(config, DEFAULTS)
+        SchedulerLimits(limits.max_num_seqs, limits.max_batched_tokens, 64).check(block_size)
+
+
+def test_defaults_of_each_role_and_device() -> None:
+    """CPUs as before GPUs were served; a GPU computes larger chunks, most in a prefill node."""
+    assert PREFILL_LIMITS["cpu"] == DECODE_LIMITS["cpu"] == DEFAULTS
+    prefill, decode = PREFILL_LIMITS["cuda"], DECODE_LIMITS["cuda"]
+    assert prefill.max_batched_tokens > decode.max_batched_tokens > 512
+    every = [*PREFILL_LIMITS.values(), *DECODE_LIMITS.values()]
+    assert max(limits.max_num_seqs for limits in every) == MAX_AUTO_NUM_SEQS
+    for limits in every:
+        SchedulerLimits(limits.max_num_seqs, limits.max_batched_tokens, 64).check(256)

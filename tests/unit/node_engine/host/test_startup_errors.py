@@ -1,0 +1,93 @@
+"""A node that cannot compute its model ends with one line that says why, and what to do."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config.settings import Config
+from baton.errors import ConfigError, NodeFailed
+from baton.process.runtime import EXIT_USAGE
+from baton.types import Role
+from node_engine.host.assemble import run_node
+from node_engine.model.config.model_config import load_model_config
+from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
+from tests.models import build_model
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees an NVIDIA GPU here")
+def test_cuda_without_a_driver(tmp_path: Path) -> None:
+    flags = ["--coordinator", "127.0.0.1:1", "--device", "cuda", "--model", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "decode_node", *flags, "--segment-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == EXIT_USAGE
+    [line] = [line for line in ended.stderr.splitlines() if "error" in line]
+    assert "torch sees no NVIDIA GPU here: use --device cpu" in line
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (FULL, ConfigError, "does not fit into the memory of the machine: its weights need"),
+        (torch.AcceleratorError("CUDA error: unknown error\nhints"), NodeFailed, "unknown error$"),
+    ],
+)
+async def test_failure_while_weights_are_loaded(
+    error: Exception,
+    kind: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("node_engine.model.model_loader.load_weights", fail)
+    model = build_model("llama", tmp_path)
+    config = Config(
+        coordinator="127.0.0.1:1", model=str(model), device="cpu", segment_dir=str(tmp_path)
+    )
+    with pytest.raises(kind, match=message):
+        await run_node(config, Role.DECODE, asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fix"),
+    [("float32", "use --dtype bfloat16, a smaller"), ("bfloat16", "use a smaller")],
+)
+def test_a_model_beyond_a_gpu_is_reported_with_figures(
+    dtype: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise FULL
+
+    config = load_model_config(build_model("llama", tmp_path))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 << 30, 8 << 30))
+    with (
+        pytest.raises(ConfigError) as caught,
+        report_too_large_model(config, dtype, torch.device("cuda")),
+    ):
+        fail()
+    message = str(caught.value)
+    assert f"need {compute_weight_bytes(config, dtype)} bytes" in message
+    assert f"in {dtype}: 5.0GiB of 8.0GiB were free" in message
+    assert fix in message
+
+
+def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = build_model("llama", tmp_path)
+    config = load_model_config(folder)
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = compute_weight_bytes(config, "float32")
+    assert needed <= stored < needed + (1 << 16)  # a header with the names
+    assert compute_weight_bytes(config, "bfloat16") == needed // 2
