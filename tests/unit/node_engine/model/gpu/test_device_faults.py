@@ -48,10 +48,14 @@ def decode_batch(position: int = 0, token: int = 1) -> StepBatch:
     return StepBatch((SequenceSlice(SequenceId(1), (token,), position, table, spec),))
 
 
-class FailingModel:
-    """A model whose forward pass raises."""
+class UnusedModel:
+    """A model that computes nothing."""
 
     quantization = UNQUANTIZED
+
+
+class FailingModel(UnusedModel):
+    """A model whose forward pass raises."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -96,10 +100,10 @@ class FakeLaunchedStep:
         return [7]
 
 
-def make_engine(model: object = None, graphs: object = None) -> GpuEngine:
+def make_engine(model: UnusedModel | None = None, graphs: object = None) -> GpuEngine:
     engine = GpuEngine(
         CONFIG,
-        model,  # type: ignore[arg-type]
+        model or UnusedModel(),  # type: ignore[arg-type]
         TorchKernels(),
         LAYOUT,
         torch.device("cpu"),
